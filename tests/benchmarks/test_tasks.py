@@ -1,0 +1,116 @@
+"""The shipped tasks are fixed, deterministic, held out of training and exactly gradable."""
+
+import random
+
+import pytest
+
+from kvserve.benchmarks import task_text
+from kvserve.benchmarks.tasks import TASKS, Sample, grade, make_samples
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_index_and_seed_only(task: str) -> None:
+    samples = make_samples(task, 3, seed=5)
+    assert samples[:2] == make_samples(task, 2, seed=5)
+    assert len(set(samples)) == 3
+    assert samples[0] != make_samples(task, 1, seed=6)[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_expected_answers_grade_as_exact(task: str) -> None:
+    for sample in make_samples(task, 5, seed=0):
+        assert sample.task == task
+        assert len(sample.turns) == len(sample.answers) == len(sample.finals)
+        result = grade(sample, [f" {answer}\n" for answer in sample.answers])
+        assert result.exact and result.correct_prefix == 1.0
+        assert not grade(sample, []).exact
+        assert grade(sample, []).correct_prefix == 0.0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_fit_the_token_limit(task: str) -> None:
+    for sample in make_samples(task, 5, seed=1):
+        longest = max(task_text.count_units(answer) for answer in sample.answers)
+        assert longest < TASKS[task].max_new_tokens
+
+
+def test_unknown_task_is_named() -> None:
+    with pytest.raises(ValueError, match="needle-7"):
+        make_samples("needle-7", 1, seed=0)
+
+
+@pytest.mark.parametrize("units", [512, 1024, 2048])
+def test_needles_fill_the_context_exactly(units: int) -> None:
+    for sample in make_samples(f"needle-{units}", 5, seed=2):
+        text, question = sample.turns[0].rsplit(" What ", 1)
+        assert task_text.count_units(text) == units
+        assert text.count("The secret number of") == 8
+        assert len(sample.turns) == 4
+        for turn, answer in zip((question, *sample.turns[1:]), sample.answers, strict=True):
+            name = turn.rstrip("?").split()[-1]
+            assert f"The secret number of {name} is {answer}." in text
+
+
+def values_of(turn: str) -> dict[str, int]:
+    pieces = turn.removeprefix("Let ").split("; ")
+    return {p[:-1]: int(p[-1]) for p in pieces if p[-1].isdigit()}
+
+
+def test_chain_has_thirty_right_steps() -> None:
+    for sample in make_samples("chain", 5, seed=3):
+        values = values_of(sample.turns[0])
+        steps = [p for p in sample.turns[0].split("; ") if "= " in p]
+        assert len(steps) == 30
+        for step in steps:
+            name, operands = step.split("= ")
+            assert name not in values
+            values[name] = sum(values[o] for o in operands.split("+ ")) % 10
+        assert sample.finals[0] == f"{name}{values[name]}"
+        assert task_text.count_units(sample.answers[0]) == 333
+
+
+def test_redundant_chain_reassigns_and_reports() -> None:
+    for sample in make_samples("redundant-chain", 5, seed=4):
+        state = values_of(sample.turns[0])
+        assert len(state) == 8
+        lines = sample.turns[0].split("; ")[8:-1]
+        assert lines.index("Report") == 8
+        for line in (line for line in lines if line != "Report"):
+            target, operands = line.split(": ")[1].split("= ")
+            state[target] = sum(state[o] for o in operands.split("+ ")) % 10
+        assert len(state) == 8
+        assert sample.finals[0] == f"{target}{state[target]}"
+        assert task_text.count_units(sample.answers[0]) >= 300
+
+
+def test_recall_and_aggregation_sizes() -> None:
+    (recall,) = make_samples("recall", 1, seed=0)
+    assert len(recall.answers[0].split()) == 16
+    (aggregation,) = make_samples("aggregation", 1, seed=0)
+    assert len(aggregation.answers[0].split()) == 8
+    text, _ = aggregation.turns[0].split(" List all")
+    assert task_text.count_units(text) == 512
+
+
+def test_held_out_name_orders_never_occur_in_training() -> None:
+    def order(sample: Sample) -> bool:
+        first, second = (task_text.NAMES.index(p[:-2]) for p in sample.turns[0].split("; ")[:2])
+        return (3 * first + second) % 8 == 0
+
+    rng = random.Random(0)
+    assert all(order(task_text.recall(rng, 4, 2, held_out=True)) for _ in range(50))
+    assert not any(order(task_text.recall(rng, 4, 2, held_out=False)) for _ in range(50))
+
+
+def test_grade_counts_up_to_the_first_error_of_each_turn() -> None:
+    sample = Sample("needle-512", ("a", "b"), ("1234", "5678"), ("1234", "5678"))
+    result = grade(sample, ["1294", "5678"])
+    assert not result.exact
+    assert result.correct_prefix == 6 / 8
+
+
+def test_chain_is_exact_when_the_final_answer_is() -> None:
+    sample = Sample("chain", ("q",), ("Bo= Al1+ Cy2, Bo3; answer Bo3",), ("Bo3",))
+    assert grade(sample, ["Bo= Al1+ Cy9, Bo3; answer Bo3"]).exact
+    assert not grade(sample, ["Bo= Al1+ Cy2, Bo3;"]).exact
+    assert not grade(sample, ["Bo= Al1+ Cy2, Bo3; answer Bo3 Bo"]).exact
