@@ -1,0 +1,69 @@
+# syntax=docker/dockerfile:1
+# kvserve with CUDA (default), or for CPUs with `--build-arg DEVICE=cpu`:
+#
+#   docker build -t kvserve .
+#   docker run --gpus all --ipc=host -p 8000:8000 -v kvserve-hf:/data/huggingface kvserve \
+#       --model Qwen/Qwen3-8B --policy kara --host 0.0.0.0
+#
+# --ipc=host (or --shm-size=8g): tensor-parallel ranks talk through shared memory, and Docker's
+# default of 64 MB is too little for them. One GPU or a CPU does without. Extras of pyproject.toml,
+# for instance: `--build-arg EXTRAS=ray,otel`.
+# The project's own machines have no container engine: this file is reviewed there, not built.
+
+ARG DEVICE=cuda
+
+FROM nvidia/cuda:13.0.2-runtime-ubuntu24.04 AS base-cuda
+FROM ubuntu:24.04 AS base-cpu
+
+# ---- builder: a virtual environment with everything in it --------------------------------------
+FROM base-${DEVICE} AS builder
+ARG DEVICE
+ARG EXTRAS=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/kvserve
+ENV PATH=/opt/kvserve/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
+
+WORKDIR /src
+COPY constraints-cpu.txt ./
+# torch by itself: a layer of some GB that changes only with its version. PyPI's is the CUDA build.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    torch="$(sed -n '/^torch==/p' constraints-cpu.txt)" \
+    && if [ "$DEVICE" = cpu ]; then pip install --extra-index-url "$TORCH_INDEX" "$torch"; \
+       else pip install "$torch"; fi
+COPY pyproject.toml README.md LICENSE ./
+COPY kvserve ./kvserve
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install -c constraints-cpu.txt ".${EXTRAS:+[$EXTRAS]}"
+
+# ---- runtime: Python, the environment, and what Triton needs to build its launchers ------------
+FROM base-${DEVICE} AS runtime
+ARG DEVICE
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates libgomp1 python3 \
+    && if [ "$DEVICE" = cuda ]; then \
+           apt-get install -y --no-install-recommends gcc libc6-dev python3-dev; fi \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvserve \
+    && install -d -o kvserve -g kvserve /data/huggingface
+COPY --from=builder /opt/kvserve /opt/kvserve
+
+ENV PATH=/opt/kvserve/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/data/huggingface
+USER kvserve
+WORKDIR /home/kvserve
+VOLUME /data/huggingface
+EXPOSE 8000
+
+# The long start period covers a model's download, loading and graph capture.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+
+# Arguments after the image's name replace the ones of CMD, `--host 0.0.0.0` among them.
+ENTRYPOINT ["kvserve"]
+CMD ["--model", "kvserve/tiny", "--policy", "kara", "--policy.window", "128", "--policy.buffer", "16", "--host", "0.0.0.0"]

@@ -1,0 +1,97 @@
+# `make run` serves the model that ships, `make test` runs the tests. Both create $(VENV) themselves
+# and need only make and Python >= 3.10. The second time they start at once.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# The first Python that is new enough; `make PYTHON=/path/to/python3 ...` names another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+# The versions to install, torch's among them. `CONSTRAINTS=` takes the newest instead.
+CONSTRAINTS ?= constraints-cpu.txt
+TORCH ?= $(or $(if $(CONSTRAINTS),$(shell sed -n '/^torch==/p' $(CONSTRAINTS))),torch)
+# Where CPU builds of torch for Linux come from; looked at only without a GPU and only if reachable.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+MODEL ?= kvserve/tiny
+POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
+PORT ?= 8000
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_DONE := $(VENV)/.torch-installed
+RUN_DONE := $(VENV)/.kvserve-installed
+DEV_DONE := $(VENV)/.kvserve-dev-installed
+INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
+
+.PHONY: help venv install dev run test test-long lint format bench clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+venv: $(BIN)/python ## create the virtual environment
+
+install: $(RUN_DONE) ## install kvserve into it
+
+dev: $(DEV_DONE) ## install kvserve and the developer's tools
+
+run: $(RUN_DONE) ## serve the shipped model (PORT, MODEL, POLICY, ARGS)
+	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(ARGS)
+
+test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
+	$(PYTEST) $(ARGS)
+
+test-long: $(DEV_DONE) ## run all tests, the slow ones too
+	$(PYTEST) -m "" $(ARGS)
+
+lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
+	@status=0; for tool in "ruff check ." "ruff format --check ." mypy; do \
+		echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
+
+format: $(DEV_DONE) ## format, and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(RUN_DONE) ## measure throughput of the shipped model (MODEL, POLICY, ARGS)
+	$(BIN)/kvserve bench throughput --model $(MODEL) $(POLICY) $(ARGS)
+
+clean: ## remove caches and build outputs
+	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and the virtual environment
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "kvserve needs Python 3.10 or newer; name one: make PYTHON=/path/to/python3 ..." >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; \
+		exit 1; }
+
+# torch first: a later step would otherwise take the newest one, which on Linux is a CUDA build of some GB.
+$(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python
+	@index=''; if nvidia-smi -L >/dev/null 2>&1; then \
+		echo "NVIDIA GPU found: $(TORCH) with CUDA"; \
+	elif $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
+		'$(TORCH_INDEX)' 2>/dev/null; then \
+		echo "no NVIDIA GPU: $(TORCH) for CPUs"; index='--extra-index-url $(TORCH_INDEX)'; \
+	else \
+		echo "no NVIDIA GPU, and TORCH_INDEX is out of reach: $(TORCH) from pip's own indexes"; \
+	fi; \
+	$(PIP) install $$index '$(TORCH)'
+	@touch $@
+
+$(RUN_DONE): pyproject.toml $(TORCH_DONE)
+	$(INSTALL) -e .
+	@touch $@
+
+$(DEV_DONE): pyproject.toml $(TORCH_DONE)
+	$(INSTALL) -e '.[dev]'
+	@touch $(RUN_DONE) $@
