@@ -1,0 +1,1 @@
+"""The HTTP server and the command line. Nothing below this package imports it."""

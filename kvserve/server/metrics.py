@@ -1,0 +1,262 @@
+"""``GET /metrics`` and the log line: the engine's counts as ``kvserve:*``, mirrored as ``vllm:*``.
+
+Gauges and counters are read from the newest ``EngineStats`` when scraped; histograms and the counts
+per policy are observed where outputs pass through the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvserve.config import EngineConfig
+from kvserve.log import logger
+from kvserve.outputs import EngineStats, KVCacheDetails, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvserve.server.state import Engine, ServerOptions
+
+LOG_INTERVAL = 10.0
+
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_INTER_TOKEN = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Time between two outputs of a request", _INTER_TOKEN),
+    "e2e_request_latency_seconds": ("Time from arrival to the end", _LATENCY),
+    "request_decode_time_seconds": ("Time from the first token to the end", _LATENCY),
+    "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
+    "request_generation_tokens": ("Generated tokens per request", _TOKENS),
+    "request_params_n": ("The n parameter", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("The max_tokens parameter", _TOKENS),
+}
+_LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """Own registry, so that several servers may live in one process."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, options: ServerOptions) -> None:
+        self._engine = engine
+        self._config = config
+        self._mirror = options.vllm_metrics
+        self._labels = (options.served_names[0], "0")
+        self._histograms = {
+            name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
+        for histogram in self._histograms.values():
+            histogram.labels(*self._labels)
+        self._finished: Counter[str] = Counter(stop=0, length=0, abort=0)
+        self._compactions = Counter({config.compression.policy: 0})
+        self._blocks_released = Counter({config.compression.policy: 0})
+        self._prefix = Counter(queries=0, hits=0)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def watch(self, params: SamplingParams) -> RequestWatch:
+        return RequestWatch(self, params)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry calls this on every scrape."""
+        common = [*self._scheduler_families(self._engine.stats), *self._request_families()]
+        yield from common
+        if self._mirror:
+            yield from (_renamed(family, "vllm:") for family in common)
+        yield from self._compression_families(self._engine.stats)
+
+    # ---- observations -------------------------------------------------------------------------
+
+    def observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(*self._labels).observe(value)
+
+    def count_finished(self, reason: str) -> None:
+        self._finished[reason] += 1
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        if self._config.cache.enable_prefix_caching:
+            self._prefix["queries"] += num_tokens
+            self._prefix["hits"] += num_cached
+
+    def count_compactions(self, new: KVCacheDetails, old: KVCacheDetails) -> None:
+        self._compactions[new.policy] += new.compactions - old.compactions
+        self._blocks_released[new.policy] += new.blocks_released - old.blocks_released
+
+    # ---- families -----------------------------------------------------------------------------
+
+    def _scheduler_families(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._gauge("num_requests_running", "Requests in the batch", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Blocks in use, 0 to 1", stats.kv_cache_usage)
+        yield self._counter("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Tokens made", stats.generation_tokens_total)
+        yield self._counter("num_preemptions", "Preempted sequences", stats.preemptions_total)
+        yield self._counter("prefix_cache_queries", "Tokens looked up", self._prefix["queries"])
+        yield self._counter("prefix_cache_hits", "Tokens found", self._prefix["hits"])
+        info = {
+            "block_size": self._config.cache.block_size or "auto",
+            "num_gpu_blocks": stats.blocks_total,
+            "policy": self._config.compression.policy,
+            "policy_args": json.dumps(dict(self._config.compression.policy_args)),
+        }
+        names = (*_LABELS, *info)
+        family = GaugeMetricFamily(
+            "kvserve:cache_config_info", "Settings of the cache", labels=names
+        )
+        family.add_metric([*self._labels, *map(str, info.values())], 1)
+        yield family
+
+    def _request_families(self) -> Iterator[Metric]:
+        yield self._counter_by(
+            "request_success", "Requests by how they ended", "finished_reason", self._finished
+        )
+        for histogram in self._histograms.values():
+            for family in histogram.collect():
+                family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+                yield family
+
+    def _compression_families(self, stats: EngineStats) -> Iterator[Metric]:
+        held, logical = stats.tokens_held, stats.tokens_logical
+        headroom = stats.blocks_free + stats.blocks_cached
+        yield self._gauge("kv_tokens_logical", "Tokens of the running requests", logical)
+        yield self._gauge("kv_tokens_held", "Tokens that the cache still holds", held)
+        yield self._gauge(
+            "kv_compression_ratio", "Held over logical tokens", held / logical if logical else 1.0
+        )
+        yield self._gauge("kv_admission_headroom_blocks", "Blocks for new requests", headroom)
+        yield self._counter("kv_tokens_evicted", "Tokens evicted", stats.tokens_evicted_total)
+        yield self._counter(
+            "kv_compaction_seconds", "Seconds spent compacting", stats.compaction_seconds_total
+        )
+        yield self._counter_by(
+            "kv_compactions", "Compactions by policy", "policy", self._compactions
+        )
+        yield self._counter_by(
+            "kv_blocks_released", "Released blocks by policy", "policy", self._blocks_released
+        )
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter_by(self, name: str, help: str, label: str, counts: Counter[str]) -> Metric:
+        family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, label))
+        for key, value in counts.items():
+            family.add_metric([*self._labels, key], value)
+        return family
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    copy = Metric(family.name.replace("kvserve:", prefix, 1), family.documentation, family.type)
+    copy.samples = [
+        sample._replace(name=sample.name.replace("kvserve:", prefix, 1))
+        for sample in family.samples
+    ]
+    return copy
+
+
+class RequestWatch:
+    """Turns one prompt's growing output into observations."""
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._started = self._previous = time.monotonic()
+        self._first: float | None = None
+        self._tokens = 0
+        self._details = KVCacheDetails()
+
+    def progress(self, output: RequestOutput) -> None:
+        now = time.monotonic()
+        tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        if tokens > self._tokens:
+            if self._first is None:
+                self._first = now
+                self._metrics.observe("time_to_first_token_seconds", now - self._started)
+            else:
+                self._metrics.observe("inter_token_latency_seconds", now - self._previous)
+            self._previous, self._tokens = now, tokens
+        if output.kv_cache_details != self._details:
+            self._metrics.count_compactions(output.kv_cache_details, self._details)
+            self._details = output.kv_cache_details
+        if output.finished:
+            self._finish(output, now)
+
+    def ended(self, reason: str) -> None:
+        """It ended without finishing: the client left, or the engine failed."""
+        self._metrics.count_finished(reason)
+
+    def _finish(self, output: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.observe("e2e_request_latency_seconds", now - self._started)
+        metrics.observe("request_decode_time_seconds", now - (self._first or now))
+        metrics.observe("request_prompt_tokens", len(output.prompt_token_ids))
+        metrics.observe("request_generation_tokens", self._tokens)
+        metrics.observe("request_params_n", self._params.n)
+        if self._params.max_tokens is not None:
+            metrics.observe("request_params_max_tokens", self._params.max_tokens)
+        metrics.count_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
+        for choice in output.outputs:
+            metrics.count_finished(choice.finish_reason or "abort")
+
+
+@dataclass
+class StatsLog:
+    """The line in the log while there is something to tell."""
+
+    engine: Engine
+    _last: EngineStats = field(default_factory=EngineStats)
+    _time: float = 0.0
+
+    async def run(self, interval: float = LOG_INTERVAL) -> None:
+        self._time = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            self.log()
+
+    def log(self) -> None:
+        new, old, now = self.engine.stats, self._last, time.monotonic()
+        seconds = max(now - self._time, 1e-9)
+        self._last, self._time = new, now
+        prompt = new.prompt_tokens_total - old.prompt_tokens_total
+        generated = new.generation_tokens_total - old.generation_tokens_total
+        if not (prompt or generated or new.num_running or new.num_waiting):
+            return
+        logger.info(
+            "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
+            "KV usage: %.1f%%, tokens held/logical: %d/%d, blocks released: %d",
+            prompt / seconds,
+            generated / seconds,
+            new.num_running,
+            new.num_waiting,
+            100 * new.kv_cache_usage,
+            new.tokens_held,
+            new.tokens_logical,
+            new.blocks_released_total - old.blocks_released_total,
+        )

@@ -1,0 +1,150 @@
+"""What the routes share: the engine they talk to, the server's own settings, and its phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvserve.config import EngineConfig
+from kvserve.log import RequestError, logger
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.errors import ApiError, unavailable
+from kvserve.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from kvserve.server.generation import Generation
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **chat_template_kwargs: Any,
+    ) -> list[int]: ...
+
+
+class Engine(Protocol):
+    """The part of ``AsyncEngine`` that the server uses."""
+
+    @property
+    def summary(self) -> list[tuple[str, str, str]]: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def policy_name(self) -> str: ...
+    @property
+    def default_sampling(self) -> Mapping[str, Any]: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def dead_error(self) -> BaseException | None: ...
+    async def start(self) -> None: ...
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]: ...
+    async def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Settings of the HTTP side; the engine's are in ``EngineConfig``."""
+
+    served_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    guard_metrics: bool = True
+    vllm_metrics: bool = True
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    docs: bool = True
+    max_body_bytes: int = 64 * 2**20
+    ping_interval: float = 15.0
+    chat_template: str | None = None
+
+
+@dataclass
+class ServerState:
+    """Phases: loading (not ``ready``), ready, ``draining``. Only a ready server admits requests."""
+
+    engine: Engine
+    config: EngineConfig
+    options: ServerOptions
+    ready: bool = False
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    generations: set[Generation] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.engine, self.config, self.options)
+        self.default_sampling: dict[str, Any] = {}
+
+    def mark_ready(self) -> None:
+        """The engine has started."""
+        self.default_sampling = _usable_defaults(self.engine.default_sampling)
+        self.ready = True
+
+    def check_ready(self) -> None:
+        if not self.ready:
+            raise unavailable("the model is still loading", "loading")
+
+    def check_health(self) -> None:
+        self.check_ready()
+        if self.engine.dead_error is not None:
+            raise ApiError(503, f"the engine stopped: {self.engine.dead_error}", code="engine_dead")
+        if self.draining:
+            raise unavailable("the server is shutting down", "draining")
+
+    def check_model(self, model: str | None) -> str:
+        """The name that the answer carries: the one asked for, or the first that is served."""
+        names = self.options.served_names
+        if model is not None and model not in names:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist; this server has {', '.join(names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return model or names[0]
+
+    def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
+        name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
+        if name in (None, "none") or self.config.compression.allow_request_policy == "all":
+            return
+        raise RequestError(
+            'kv_policy: this server allows only "none" (--allow-request-policy none)',
+            param="kv_policy",
+            code="policy_not_allowed",
+        )
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError(
+                f"{param}: this server has no tokenizer (--skip-tokenizer-init); send token ids "
+                "to /v1/completions",
+                param=param,
+            )
+        return self.engine.tokenizer
+
+
+def _usable_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's sampling defaults without those that would make every request fail."""
+    usable = dict(defaults)
+    while True:
+        try:
+            SamplingParams(**usable)
+            return usable
+        except RequestError as exc:
+            if exc.param not in usable:
+                raise
+            logger.warning("generation_config.json: %s is left out: %s", exc.param, exc)
+            del usable[exc.param]

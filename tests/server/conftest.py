@@ -1,0 +1,126 @@
+"""A server over a real socket, in a thread of the test process, with a fake engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from kvserve.config import EngineConfig
+from kvserve.server.app import create_app
+from kvserve.server.state import ServerOptions, ServerState
+from tests.server.fake_engine import FakeEngine
+
+MODEL = "org/fake"
+
+
+@dataclass
+class RunningServer:
+    engine: FakeEngine
+    state: ServerState
+    url: str
+    loop: asyncio.AbstractEventLoop
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=10)
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Any = "hi", **body: Any) -> httpx.Response:
+        return self.post("/v1/completions", model=MODEL, prompt=prompt, **body)
+
+    def chat(self, content: Any = "hi", **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.post("/v1/chat/completions", model=MODEL, messages=messages, **body)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` on the server's loop."""
+
+        async def run() -> Any:
+            return function()
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+
+
+StartServer = Callable[..., RunningServer]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def run_server(
+    engine: FakeEngine, config: EngineConfig | None = None, ready: bool = True, **options: Any
+) -> Iterator[RunningServer]:
+    state = ServerState(
+        engine,
+        config or EngineConfig.from_flat(model=MODEL),
+        ServerOptions(**{"served_names": (MODEL, "alias"), **options}),
+    )
+    if ready:
+        state.mark_ready()
+    loops: list[asyncio.AbstractEventLoop] = []
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(state), port=0, log_level="error", lifespan="off")
+    )
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0])
+    try:
+        yield running
+    finally:
+        running.http.close()
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(5)
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[RunningServer]:
+    """One server for the tests that leave it as it was."""
+    yield from run_server(FakeEngine())
+
+
+@pytest.fixture
+def server(shared_server: RunningServer) -> RunningServer:
+    shared_server.engine.aborted.clear()
+    shared_server.engine.seen.clear()
+    return shared_server
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Start servers with an engine or options of their own."""
+    started = []
+
+    def start(engine: FakeEngine | None = None, **kwargs: Any) -> RunningServer:
+        generator = run_server(engine or FakeEngine(), **kwargs)
+        started.append(generator)
+        return next(generator)
+
+    yield start
+    for generator in started:
+        next(generator, None)

@@ -1,0 +1,166 @@
+"""An engine without a model: it answers ``0 1 2 ...`` and remembers what was aborted.
+
+Words in the prompt steer it: SLOW steps slowly, STUCK never answers, DIE kills the engine after two
+tokens, BUG raises something unforeseen. Tokens are characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvserve.log import ConfigError, EngineDeadError, RequestError
+from kvserve.outputs import (
+    CompletionOutput,
+    EngineStats,
+    KVCacheDetails,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    RequestStats,
+)
+from kvserve.sampling_params import SamplingParams
+
+BOS, EOS = 1, 2
+
+
+class FakeTokenizer:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        text.encode()  # refuses lone surrogates, as real tokenizers do
+        return [BOS] * add_special_tokens + [ord(char) for char in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids if i not in (BOS, EOS) or not skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **chat_template_kwargs: Any,
+    ) -> list[int]:
+        if chat_template_kwargs.get("refuse"):
+            raise ValueError("no such conversation")
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self.encode(text + "<assistant>" * add_generation_prompt)
+
+
+@dataclass
+class FakeEngine:
+    max_model_len: int = 512
+    policy_name: str = "none"
+    start_delay: float = 0.0
+    start_error: str | None = None
+    tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    stats: EngineStats = field(
+        default_factory=lambda: EngineStats(blocks_total=100, blocks_free=100)
+    )
+    dead_error: BaseException | None = None
+    aborted: list[str] = field(default_factory=list)
+    seen: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
+    stopped: bool = False
+
+    summary: list[tuple[str, str, str]] = field(
+        default_factory=lambda: [("prefix cache", "off", "not built"), ("chunks", "on", "")]
+    )
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_delay)
+        if self.start_error is not None:
+            raise ConfigError(self.start_error)
+
+    async def shutdown(self) -> None:
+        self.stopped = True
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        assert not isinstance(prompt, str), "the server tokenizes"
+        ids = list(prompt)
+        self.seen.append((ids, params, request_id))
+        self._refuse(ids, params)
+        output = RequestOutput(request_id, None, ids, [])
+        output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        output.metrics = RequestMetrics(time.time())
+        self._count(request_id, ids, +1)
+        try:
+            async for _ in self._steps(output, params):
+                yield output
+        finally:
+            self._count(request_id, ids, -1)
+            if not output.finished:
+                self.aborted.append(request_id)
+
+    def _refuse(self, ids: list[int], params: SamplingParams) -> None:
+        if self.dead_error is not None:
+            raise EngineDeadError("out of memory")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context {self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        policy = params.kv_policy
+        if isinstance(policy, dict) and (unknown := policy.keys() - {"name", "window"}):
+            raise RequestError(
+                f"policy {policy['name']!r} has no argument {unknown.pop()!r}", param="kv_policy"
+            )
+
+    async def _steps(self, output: RequestOutput, params: SamplingParams) -> AsyncIterator[None]:
+        prompt = FakeTokenizer().decode(output.prompt_token_ids)
+        limit = params.max_tokens or self.max_model_len - len(output.prompt_token_ids)
+        for step in range(limit):
+            await asyncio.sleep(0.02 if "SLOW" in prompt else 0)
+            if "STUCK" in prompt:
+                await asyncio.sleep(3600)
+            if "BUG" in prompt:
+                raise KeyError("a secret of the server")
+            if "DIE" in prompt and step == 2:
+                self.dead_error = RuntimeError("out of memory")
+                raise EngineDeadError("out of memory")
+            for choice in output.outputs:
+                self._extend(choice, step, params)
+                if step == limit - 1:
+                    choice.finish_reason = "length"
+            output.kv_cache_details = KVCacheDetails(
+                policy=self._policy(params),
+                logical_tokens=len(output.prompt_token_ids) + step + 1,
+                held_tokens=len(output.prompt_token_ids),
+                evicted_tokens=step + 1,
+                compactions=(step + 1) // 8,
+                blocks_released=(step + 1) // 16,
+            )
+            output.finished = step == limit - 1
+            yield
+
+    def _extend(self, choice: CompletionOutput, step: int, params: SamplingParams) -> None:
+        text = f"{step} "
+        choice.text += text
+        choice.token_ids.append(100 + step)
+        if params.logprobs is not None:
+            entry = {100 + step: Logprob(-0.5, 1, text)}
+            for rank in range(2, params.logprobs + 1):
+                entry[5000 + rank] = Logprob(-float(rank), rank, f"alt{rank}")
+            choice.logprobs = [*(choice.logprobs or []), entry]
+
+    def _policy(self, params: SamplingParams) -> str:
+        policy = params.kv_policy or self.policy_name
+        return policy if isinstance(policy, str) else policy["name"]
+
+    def _count(self, request_id: str, ids: list[int], sign: int) -> None:
+        running = [item for item in self.stats.requests if item.request_id != request_id]
+        if sign > 0:
+            running.append(RequestStats(request_id, "none", len(ids), len(ids), 4, 0))
+        self.stats = replace(
+            self.stats,
+            num_running=len(running),
+            blocks_free=100 - 4 * len(running),
+            prompt_tokens_total=self.stats.prompt_tokens_total + len(ids) * (sign > 0),
+            requests=tuple(running),
+        )

@@ -1,0 +1,231 @@
+"""Completions and chat, not streamed, through the official client and plain HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvserve.sampling_params import SamplingParams
+from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.server.fake_engine import BOS, FakeEngine
+
+
+def test_completion_with_the_openai_client(server: RunningServer) -> None:
+    answer = server.openai().completions.create(model=MODEL, prompt="hi", max_tokens=3)
+    [choice] = answer.choices
+    assert choice.text == "0 1 2 "
+    assert choice.finish_reason == "length"
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 3)
+    assert answer.usage.total_tokens == 6
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_chat_with_the_openai_client(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model="alias", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=2
+    )
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == "0 1 "
+    assert answer.model == "alias"
+    assert server.engine.tokenizer is not None
+    assert server.engine.tokenizer.decode(server.engine.seen[-1][0]) == "<user>hi<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [[BOS, 97, 98]]),
+        (["ab", "c"], [[BOS, 97, 98], [BOS, 99]]),
+        ([97, 98], [[97, 98]]),
+        ([[97, 98], [99]], [[97, 98], [99]]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(
+    server: RunningServer, prompt: object, expected: list[list[int]]
+) -> None:
+    answer = server.complete(prompt, max_tokens=2).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+    assert sorted(ids for ids, _, _ in server.engine.seen) == sorted(expected)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+    assert answer["usage"]["completion_tokens"] == 2 * len(expected)
+
+
+def test_n_choices_of_each_prompt(server: RunningServer) -> None:
+    answer = server.complete(["a", "b"], n=3, max_tokens=1).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "seed": 3,
+        "n": 2,
+        "kv_policy": {"name": "kara", "window": 8},
+    }
+    assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
+    assert server.engine.seen[-1][1] == SamplingParams(**fields, stop=["x"], logprobs=1)
+    assert server.chat("a", stop=["x", "y"], logprobs=True, top_logprobs=4, **fields).is_success
+    assert server.engine.seen[-1][1] == SamplingParams(**fields, stop=["x", "y"], logprobs=4)
+
+
+def test_null_means_not_given(server: RunningServer) -> None:
+    response = server.complete("a", temperature=None, top_p=None, n=None, stop=None, max_tokens=1)
+    assert response.status_code == 200
+    assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[])
+
+
+def test_max_tokens_when_absent_and_when_null(server: RunningServer) -> None:
+    assert server.complete("a").json()["usage"]["completion_tokens"] == 16
+    context = server.engine.max_model_len
+    assert server.complete("a", max_tokens=None).json()["usage"]["total_tokens"] == context
+    assert server.chat("a").json()["usage"]["total_tokens"] == context
+    assert (
+        server.chat("a", max_tokens=9, max_completion_tokens=4).json()["usage"]["completion_tokens"]
+        == 4
+    )
+
+
+def test_defaults_of_the_checkpoint(start_server: StartServer) -> None:
+    engine = FakeEngine(default_sampling={"temperature": 0.6, "repetition_penalty": 1.1})
+    server = start_server(engine)
+    server.complete("a")
+    server.complete("a", temperature=1.0)
+    assert [params.temperature for _, params, _ in engine.seen] == [0.6, 1.0]
+
+
+def test_kv_cache_details(server: RunningServer) -> None:
+    details = server.complete("abc", max_tokens=16, kv_policy="kara").json()["usage"][
+        "kv_cache_details"
+    ]
+    assert details == {
+        "policy": "kara",
+        "logical_tokens": 20,
+        "held_tokens": 4,
+        "held_entries": 0,
+        "evicted_tokens": 16,
+        "compactions": 2,
+        "blocks_released": 1,
+        "peak_blocks": 0,
+    }
+    batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
+    assert batch["usage"]["kv_cache_details"]["compactions"] == 4
+
+
+def test_completion_logprobs(server: RunningServer) -> None:
+    answer = server.openai().completions.create(model=MODEL, prompt="a", max_tokens=2, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["0 ", "1 "]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.text_offset == [0, 2]
+    assert logprobs.top_logprobs == [{"0 ": -0.5, "alt2": -2.0}, {"1 ": -0.5, "alt2": -2.0}]
+
+
+def test_chat_logprobs(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "a"}],
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [item.token for item in logprobs.content] == ["0 ", "1 "]
+    assert logprobs.content[0].bytes == [48, 32]
+    assert [item.token for item in logprobs.content[0].top_logprobs] == ["0 ", "alt2"]
+    assert server.chat("a", max_tokens=1).json()["choices"][0]["logprobs"] is None
+
+
+def test_echo(server: RunningServer) -> None:
+    assert server.complete("abc", echo=True, max_tokens=1).json()["choices"][0]["text"] == "abc0 "
+    choices = server.complete([[97], [98]], echo=True, max_tokens=1, n=2).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["a0 ", "a0 ", "b0 ", "b0 "]
+
+
+def test_token_ids(server: RunningServer) -> None:
+    [choice] = server.complete("a", max_tokens=2, return_token_ids=True).json()["choices"]
+    assert choice["token_ids"] == [100, 101]
+    assert choice["prompt_token_ids"] == [BOS, 97]
+    answer = server.chat("a", max_tokens=2, return_token_ids=True).json()
+    assert answer["choices"][0]["token_ids"] == [100, 101]
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_content_parts_and_roles(server: RunningServer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert answer.status_code == 200
+    assert server.engine.tokenizer is not None
+    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
+    assert text == "<system>be brief<user>one\ntwo<assistant>"
+
+
+def test_continue_the_final_message(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]
+    body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", **body).status_code == 200
+    assert server.engine.tokenizer is not None
+    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
+    assert text == "<user>q<assistant>so"
+
+
+def test_harmless_fields_are_accepted(server: RunningServer) -> None:
+    response = server.chat(
+        "a",
+        max_tokens=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        a_field_nobody_knows=1,
+    )
+    assert response.status_code == 200
+
+
+def test_request_ids(server: RunningServer) -> None:
+    headers = {"X-Request-Id": "my-id"}
+    body = {"prompt": "a", "max_tokens": 1}
+    response = server.http.post("/v1/completions", json=body, headers=headers)
+    assert response.headers["X-Request-Id"] == "my-id"
+    assert response.json()["id"] == "cmpl-my-id"
+    assert server.engine.seen[-1][2].startswith("cmpl-my-id-0-")
+    response = server.complete("a", max_tokens=1, request_id="other")
+    assert response.headers["X-Request-Id"] == "other"
+    assert len(server.complete("a", max_tokens=1).headers["X-Request-Id"]) == 32
+
+
+def test_long_prompts_are_tokenized_off_the_loop(start_server: StartServer) -> None:
+    server = start_server(FakeEngine(max_model_len=100_000))
+    answer = server.complete("x" * 30_000, max_tokens=1).json()
+    assert answer["usage"]["prompt_tokens"] == 30_001
+    answer = server.chat("x" * 30_000, max_tokens=1).json()
+    assert answer["usage"]["prompt_tokens"] > 30_000
+
+
+def test_without_a_tokenizer(start_server: StartServer) -> None:
+    server = start_server(FakeEngine(tokenizer=None))
+    assert server.complete([97, 98], max_tokens=1).status_code == 200
+    for response in (server.complete("text"), server.chat("text")):
+        assert response.status_code == 400
+        assert "--skip-tokenizer-init" in response.json()["error"]["message"]

@@ -1,0 +1,117 @@
+"""A client that leaves frees its blocks, streamed or not; other requests do not notice."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import httpx
+import orjson
+import pytest
+
+from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
+from tests.server.fake_engine import FakeEngine
+
+
+def idle(server: RunningServer) -> bool:
+    stats = server.http.get("/v1/kv/stats").json()
+    return stats["blocks_free"] == stats["blocks_total"] and not stats["requests"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_leaving_a_stream(server: RunningServer, path: str) -> None:
+    body = {
+        "model": MODEL,
+        "stream": True,
+        "max_tokens": 400,
+        **(
+            {"prompt": "SLOW"}
+            if path == "/v1/completions"
+            else {"messages": [{"role": "user", "content": "SLOW"}]}
+        ),
+    }
+    with server.http.stream("POST", path, json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert not idle(server)
+    wait_until(lambda: idle(server), 1.0)
+    assert len(server.engine.aborted) == 1
+
+
+@pytest.mark.parametrize("prompt", ["STUCK", ["STUCK", "SLOW", "a"]])
+def test_leaving_before_the_answer(server: RunningServer, prompt: object) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 400}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    wait_until(lambda: idle(server), 1.0)
+    assert len(server.engine.aborted) == (1 if prompt == "STUCK" else 2)
+
+
+def test_leaving_before_the_first_token_of_a_stream(server: RunningServer) -> None:
+    body = {"model": MODEL, "prompt": "STUCK", "stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    wait_until(lambda: idle(server), 1.0)
+    assert len(server.engine.aborted) == 1
+
+
+def test_a_client_that_stops_reading(start_server: StartServer) -> None:
+    """The server is stuck in a write when the client goes."""
+    server = start_server(FakeEngine(max_model_len=100_000))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    content = orjson.dumps(
+        {"prompt": "a", "max_tokens": 90_000, "stream": True, "stream_options": options}
+    )
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(head.encode() + content)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: not idle(server))
+    wait_until(lambda: idle(server) and not server.state.generations, 3.0)
+
+
+def test_others_go_on(server: RunningServer) -> None:
+    answers: list[str] = []
+    others = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(
+                    f"{server.url}/v1/completions", json={"prompt": "SLOW", "max_tokens": 20}
+                ).json()["choices"][0]["text"]
+            )
+        )
+        for _ in range(4)
+    ]
+    for thread in others:
+        thread.start()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "STUCK"}, timeout=0.2)
+    for thread in others:
+        thread.join()
+    assert answers == ["".join(f"{i} " for i in range(20))] * 4
+    assert len(server.engine.aborted) == 1
+
+
+def test_one_id_twice_at_the_same_time(server: RunningServer) -> None:
+    headers = {"X-Request-Id": "same"}
+    body = {"prompt": "SLOW", "max_tokens": 5}
+    answers: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code
+            )
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200, 200, 200]
+    assert len({request_id for _, _, request_id in server.engine.seen}) == 3

@@ -1,0 +1,294 @@
+"""Every refusal: its status, the field it names, its body, and that the next request works."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvserve.config import EngineConfig
+from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.server.fake_engine import FakeEngine
+
+
+def check(response: httpx.Response, status: int, param: str | None = None, code: str = "") -> str:
+    """The error's message; the body has the one shape that clients know."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["X-Request-Id"]
+    [(key, error)] = response.json().items()
+    assert key == "error"
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["code"] and error["type"]
+    assert error["code"] == code or not code
+    assert "Traceback" not in error["message"]
+    message: str = error["message"]
+    return message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 600}, "max_tokens"),
+        ({"prompt": "a", "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"prompt": "a", "max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"prompt": "a", "min_tokens": 20}, "min_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_k": -5}, "top_k"),
+        ({"prompt": "a", "min_p": 2}, "min_p"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "seed": 2**70}, "seed"),
+        ({"prompt": "a", "stop": 5}, "stop"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "kv_policy": 7}, "kv_policy"),
+        ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 3}}, "kv_policy"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "request_id": "a\r\nb"}, "request_id"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "a", "guided_json": {}}, "guided_json"),
+        ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+    ],
+)
+def test_completion_fields(server: RunningServer, body: dict[str, Any], param: str) -> None:
+    message = check(
+        server.http.post(
+            "/v1/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        ),
+        400,
+        param,
+    )
+    assert param.partition("[")[0] in message or param == "kv_policy"
+    assert server.complete("next", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"store": True}, "store"),
+        ({"echo": True}, "echo"),
+        ({"chat_template": "{{ x }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"refuse": True}}, "messages"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"max_tokens": -1}, "max_tokens"),
+    ],
+)
+def test_chat_fields(server: RunningServer, body: dict[str, Any], param: str) -> None:
+    default = {} if body == {} else {"messages": [{"role": "user", "content": "a"}]}
+    check(server.post("/v1/chat/completions", **{**default, **body}), 400, param)
+    assert server.chat("next", max_tokens=1).status_code == 200
+
+
+def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
+    for response in (server.complete("x" * 600), server.complete(["a", "x" * 600])):
+        check(response, 400, "prompt", "context_length_exceeded")
+    check(server.chat("x" * 600), 400, "prompt", "context_length_exceeded")
+    message = check(
+        server.complete("abc", max_tokens=512), 400, "max_tokens", "context_length_exceeded"
+    )
+    assert "512" in message and "at most 508" in message
+    assert server.complete("abc", max_tokens=508).status_code == 200
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai().completions.create(model=MODEL, prompt="x" * 600)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+
+
+def test_an_unknown_model(server: RunningServer) -> None:
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [97]}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        response = server.post(path, model="gpt-9", **body)
+        assert "gpt-9" in check(response, 404, "model", "model_not_found")
+    check(server.http.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        server.openai().models.retrieve("gpt-9")
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"prompt": "a"', b"", b"[]", b'"text"', b"\xff\xfe", b"[" * 5000, b"null"]
+)
+def test_a_broken_body(server: RunningServer, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        check(server.http.post(path, content=content, headers=headers), 400)
+    assert server.complete("next", max_tokens=1).status_code == 200
+
+
+def test_a_broken_body_says_where(server: RunningServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = server.http.post("/v1/completions", content=b'{"prompt": }', headers=headers)
+    assert "character 11" in check(response, 400, None, "invalid_json")
+    response = server.http.post("/v1/completions", content=b'{"prompt": "a"}')
+    assert "Content-Type: application/json" in check(response, 400, None, "invalid_json")
+
+
+def test_routes_that_do_not_exist(server: RunningServer) -> None:
+    check(server.http.get("/v2/completions"), 404, None, "not_found")
+    check(server.http.get("/"), 404, None, "not_found")
+    response = server.http.get("/v1/completions")
+    check(response, 405, None, "method_not_allowed")
+    assert response.headers["Allow"] == "POST"
+    check(server.http.delete("/health"), 405, None, "method_not_allowed")
+
+
+def test_a_body_that_is_too_large(start_server: StartServer) -> None:
+    server = start_server(max_body_bytes=1000)
+    check(server.complete("x" * 2000), 413, None, "body_too_large")
+
+    def chunks() -> Any:
+        for _ in range(20):
+            yield b"x" * 100
+
+    response = server.http.post(
+        "/v1/completions", content=chunks(), headers={"Content-Type": "application/json"}
+    )
+    check(response, 413, None, "body_too_large")
+    assert server.complete("x", max_tokens=1).status_code == 200
+
+
+def test_an_unforeseen_error(server: RunningServer) -> None:
+    for stream in (False, True):
+        message = check(server.complete("BUG", stream=stream), 500, None, "internal_error")
+        assert "secret" not in message
+    assert server.complete("next", max_tokens=1).status_code == 200
+
+
+def test_an_unforeseen_error_outside_the_engine(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stats: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr("kvserve.server.info_routes.kv_stats", fail)
+    assert "secret" not in check(server.http.get("/v1/kv/stats"), 500, None, "internal_error")
+
+
+def test_a_dead_engine(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+    check(server.complete("DIE"), 500, None, "engine_dead")
+    message = check(server.http.get("/health"), 503, None, "engine_dead")
+    assert "out of memory" in message
+    check(server.complete("next"), 503, None, "engine_dead")
+
+
+def test_loading_and_draining(start_server: StartServer) -> None:
+    server = start_server(FakeEngine(), ready=False)
+    paths = ("/health", "/ping", "/v1/models", "/metrics", "/server_info", "/v1/kv/stats")
+    for path in paths:
+        check(server.http.get(path), 503, None, "loading")
+    for response in (server.complete("a"), server.chat("a"), server.post("/tokenize", prompt="a")):
+        check(response, 503, None, "loading")
+    assert server.http.get("/version").status_code == 200
+    server.state.mark_ready()
+    assert server.http.get("/health").status_code == 200
+    server.state.draining = True
+    response = server.http.get("/health")
+    check(response, 503, None, "draining")
+    assert response.headers["Retry-After"]
+    check(server.complete("a"), 503, None, "draining")
+    assert server.http.get("/metrics").status_code == 200
+
+
+def test_policies_of_requests_may_be_switched_off(start_server: StartServer) -> None:
+    config = EngineConfig.from_flat(model=MODEL, policy="kara", allow_request_policy="none")
+    server = start_server(FakeEngine(policy_name="kara"), config=config)
+    policies: list[Any] = ["kara", {"name": "snapkv"}]
+    for policy in policies:
+        message = check(server.complete("a", kv_policy=policy), 400, "kv_policy")
+        assert "--allow-request-policy" in message
+    policies = [None, "none", {"name": "none"}]
+    for policy in policies:
+        assert server.complete("a", kv_policy=policy, max_tokens=1).status_code == 200
+
+
+class TestApiKeys:
+    OPEN = ("/health", "/ping", "/version")
+    GUARDED = (
+        *("/v1/models", "/v1/models/x", "/metrics", "/server_info", "/v1/kv/policies"),
+        *("/v1/kv/stats", "/docs", "/openapi.json", "/nowhere", "/health/", "//health"),
+    )
+
+    @pytest.fixture
+    def keyed(self, start_server: StartServer) -> RunningServer:
+        return start_server(api_keys=("first", "zweiter Schlüssel"), allowed_origins=("http://a",))
+
+    def test_guarded_and_open_routes(self, keyed: RunningServer) -> None:
+        for path in self.OPEN:
+            assert keyed.http.get(path).status_code == 200
+        for path in self.GUARDED:
+            response = keyed.http.get(path)
+            check(response, 401, None, "invalid_api_key")
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/detokenize"):
+            check(keyed.post(path, prompt="a"), 401)
+
+    def test_keys(self, keyed: RunningServer) -> None:
+        assert keyed.openai("first").models.list().data
+        with pytest.raises(openai.AuthenticationError):
+            keyed.openai("wrong").models.list()
+        for value in ("Basic first", "Bearer", "Bearer x", "first", "Bearer first x"):
+            check(keyed.http.get("/v1/models", headers={"Authorization": value}), 401)
+        umlaut = "Bearer zweiter Schlüssel".encode()
+        assert keyed.http.get("/v1/models", headers={b"Authorization": umlaut}).is_success
+
+    def test_a_preflight_needs_no_key(self, keyed: RunningServer) -> None:
+        headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+        response = keyed.http.options("/v1/completions", headers=headers)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "http://a"
+        response = keyed.http.get("/v1/models", headers={"Origin": "http://a"})
+        assert response.status_code == 401
+        assert response.headers["access-control-allow-origin"] == "http://a"
+
+    def test_metrics_may_be_open(self, start_server: StartServer) -> None:
+        server = start_server(api_keys=("k",), guard_metrics=False)
+        assert server.http.get("/metrics").status_code == 200
+        check(server.http.get("/server_info"), 401)

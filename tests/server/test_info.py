@@ -1,0 +1,216 @@
+"""Routes about the server: health, models, tokenizer, metrics, KV cache, and the log line."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvserve.config import EngineConfig
+from kvserve.outputs import EngineStats, RequestStats
+from kvserve.server.metrics import StatsLog
+from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
+from tests.server.fake_engine import BOS, FakeEngine
+
+STATS = EngineStats(
+    num_running=2,
+    num_waiting=1,
+    blocks_total=100,
+    blocks_free=60,
+    blocks_cached=10,
+    tokens_logical=1000,
+    tokens_held=250,
+    prompt_tokens_total=300,
+    generation_tokens_total=700,
+    preemptions_total=4,
+    compactions_total=5,
+    blocks_released_total=6,
+    tokens_evicted_total=750,
+    compaction_seconds_total=1.5,
+    requests=(RequestStats("r", "kara", 1000, 250, 30, 5),),
+)
+
+
+def scrape(server: RunningServer) -> dict[str, float]:
+    """Samples by name, with the labels that are not on every series."""
+    values = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = {
+                k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")
+            }
+            assert sample.labels["model_name"] == MODEL
+            assert sample.labels["engine"] == "0"
+            values[sample.name + "".join(f"|{value}" for value in labels.values())] = sample.value
+    return values
+
+
+def test_health_and_version(server: RunningServer) -> None:
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ping").status_code == 200
+    assert server.http.get("/version").json() == {"version": "0.1.0"}
+
+
+def test_models(server: RunningServer) -> None:
+    models = server.openai().models.list().data
+    assert [model.id for model in models] == [MODEL, "alias"]
+    card = server.http.get(f"/v1/models/{MODEL}").json()
+    assert card["max_model_len"] == 512
+    assert (card["root"], card["owned_by"], card["object"]) == (MODEL, "kvserve", "model")
+    assert server.openai().models.retrieve(MODEL).id == MODEL
+
+
+def test_tokenize_and_detokenize(server: RunningServer) -> None:
+    for prefix in ("", "/v1"):
+        answer = server.post(f"{prefix}/tokenize", prompt="ab", return_token_strs=True).json()
+        assert answer == {
+            "count": 3,
+            "max_model_len": 512,
+            "tokens": [BOS, 97, 98],
+            "token_strs": ["\x01", "a", "b"],
+        }
+        answer = server.post(f"{prefix}/detokenize", tokens=[97, 98]).json()
+        assert answer == {"prompt": "ab"}
+    answer = server.post("/tokenize", prompt="ab", add_special_tokens=False).json()
+    assert answer["tokens"] == [97, 98]
+    messages = [{"role": "user", "content": "a"}]
+    answer = server.post("/tokenize", messages=messages, add_generation_prompt=False).json()
+    assert answer["count"] == 8
+    response = server.post("/detokenize", tokens=[-1])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+
+
+def test_metrics_of_the_engine(start_server: StartServer) -> None:
+    config = EngineConfig.from_flat(model=MODEL, policy="kara", policy_args={"window": 32})
+    values = scrape(start_server(FakeEngine(stats=STATS), config=config))
+    common = {
+        "num_requests_running": 2,
+        "num_requests_waiting": 1,
+        "kv_cache_usage_perc": 0.4,
+        "prompt_tokens_total": 300,
+        "generation_tokens_total": 700,
+        "num_preemptions_total": 4,
+        "prefix_cache_queries_total": 0,
+        "prefix_cache_hits_total": 0,
+        "request_success_total|stop": 0,
+        "time_to_first_token_seconds_count": 0,
+        'cache_config_info|auto|100|kara|{"window": 32}': 1,
+    }
+    for name, value in common.items():
+        assert values[f"kvserve:{name}"] == pytest.approx(value), name
+        assert values[f"vllm:{name}"] == pytest.approx(value), name
+    own = {
+        "kv_tokens_logical": 1000,
+        "kv_tokens_held": 250,
+        "kv_compression_ratio": 0.25,
+        "kv_admission_headroom_blocks": 70,
+        "kv_tokens_evicted_total": 750,
+        "kv_compaction_seconds_total": 1.5,
+        "kv_compactions_total|kara": 0,
+        "kv_blocks_released_total|kara": 0,
+    }
+    for name, value in own.items():
+        assert values[f"kvserve:{name}"] == pytest.approx(value), name
+        assert f"vllm:{name}" not in values
+
+
+def test_metrics_of_requests(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+    server.complete(["a", "b"], max_tokens=20, kv_policy="kara")
+    server.chat("a", max_tokens=4, stream=True)
+    server.complete("a" * 600)
+    values = scrape(server)
+    assert values["kvserve:request_success_total|length"] == 3
+    assert values["kvserve:request_success_total|abort"] == 0
+    assert values["kvserve:time_to_first_token_seconds_count"] == 3
+    assert values["kvserve:inter_token_latency_seconds_count"] == 19 + 19 + 3
+    assert values["kvserve:e2e_request_latency_seconds_count"] == 3
+    assert values["kvserve:request_generation_tokens_sum"] == 44
+    assert values["kvserve:request_params_max_tokens_sum"] == 44
+    assert values["kvserve:kv_compactions_total|kara"] == 4
+    assert values["kvserve:kv_blocks_released_total|kara"] == 2
+    assert not [name for name in values if name.endswith("_created")]
+
+
+def test_requests_that_do_not_finish_are_counted(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+    body = {"prompt": "SLOW", "stream": True, "max_tokens": 100}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+    server.complete("BUG")
+    wait_until(lambda: scrape(server)["kvserve:request_success_total|abort"] == 1)
+    assert scrape(server)["kvserve:request_success_total|error"] == 1
+
+
+def test_the_mirror_may_be_switched_off(start_server: StartServer) -> None:
+    text = start_server(vllm_metrics=False).http.get("/metrics").text
+    assert "kvserve:" in text and "vllm:" not in text
+
+
+def test_kv_stats(start_server: StartServer) -> None:
+    stats = start_server(FakeEngine(stats=STATS)).http.get("/v1/kv/stats").json()
+    expected = {
+        "blocks_total": 100,
+        "blocks_free": 60,
+        "blocks_cached": 10,
+        "tokens_logical": 1000,
+        "tokens_held": 250,
+        "compactions_total": 5,
+        "blocks_released_total": 6,
+    }
+    assert {name: stats[name] for name in expected} == expected
+    [request] = stats["requests"]
+    assert (request["request_id"], request["policy"], request["held_tokens"]) == ("r", "kara", 250)
+
+
+def test_kv_policies(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: Any = types.ModuleType("registry")
+    registry.describe_policies = lambda: [{"name": "kara", "args": []}]
+    monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
+    answer = server.http.get("/v1/kv/policies").json()
+    assert answer == {"default": "none", "data": [{"name": "kara", "args": []}]}
+
+
+def test_server_info(server: RunningServer) -> None:
+    info = server.http.get("/server_info").json()
+    assert info["served_model_names"] == [MODEL, "alias"]
+    assert info["max_model_len"] == 512
+    assert info["policy"] == {"name": "none", "args": {}}
+    assert info["features"][0] == {"feature": "prefix cache", "state": "off", "why": "not built"}
+    assert info["config"]["cache"]["gpu_memory_utilization"] == 0.9
+
+
+def test_api_documentation(server: RunningServer) -> None:
+    assert server.http.get("/docs").status_code == 200
+    schema = server.http.get("/openapi.json").json()
+    assert "/v1/chat/completions" in schema["paths"]
+    properties = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"prompt", "kv_policy", "stop"} <= properties.keys()
+
+
+def test_root_path(start_server: StartServer) -> None:
+    server = start_server(root_path="/llm", api_keys=("k",))
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/llm/health").status_code == 200
+    assert server.http.get("/llm/v1/models").status_code == 401
+
+
+def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("kvserve"), "propagate", True)
+    caplog.set_level(logging.INFO, "kvserve")
+    engine = FakeEngine(stats=STATS)
+    log = StatsLog(engine)
+    log.log()
+    [line] = caplog.messages
+    for part in ("Running: 2", "Waiting: 1", "KV usage: 40.0%", "250/1000", "released: 6"):
+        assert part in line
+    caplog.clear()
+    engine.stats = EngineStats(prompt_tokens_total=300, generation_tokens_total=700)
+    log.log()
+    assert caplog.messages == []

@@ -1,0 +1,147 @@
+"""Server-sent events, byte by byte and through the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.server.fake_engine import FakeEngine
+
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def events(text: str) -> list[Any]:
+    """The payloads of a stream, whose framing is checked on the way."""
+    assert text.endswith("\n\n")
+    frames = text[:-2].split("\n\n")
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    assert frames[-1] == "data: [DONE]"
+    return [json.loads(frame[len("data: ") :]) for frame in frames[:-1]]
+
+
+def test_chat_stream_contract(server: RunningServer) -> None:
+    response = server.chat("a", max_tokens=3, **USAGE)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    chunks = events(response.text)
+    *parts, last = chunks
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas[1:-1]) == "0 1 2 "
+    assert deltas[-1] == {}
+    reasons = [part["choices"][0]["finish_reason"] for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + ["length"]
+    assert all(part["usage"] is None for part in parts)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 3
+    assert last["usage"]["kv_cache_details"]["logical_tokens"] > 3
+
+
+def test_completion_stream_contract(server: RunningServer) -> None:
+    chunks = events(server.complete("a", max_tokens=3, stream=True).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "0 1 2 "
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert all("usage" not in chunk for chunk in chunks)
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+def test_usage_in_every_chunk(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"max_tokens": 4, "stream": True, "stream_options": options}
+    for response in (server.complete("SLOW", **body), server.chat("SLOW", **body)):
+        chunks = events(response.text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 4
+        assert chunks[-1]["choices"] == []
+
+
+def test_several_prompts_and_choices(server: RunningServer) -> None:
+    response = server.complete(["a", "SLOW"], n=2, max_tokens=3, echo=True, **USAGE)
+    texts = dict.fromkeys(range(4), "")
+    *parts, last = events(response.text)
+    for part in parts:
+        [choice] = part["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "a0 1 2 ", 1: "a0 1 2 ", 2: "SLOW0 1 2 ", 3: "SLOW0 1 2 "}
+    assert last["usage"]["completion_tokens"] == 12
+
+
+def test_logprobs_and_token_ids(server: RunningServer) -> None:
+    response = server.complete("a", max_tokens=3, logprobs=1, stream=True, return_token_ids=True)
+    choices = [chunk["choices"][0] for chunk in events(response.text)]
+    assert [i for choice in choices for i in choice["token_ids"]] == [100, 101, 102]
+    assert choices[0]["prompt_token_ids"] == [1, 97]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert (tokens, offsets) == (["0 ", "1 ", "2 "], [0, 2, 4])
+
+    response = server.chat("a", max_tokens=3, logprobs=True, stream=True, return_token_ids=True)
+    choices = [chunk["choices"][0] for chunk in events(response.text)]
+    entries = [
+        entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]
+    ]
+    assert [entry["token"] for entry in entries] == ["0 ", "1 ", "2 "]
+    assert [i for choice in choices for i in choice.get("token_ids", [])] == [100, 101, 102]
+
+
+def test_the_openai_client_streams(server: RunningServer) -> None:
+    client = server.openai()
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(chat)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "0 1 2 3 4 "
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.model_extra is not None
+    assert chunks[-1].usage.model_extra["kv_cache_details"]["policy"] == "none"
+    parts = client.completions.create(model=MODEL, prompt="hi", max_tokens=5, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == "0 1 2 3 4 "
+
+
+def test_a_refusal_keeps_its_status(server: RunningServer) -> None:
+    response = server.complete("x" * 600, stream=True, max_tokens=None)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    response = server.chat("x", stream=True, kv_policy={"name": "kara", "windw": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "kv_policy"
+
+
+def test_a_failure_in_mid_stream(start_server: StartServer) -> None:
+    response = start_server(FakeEngine()).complete("DIE", stream=True, max_tokens=40)
+    assert response.status_code == 200
+    first, *_, error = events(response.text)
+    assert first["choices"][0]["text"].startswith("0 ")
+    assert error["error"]["code"] == "engine_dead"
+    assert error["error"]["type"] == "server_error"
+
+
+def test_the_client_raises_on_a_failure_in_mid_stream(start_server: StartServer) -> None:
+    stream = (
+        start_server(FakeEngine())
+        .openai()
+        .completions.create(model=MODEL, prompt="DIE", max_tokens=9, stream=True)
+    )
+    with pytest.raises(openai.APIError, match="out of memory"):
+        list(stream)
+
+
+def test_pings_while_silent(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvserve.server.streaming.FIRST_OUTPUT_GRACE", 0.05)
+    server = start_server(FakeEngine(), ping_interval=0.05)
+    body = {"prompt": "STUCK", "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
