@@ -1,0 +1,43 @@
+"""kvserve: an LLM serving engine whose KV cache shrinks while it serves.
+
+The names below are loaded on first use, so that importing ``kvserve.scheduler`` never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvserve.config import EngineConfig
+    from kvserve.engine.async_engine import AsyncEngine
+    from kvserve.engine.llm import LLM
+    from kvserve.outputs import CompletionOutput, RequestOutput
+    from kvserve.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "kvserve.engine.llm",
+    "AsyncEngine": "kvserve.engine.async_engine",
+    "EngineConfig": "kvserve.config",
+    "SamplingParams": "kvserve.sampling_params",
+    "RequestOutput": "kvserve.outputs",
+    "CompletionOutput": "kvserve.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'kvserve' has no attribute {name!r}")

@@ -1,0 +1,194 @@
+"""Every setting of the engine, once: the command line's flags and defaults come from these fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvserve.log import ConfigError
+
+
+def setting(default: Any, help: str, **extra: Any) -> Any:
+    """A field with its help text; ``extra`` may hold ``choices``, ``aliases`` and ``metavar``.
+
+    The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
+    """
+    metadata = {"help": help, **extra}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint, and how it is read."""
+
+    model: str = setting(
+        "kvserve/tiny",
+        "model directory or hub id; kvserve/tiny is the one that ships",
+        aliases=("--model-path",),
+    )
+    tokenizer: str | None = setting(None, "tokenizer directory or hub id (default: the model's)")
+    revision: str | None = setting(None, "branch, tag or commit of a hub model")
+    dtype: str = setting(
+        "auto",
+        "auto is the checkpoint's dtype on a GPU and float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = setting(
+        None,
+        "longest sequence in tokens, prompt included (accepts 32k; default: the model's)",
+        aliases=("--context-length",),
+    )
+    load_format: str = setting(
+        "auto", "dummy gives random weights from config.json alone", choices=("auto", "dummy")
+    )
+    skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
+    trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
+    generation_config: str = setting(
+        "auto",
+        "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
+        choices=("auto", "none"),
+    )
+    seed: int = setting(0, "seed of dummy weights and of requests that bring none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = setting(
+        None, "tokens per block (default: what the backend prefers)", aliases=("--page-size",)
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "blocks in the pool, instead of sizing it from memory"
+    )
+    kv_cache_memory: int | None = setting(
+        None,
+        "bytes for the pool (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB and a "
+        "quarter of free memory)",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
+    )
+    enable_prefix_caching: bool | None = setting(None, "reuse cached prompt blocks")
+    kv_layout: str = setting(
+        "auto",
+        "which lengths may differ; auto is what --policy needs",
+        choices=("auto", "model", "layer", "head"),
+    )
+    kv_cache_dtype: str = setting("auto", "auto is the model's dtype", choices=("auto", "fp8"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What runs in one step."""
+
+    max_num_seqs: int = setting(
+        256, "most sequences running at once", aliases=("--max-running-requests",)
+    )
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step")
+    enable_chunked_prefill: bool = setting(
+        True, "split prompts that do not fit a step, and mix them with decodes"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """More than one device."""
+
+    tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp", "--tp"))
+    data_parallel_size: int = setting(1, "replicas of the engine", aliases=("-dp",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """What happens to the cache while it serves."""
+
+    policy: str = setting("none", "KV cache policy; `kvserve policies` lists them")
+    policy_args: Mapping[str, Any] = setting(
+        {}, "fields of the policy as JSON, as in '{\"window\": 128}'; same as --policy.window 128"
+    )
+    allow_request_policy: str = setting(
+        "all",
+        "whether a request's kv_policy may override --policy (none as policy is always allowed)",
+        choices=("all", "none"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine. ``EngineConfig.from_flat(**settings)`` takes flat field names."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    attention_backend: str = setting("auto", "attention implementation", choices=("auto", "torch"))
+    enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @classmethod
+    def from_flat(cls, **settings: Any) -> EngineConfig:
+        """Build from flat names (``max_num_seqs=8``); an unknown name raises ``ConfigError``."""
+        sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        own: dict[str, Any] = {}
+        for name, value in settings.items():
+            section = _SECTION_OF.get(name)
+            if section is not None:
+                sections[section][name] = value
+            elif name in ("attention_backend", "enforce_eager"):
+                own[name] = value
+            else:
+                raise ConfigError(f"unknown setting {name!r}")
+        built = {name: SECTIONS[name](**values) for name, values in sections.items()}
+        return cls(**built, **own)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "compression": CompressionConfig,
+}
+_SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
+
+
+def _validate(config: EngineConfig) -> None:
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    checks = (
+        (model.max_model_len is None or model.max_model_len >= 2, "--max-model-len must be >= 2"),
+        (cache.block_size is None or cache.block_size >= 1, "--block-size must be >= 1"),
+        (
+            cache.num_gpu_blocks_override is None or cache.num_gpu_blocks_override >= 2,
+            "--num-gpu-blocks-override must be >= 2",
+        ),
+        (
+            cache.kv_cache_memory is None or cache.kv_cache_memory > 0,
+            "--kv-cache-memory must be above 0",
+        ),
+        (
+            0.0 < cache.gpu_memory_utilization <= 1.0,
+            "--gpu-memory-utilization must be in (0, 1]",
+        ),
+        (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
+        (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
+        (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
+        (cache.enable_prefix_caching is not True, "--enable-prefix-caching is not built yet"),
+        (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
+        (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
+        (cache.kv_layout in ("auto", "model"), "--kv-layout: only auto and model are built"),
+        (
+            scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+            "--max-num-batched-tokens must be at least --max-num-seqs "
+            "(every running sequence decodes one token a step)",
+        ),
+    )
+    for ok, message in checks:
+        if not ok:
+            raise ConfigError(message)

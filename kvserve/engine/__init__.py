@@ -1,0 +1,1 @@
+"""The engine: models, attention, policies, and the loop that runs them."""

@@ -1,0 +1,1 @@
+"""Attention over paged blocks: one protocol, several implementations."""

@@ -1,0 +1,71 @@
+"""Attention by gathering blocks into a dense buffer and calling torch's SDPA. Runs anywhere.
+
+A row is a sequence or, under per-head tables, one KV head of it: with R tables per sequence the
+batch simply has P * R rows of Hkv / R heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvserve.engine.attention.base import ForwardBatch, Span
+from kvserve.engine.kv_cache import KVCache
+
+
+class TorchAttention:
+    """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._buffers: list[Tensor] = []
+
+    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """q: [T, Hq, D] -> [T, Hq, D]."""
+        keys, values, group = cache.keys_values(layer)
+        if len(batch.spans) == 1 and batch.spans[0].tokens is None:
+            return self._attend(batch.spans[0], group, q[:, None], keys, values)[:, 0]
+        out = torch.empty_like(q)
+        for span in batch.spans:
+            if span.tokens is None:
+                count = span.tables.shape[1]
+                attended = self._attend(span, group, q[:count, None], keys, values)
+                out[:count] = attended[:, 0]
+                continue
+            attended = self._attend(span, group, q[span.tokens], keys, values)
+            if span.valid is None:
+                out[span.tokens] = attended
+            else:
+                out[span.tokens[span.valid]] = attended[span.valid]
+        return out
+
+    def _attend(self, span: Span, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
+        tables, mask = span.tables[group], span.mask[group]
+        chunks, width, heads, dim = q.shape
+        rows = chunks * tables.shape[1]
+        k, v = (self._gather(i, x, tables, rows) for i, x in enumerate((keys, values)))
+        kv_heads = k.shape[1]
+        if width == 1:
+            # The query heads of a KV head become its queries: no key is repeated or copied.
+            q = q.reshape(rows, kv_heads, heads // (kv_heads * tables.shape[1]), dim)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
+            return out.reshape(chunks, 1, heads, dim)
+        q = q.unflatten(2, (tables.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True
+        )
+        return out.unflatten(0, (chunks, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def _gather(self, which: int, blocks: Tensor, tables: Tensor, rows: int) -> Tensor:
+        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer."""
+        _, size, heads, dim = blocks.shape
+        count = tables.numel()
+        if len(self._buffers) == which:
+            self._buffers.append(blocks.new_empty(0))
+        if self._buffers[which].numel() < count * size * heads * dim:
+            self._buffers[which] = blocks.new_empty(2 * count * size * heads * dim)
+        out = self._buffers[which][: count * size * heads * dim].view(count, size, heads, dim)
+        torch.index_select(blocks, 0, tables.reshape(-1), out=out)
+        return out.view(rows, -1, heads, dim).transpose(1, 2)

@@ -1,0 +1,151 @@
+"""Runs events on the cache: observe, score, select, plan, compact. Never inside a forward.
+
+Lengths are known beforehand (the scheduler has already accounted for them), so nothing is read
+back from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.compact_kv import compact_kv
+from kvserve.kernels.gather_kv import gather_keys, gather_queries
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.trigger import Periodic
+
+_SCRATCH_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """S entries to copy, event by event: ``src [L, Hkv, S]`` to ``dst [S]``, physical positions."""
+
+    events: Tensor
+    src: Tensor
+    dst: Tensor
+
+
+def plan_moves(task: CompactionTask, trigger: Periodic, kept: Tensor) -> MovePlan:
+    """Where every entry from ``copy_start`` on comes from.
+
+    kept: int64 [E', L, Hkv, N], ascending places inside each of the E' windows, event by event.
+    Per event: entries before the region as they are, each window's kept ones, then everything
+    behind the last window's compressible part.
+    """
+    before = task.region_start - task.copy_start
+    chosen = task.windows * trigger.keep
+    taken = task.windows * trigger.compressible
+    after = task.old_lens - task.region_start - taken
+    counts = before + chosen + after
+    event = np.repeat(np.arange(len(counts)), counts)
+    place = ragged_arange(counts)
+    # Entries behind the windows move by what was evicted; `chosen` places are overwritten below.
+    behind = place >= (before + chosen)[event]
+    src = task.copy_start[event] + place + np.where(behind, (taken - chosen)[event], 0)
+    at_kept = np.flatnonzero((place >= before[event]) & ~behind)
+    window_start = _window_starts(task.region_start, task.windows, trigger)
+    lanes = kept.shape[1:3]
+    moved = kept + _tensor(window_start, kept)[:, None, None, None]
+    source = _tensor(src, kept).expand(*lanes, -1).clone()
+    source[..., _tensor(at_kept, kept)] = moved.permute(1, 2, 0, 3).flatten(2)
+    return MovePlan(_tensor(event, kept), source, _tensor(task.copy_start[event] + place, kept))
+
+
+class Compressor:
+    """Turns the scheduler's compaction tasks into moves on one cache."""
+
+    def __init__(self, cache: KVCache, scale: float, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+        self._cache = cache
+        self._scale = scale
+        self._scratch_bytes = scratch_bytes
+
+    def run(
+        self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+    ) -> None:
+        """Carry out ``task`` with the tables as they were before it."""
+        trigger = policy.trigger
+        assert isinstance(trigger, Periodic)
+        kept = self._select(task, policy, trigger, block_tables, log_tables)
+        plan = plan_moves(task, trigger, kept)
+        cache, size = self._cache, self._cache.layout.block_size
+        rows = _tensor(task.rows, kept)[plan.events]
+        src = slot_mapping(block_tables, rows, plan.src, size)
+        first = _tensor(task.copy_start // size * size, kept)[plan.events]
+        lanes = (cache.layout.num_layers, cache.layout.num_kv_heads)
+        dst_positions = (plan.dst - first).expand(*lanes, -1)
+        dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=kept.device)
+        dst = slot_mapping(dst_tables, plan.events, dst_positions, size)
+        compact_kv(cache.kv, src, dst)
+
+    def _select(
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        trigger: Periodic,
+        block_tables: Tensor,
+        log_tables: Tensor,
+    ) -> Tensor:
+        """Kept places of every window of the task: [E', L, Hkv, N]."""
+        rows = np.repeat(task.rows, task.windows)
+        physical = _window_starts(task.region_start, task.windows, trigger)
+        logical = _window_starts(task.log_start, task.windows, trigger)
+        step = max(1, self._scratch_bytes // self._window_bytes(trigger))
+        layout, cache = self._cache.layout, self._cache
+        parts = []
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            entries = _Entries(rows[part], physical[part], trigger.compressible)
+            slots = entries.slots(block_tables, layout, layout.num_kv_heads, layout.block_size)
+            keys = entries.by_window(gather_keys(cache.kv, slots))
+            logged = _Entries(rows[part], logical[part], trigger.window)
+            slots = logged.slots(log_tables, layout, cache.log_heads, cache.log_block_tokens)
+            queries = logged.by_window(gather_queries(cache.query_log, slots))
+            parts.append(policy.select(policy.score(Observation(queries, keys, self._scale))))
+        return torch.cat(parts)
+
+    def _window_bytes(self, trigger: Periodic) -> int:
+        """float32 scratch for one window: logits and probabilities of all layers."""
+        layout = self._cache.layout
+        logits = self._cache.log_heads * trigger.window * trigger.compressible
+        entries = (layout.num_kv_heads + self._cache.log_heads) * trigger.window * layout.head_dim
+        return 4 * layout.num_layers * (2 * logits + 2 * entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """``length`` consecutive entries from ``starts [E']`` of table rows ``rows [E']``."""
+
+    rows: IntArray
+    starts: IntArray
+    length: int
+
+    def slots(self, tables: Tensor, layout: KVLayout, heads: int, block_tokens: int) -> Tensor:
+        """[L, heads, E' * length]."""
+        positions = self.starts[:, None] + np.arange(self.length)
+        lanes = _tensor(positions, tables).view(-1).expand(layout.num_layers, heads, -1)
+        rows = _tensor(np.repeat(self.rows, self.length), tables)
+        return slot_mapping(tables, rows, lanes, block_tokens)
+
+    def by_window(self, x: Tensor) -> Tensor:
+        """[L, heads, E' * length, D] -> [E', L, heads, length, D]."""
+        return x.unflatten(2, (len(self.rows), self.length)).permute(2, 0, 1, 3, 4)
+
+
+def _window_starts(first: IntArray, windows: IntArray, trigger: Periodic) -> IntArray:
+    """Start of every window of every event; neighbours are ``compressible`` apart."""
+    starts: IntArray = np.repeat(first, windows) + ragged_arange(windows) * trigger.compressible
+    return starts
+
+
+def _tensor(array: IntArray, like: Tensor) -> Tensor:
+    return torch.as_tensor(array, device=like.device).long()

@@ -1,0 +1,235 @@
+"""The engine core: scheduler and runner over one model, in tokens. It knows no text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvserve.config import EngineConfig
+from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.sampler import RowSampling
+from kvserve.engine.startup import build_engine
+from kvserve.log import ConfigError, RequestError
+from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Periodic
+
+_STATS_INTERVAL = 0.05
+
+
+class EngineCore:
+    """``add``, ``step`` while ``has_work``, ``abort``. Raises ``ConfigError`` if it cannot start."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._default_policy = self._server_policy(config)
+        built = build_engine(config, self._default_policy)
+        self.info: EngineInfo = built.info
+        self.scheduler = built.scheduler
+        self.runner = built.runner
+        self._query_reduce = built.query_reduce
+        self._policy_ids: dict[Policy, int] = {}
+        self._sequences: dict[int, tuple[Sequence, str]] = {}
+        self._seeds = np.random.default_rng(config.model.seed)
+        self._prompt_tokens = self._generation_tokens = 0
+        self._stats_due = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, new: NewSequence) -> None:
+        """Queue a sequence, or raise ``RequestError`` saying what is wrong with it."""
+        prompt, limit = len(new.token_ids), self.info.max_model_len
+        if not prompt:
+            raise RequestError("prompt must not be empty", param="prompt")
+        if prompt >= limit:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; this model's context is {limit} tokens and "
+                "at least one must be left to generate",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        worst = max(new.token_ids)
+        if worst >= self.info.vocab_size or min(new.token_ids) < 0:
+            raise RequestError(
+                f"prompt holds a token id outside [0, {self.info.vocab_size})", param="prompt"
+            )
+        if new.max_tokens is not None and prompt + new.max_tokens > limit:
+            raise RequestError(
+                f"max_tokens is {new.max_tokens} and the prompt has {prompt} tokens; together "
+                f"they exceed the context of {limit} tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        policy = self._request_policy(new.kv_policy)
+        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
+        self._check_fits(prompt, max_len, policy)
+        sequence = Sequence(
+            seq_id=new.seq_id,
+            token_ids=np.array(new.token_ids, np.int32),
+            num_prompt_tokens=prompt,
+            max_len=max_len,
+            stop_token_ids=tuple(new.stop_token_ids),
+            policy_id=self._policy_id(policy),
+            trigger=policy.trigger,
+            sampling=self._row_sampling(new, prompt),
+        )
+        self._sequences[new.seq_id] = (sequence, new.request_id)
+        self.scheduler.add(sequence)
+        self._prompt_tokens += prompt
+
+    def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
+        """End sequences now; their blocks are free on return. Unknown ids are ignored."""
+        known = [self._sequences[seq_id][0] for seq_id in seq_ids if seq_id in self._sequences]
+        for seq in known:
+            self.scheduler.finish(seq, "abort")
+        return [self._finished(seq) for seq in known]
+
+    def step(self) -> StepOutputs:
+        """Run one step to its end and report its tokens."""
+        output = self.scheduler.schedule()
+        result = self.runner.launch(output).collect()
+        finished = self.scheduler.update(output, result.token_ids)
+        self._generation_tokens += len(result.token_ids)
+        return StepOutputs(
+            seq_ids=[seq.seq_id for seq in output.sampled],
+            token_ids=result.token_ids.tolist(),
+            logprobs=result.logprobs,
+            finished=[self._finished(seq) for seq in finished],
+            stats=self._stats_when_due(),
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and the state of every running request."""
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        rows, n = scheduler.rows, scheduler.rows.num_rows
+        blocks = scheduler.blocks.held(n).tolist()
+        entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
+        held = (-(-entries // scheduler.layout.groups)).tolist()
+        logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
+        requests = tuple(
+            RequestStats(
+                request_id=self._sequences[seq.seq_id][1],
+                policy=self.runner.policies[seq.policy_id].name,
+                logical_tokens=logical[seq.row],
+                held_tokens=held[seq.row],
+                blocks=blocks[seq.row],
+                compactions=compactions[seq.row],
+            )
+            for seq in scheduler.running
+        )
+        return EngineStats(
+            num_running=len(requests),
+            num_waiting=len(scheduler.waiting),
+            blocks_total=scheduler.pool.capacity,
+            blocks_free=scheduler.pool.num_free,
+            tokens_logical=sum(request.logical_tokens for request in requests),
+            tokens_held=sum(request.held_tokens for request in requests),
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            preemptions_total=counters.preemptions,
+            compactions_total=counters.compactions,
+            blocks_released_total=counters.blocks_released,
+            tokens_evicted_total=counters.tokens_evicted,
+            compaction_seconds_total=self.runner.compaction_seconds,
+            steps_total=counters.steps,
+            requests=requests,
+        )
+
+    # ---- policies ----------------------------------------------------------------------------
+
+    def _server_policy(self, config: EngineConfig) -> Policy:
+        compression = config.compression
+        try:
+            return make_policy({"name": compression.policy, **compression.policy_args})
+        except PolicyError as error:
+            flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
+            raise ConfigError(f"{flag}: {error}") from None
+
+    def _request_policy(self, spec: Any) -> Policy:
+        if spec is None:
+            return self._default_policy
+        try:
+            policy = make_policy(spec)
+        except PolicyError as error:
+            raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
+        allowed = self.config.compression.allow_request_policy
+        if allowed == "none" and policy.name != "none" and policy != self._default_policy:
+            raise RequestError(
+                "this server does not let requests choose a policy (--allow-request-policy none)",
+                param="kv_policy",
+            )
+        if policy.query_reduce not in (None, self._query_reduce):
+            raise RequestError(
+                f"query_reduce is {self._query_reduce} on this server (its query log was laid out "
+                "for that at start)",
+                param="kv_policy.query_reduce",
+            )
+        trigger = policy.trigger
+        if isinstance(trigger, Periodic) and trigger.window > self.info.max_model_len:
+            raise RequestError(
+                f"window {trigger.window} exceeds the context of {self.info.max_model_len} tokens",
+                param="kv_policy.window",
+            )
+        return policy
+
+    def _policy_id(self, policy: Policy) -> int:
+        if policy not in self._policy_ids:
+            self._policy_ids[policy] = len(self.runner.policies)
+            self.runner.policies.append(policy)
+        return self._policy_ids[policy]
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
+        wanted = self.scheduler.blocks_at_least(prompt, max_len, policy.trigger)
+        capacity = self.scheduler.pool.capacity
+        if wanted > capacity:
+            raise RequestError(
+                f"a prompt of {prompt} tokens under policy {policy.name} needs {wanted} KV blocks "
+                f"at once and the pool has {capacity}; raise --kv-cache-memory or "
+                "--num-gpu-blocks-override",
+                param="prompt",
+                code="kv_cache_too_small",
+            )
+
+    def _row_sampling(self, new: NewSequence, prompt: int) -> RowSampling:
+        seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
+        branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
+        return RowSampling(
+            temperature=new.temperature,
+            top_p=new.top_p,
+            top_k=max(new.top_k, 0),
+            min_p=new.min_p,
+            seed=seed ^ branch,
+            min_len=prompt + new.min_tokens,
+            logprobs=new.logprobs,
+        )
+
+    def _finished(self, seq: Sequence) -> FinishedSequence:
+        self._sequences.pop(seq.seq_id, None)
+        assert seq.finish_reason is not None
+        details = KVCacheDetails(
+            policy=self.runner.policies[seq.policy_id].name,
+            logical_tokens=seq.logical_tokens,
+            held_tokens=seq.held_tokens,
+            held_entries=seq.held_entries,
+            evicted_tokens=seq.logical_tokens - seq.held_tokens,
+            compactions=seq.compactions,
+            blocks_released=seq.blocks_released,
+            peak_blocks=seq.peak_blocks,
+        )
+        return FinishedSequence(seq.seq_id, seq.finish_reason, seq.stop_token, details)
+
+    def _stats_when_due(self) -> EngineStats | None:
+        now = time.monotonic()
+        if now >= self._stats_due or not self.has_work:
+            self._stats_due = now + _STATS_INTERVAL
+            return self.stats()
+        return None

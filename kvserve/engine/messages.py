@@ -1,0 +1,81 @@
+"""What passes between the engine core and whoever feeds it, in one process or two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvserve.outputs import EngineStats, KVCacheDetails, Logprob
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """One branch of a request, tokenized. ``seq_id`` is the sender's and must be unused."""
+
+    seq_id: int
+    request_id: str
+    token_ids: list[int]
+    max_tokens: int | None
+    stop_token_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    branch: int
+    min_tokens: int
+    logprobs: int | None
+    kv_policy: str | dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """How a sequence ended: ``reason`` is stop, length or abort."""
+
+    seq_id: int
+    reason: str
+    stop_token: int | None
+    details: KVCacheDetails
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedSequence:
+    """A sequence that was never queued, and why; see ``RequestError``."""
+
+    seq_id: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """New tokens of one step, aligned lists; ``stats`` comes now and then."""
+
+    seq_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: list[FinishedSequence] = field(default_factory=list)
+    refused: list[RefusedSequence] = field(default_factory=list)
+    stats: EngineStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the core resolved at start; ``summary`` rows are (feature, state, why)."""
+
+    model_path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    policy_name: str
+    block_size: int
+    num_blocks: int
+    default_sampling: dict[str, Any]
+    summary: list[tuple[str, str, str]]
+
+
+def policy_spec(value: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    """A request's ``kv_policy`` in the form that travels."""
+    return dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,118 @@
+"""One rank's step: compactions, then the forward, then sampling; and what it left on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.compressor import Compressor
+from kvserve.engine.input_batch import InputBatch
+from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.sampler import SampledTokens
+from kvserve.outputs import Logprob
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import SchedulerOutput
+
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Tokens in the order of ``SchedulerOutput.sampled``; log-probabilities where asked for."""
+
+    token_ids: IntArray
+    logprobs: list[TokenLogprobs | None] | None
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step in flight; ``collect`` waits for it and copies its tokens to the host."""
+
+    sampled: SampledTokens | None
+    wanted: IntArray
+
+    def collect(self) -> ModelRunnerOutput:
+        if self.sampled is None:
+            return ModelRunnerOutput(np.zeros(0, np.int32), None)
+        token_ids = self.sampled.token_ids.to(torch.int32).cpu().numpy()
+        return ModelRunnerOutput(token_ids, _logprobs(self.sampled, self.wanted))
+
+
+class ModelRunner:
+    """Owns the model, the cache and the device's rows."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        attention: AttentionBackend,
+        policies: Sequences[Policy],
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.batch = batch
+        self.attention = attention
+        self.policies = policies
+        """By ``CompactionTask.policy_id``; the engine appends to it."""
+        self.compaction_seconds = 0.0
+        self._compressor = Compressor(cache, model.scale)
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Start one step. Its parts run in the order of the message's fields."""
+        self._compact(output)
+        self.batch.apply(output)
+        if not output.num_tokens:
+            return LaunchedStep(None, np.zeros(0, np.int32))
+        input_ids, batch = self.batch.build(output)
+        hidden = self.model(input_ids, batch, self.cache, self.attention)
+        ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
+        last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
+        rows = np.array([seq.row for seq in output.sampled], np.int32)
+        if not len(rows):
+            return LaunchedStep(None, rows)
+        at = torch.as_tensor(last, device=hidden.device).long()
+        logits = self.model.logits(hidden[at])
+        sampled = self.batch.sampling.sample(logits, rows, batch.positions[at] + 1)
+        where = torch.as_tensor(rows, device=hidden.device).long()
+        self.batch.last_token[where] = sampled.token_ids
+        return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows))
+
+    def _compact(self, output: SchedulerOutput) -> None:
+        if not output.compactions:
+            return
+        started = time.perf_counter()
+        for task in output.compactions:
+            policy = self.policies[task.policy_id]
+            tables = self.batch.block_tables, self.batch.log_tables
+            self._compressor.run(task, policy, *tables)
+            self.batch.set_kv_lens(task.rows, task.new_lens)
+        self.compaction_seconds += time.perf_counter() - started
+
+
+def _logprobs(sampled: SampledTokens, wanted: IntArray) -> list[TokenLogprobs | None] | None:
+    if sampled.logprobs is None:
+        return None
+    parts: list[Tensor | None] = [
+        sampled.token_ids, sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs,
+    ]  # fmt: skip
+    rows = zip(*(part.tolist() for part in parts if part is not None), wanted, strict=True)
+    out: list[TokenLogprobs | None] = []
+    for token, logprob, rank, top_ids, top_logprobs, count in rows:
+        if count < 0:
+            out.append(None)
+            continue
+        top = zip(top_ids[:count], top_logprobs[:count], range(1, count + 1), strict=True)
+        entry = {token: Logprob(logprob, rank)}
+        entry |= {i: Logprob(p, r) for i, p, r in top if i != token}
+        out.append(entry)
+    return out

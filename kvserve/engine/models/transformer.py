@@ -1,0 +1,100 @@
+"""One decoder for the Llama family; what differs between models is a flag of ``ModelSpec``.
+
+The batch is an argument all the way down: there is no global context, and nothing in here knows
+about compaction.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
+from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.models.rotary import Rotary, apply_rotary
+from kvserve.engine.models.spec import ModelSpec
+
+
+class Layer(nn.Module):
+    """Attention and MLP; qkv and gate-up are one matrix each."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        self.input_norm = _empty(spec.hidden_size)
+        self.qkv = _empty(width, spec.hidden_size)
+        self.qkv_bias = _empty(width) if spec.qkv_bias else None
+        self.q_norm = _empty(spec.head_dim) if spec.qk_norm else None
+        self.k_norm = _empty(spec.head_dim) if spec.qk_norm else None
+        self.out = _empty(spec.hidden_size, spec.num_heads * spec.head_dim)
+        self.post_norm = _empty(spec.hidden_size)
+        self.gate_up = _empty(2 * spec.intermediate_size, spec.hidden_size)
+        self.down = _empty(spec.hidden_size, spec.intermediate_size)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
+        spec = self.spec
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        qkv = F.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
+        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([heads, kv_heads], dim=1)
+            qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
+        q, k = apply_rotary(qk, cos, sin).split([heads, kv_heads], dim=1)
+        return q, k, v
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: KVCache,
+        attention: AttentionBackend,
+        index: int,
+    ) -> Tensor:
+        q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
+        cache.store(index, batch, q, k, v)
+        attended = attention.forward(index, q, batch, cache)
+        hidden = hidden + F.linear(attended.flatten(1), self.out)
+        gate, up = F.linear(self._norm(hidden, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, self.down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """Token ids in, hidden states out; ``logits`` is separate, since few positions need it."""
+
+    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = _empty(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.norm = _empty(spec.hidden_size)
+        self.head = (
+            self.embedding if spec.tied_embeddings else _empty(spec.vocab_size, spec.hidden_size)
+        )
+        self.rotary = Rotary(spec, max_len, dtype, device)
+        self.scale = spec.head_dim**-0.5
+
+    def forward(
+        self, input_ids: Tensor, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend
+    ) -> Tensor:
+        """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
+        hidden = F.embedding(input_ids, self.embedding)
+        rope = self.rotary.at(batch.positions)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rope, batch, cache, attention, index)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden] -> float32 [S, vocab]."""
+        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.spec.rms_norm_eps)
+        return F.linear(hidden, self.head).float()
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

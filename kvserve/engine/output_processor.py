@@ -1,0 +1,185 @@
+"""Requests as their clients see them: branches gathered, tokens turned into text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields, replace
+
+from kvserve.engine.detokenizer import IncrementalDetokenizer
+from kvserve.engine.messages import FinishedSequence, NewSequence, StepOutputs, policy_spec
+from kvserve.engine.tokenizer import Tokenizer
+from kvserve.outputs import (
+    CompletionOutput,
+    KVCacheDetails,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from kvserve.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One sequence of a request."""
+
+    request: RequestOutput
+    choice: CompletionOutput
+    params: SamplingParams
+    detokenizer: IncrementalDetokenizer | None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        assert self.request.metrics is not None
+        return self.request.metrics
+
+
+class OutputProcessor:
+    """Hands out sequence ids, and folds the core's step outputs into ``RequestOutput`` objects."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._branches: dict[int, _Branch] = {}
+        self._by_request: dict[str, list[int]] = {}
+        self._next_id = 0
+
+    def add(
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+    ) -> tuple[RequestOutput, list[NewSequence]]:
+        """Register a request; the sequences returned are for the core."""
+        request = RequestOutput(
+            request_id,
+            prompt,
+            token_ids,
+            [CompletionOutput(index) for index in range(params.n)],
+            metrics=RequestMetrics(time.time()),
+        )
+        sequences = []
+        for choice in request.outputs:
+            choice.logprobs = None if params.logprobs is None else []
+            self._branches[self._next_id] = _Branch(
+                request, choice, params, self._detokenizer(params)
+            )
+            sequences.append(self._sequence(request_id, token_ids, params, choice.index))
+            self._next_id += 1
+        self._by_request[request_id] = [new.seq_id for new in sequences]
+        return request, sequences
+
+    def remove(self, request_id: str) -> list[int]:
+        """Forget a request; returns its unfinished sequences, to be aborted."""
+        seq_ids = self._by_request.pop(request_id, [])
+        return [seq_id for seq_id in seq_ids if self._branches.pop(seq_id, None) is not None]
+
+    def request_of(self, seq_id: int) -> str | None:
+        branch = self._branches.get(seq_id)
+        return None if branch is None else branch.request.request_id
+
+    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[int]]:
+        """Fold in one step; returns the requests it changed, and sequences to abort."""
+        ended = {finished.seq_id: finished for finished in outputs.finished}
+        changed: dict[str, RequestOutput] = {}
+        abort = []
+        logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
+        now = time.time()
+        for seq_id, token, entry in zip(outputs.seq_ids, outputs.token_ids, logprobs, strict=True):
+            branch = self._branches.get(seq_id)
+            if branch is None or branch.choice.finished:
+                continue
+            changed[branch.request.request_id] = branch.request
+            self._take(branch, token, entry, ended.get(seq_id))
+            if branch.metrics.first_token_time is None:
+                branch.metrics.first_token_time = now
+            if branch.detokenizer is not None and branch.detokenizer.stop is not None:
+                # Stop strings are seen here, not in the core; its counts come with the abort.
+                branch.choice.finish_reason = "stop"
+                branch.choice.stop_reason = branch.detokenizer.stop
+                if seq_id not in ended:
+                    abort.append(seq_id)
+        for seq_id, finished in ended.items():
+            branch = self._branches.pop(seq_id, None)
+            if branch is not None:
+                self._end(branch, finished)
+                changed[branch.request.request_id] = branch.request
+        return list(changed.values()), abort
+
+    def _take(
+        self,
+        branch: _Branch,
+        token: int,
+        logprobs: dict[int, Logprob] | None,
+        finished: FinishedSequence | None,
+    ) -> None:
+        branch.choice.token_ids.append(token)
+        if branch.choice.logprobs is not None and logprobs is not None:
+            branch.choice.logprobs.append(self._with_text(logprobs))
+        stopping = finished is not None and finished.stop_token == token
+        if branch.detokenizer is None or (
+            stopping and not branch.params.include_stop_str_in_output
+        ):
+            return
+        branch.detokenizer.push(token)
+        branch.choice.text = branch.detokenizer.text
+
+    def _end(self, branch: _Branch, finished: FinishedSequence) -> None:
+        choice, request = branch.choice, branch.request
+        if choice.finish_reason is None:
+            choice.finish_reason = finished.reason
+            if finished.stop_token is not None and finished.stop_token not in self._eos:
+                choice.stop_reason = finished.stop_token
+        if branch.detokenizer is not None:
+            branch.detokenizer.flush()
+            choice.text = branch.detokenizer.text
+        request.kv_cache_details = _add(request.kv_cache_details, finished.details)
+        if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
+            request.finished = True
+            del self._by_request[request.request_id]
+            branch.metrics.finished_time = time.time()
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+
+    def _sequence(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, branch: int
+    ) -> NewSequence:
+        stop_ids = [] if params.ignore_eos else self._eos
+        return NewSequence(
+            seq_id=self._next_id,
+            request_id=request_id,
+            token_ids=token_ids,
+            max_tokens=params.max_tokens,
+            stop_token_ids=[*stop_ids, *(params.stop_token_ids or ())],
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=params.seed,
+            branch=branch,
+            min_tokens=params.min_tokens,
+            logprobs=params.logprobs,
+            kv_policy=policy_spec(params.kv_policy),
+        )
+
+    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self._tokenizer is None:
+            return logprobs
+        return {
+            token: replace(entry, decoded_token=self._tokenizer.token_text(token))
+            for token, entry in logprobs.items()
+        }
+
+
+def _add(total: KVCacheDetails, more: KVCacheDetails) -> KVCacheDetails:
+    """Sum over the choices of a request; the policy is the same for all."""
+    counts = {
+        f.name: getattr(total, f.name) + getattr(more, f.name)
+        for f in fields(KVCacheDetails)
+        if f.name != "policy"
+    }
+    return KVCacheDetails(policy=more.policy, **counts)

@@ -1,0 +1,1 @@
+"""What to keep: one frozen dataclass per policy, pure tensor functions underneath."""

@@ -1,0 +1,88 @@
+"""What every policy offers: its fields are its hyper-parameters, its methods are pure."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields
+from fractions import Fraction
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from kvserve.engine.policies.scoring import Observation
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.trigger import Trigger
+
+
+class PolicyError(ValueError):
+    """A policy argument that cannot work; ``argument`` names it."""
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
+class Policy(Protocol):
+    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact."""
+
+    name: ClassVar[str]
+    granularity: ClassVar[Granularity]
+
+    @property
+    def trigger(self) -> Trigger:
+        """When events are due, and what they do to lengths."""
+        ...
+
+    @property
+    def query_reduce(self) -> str | None:
+        """How logged queries are reduced over a GQA group, or ``None`` if none are needed."""
+        ...
+
+    def score(self, obs: Observation) -> Tensor:
+        """float32 [E, L, Hkv, n]; higher is kept."""
+        ...
+
+    def select(self, scores: Tensor) -> Tensor:
+        """Kept places inside the region, ascending int64 [E, L, Hkv, keep]."""
+        ...
+
+
+def argument(default: Any, help: str) -> Any:
+    """A policy field with the text that ``kvserve policies`` prints."""
+    return field(default=default, metadata={"help": help})
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ``PolicyError`` naming the argument unless ``ok``."""
+    if not ok:
+        raise PolicyError(f"{name} must be {allowed}, got {value!r}", name)
+
+
+def exact_ratio(value: float | str | Fraction, name: str) -> Fraction:
+    """A kept fraction as written: 0.07 is 7/100, not its binary neighbour; "3/10" works too."""
+    try:
+        ratio = Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise PolicyError(f"{name} must be a number in (0, 1], got {value!r}", name) from None
+    require(0 < ratio <= 1, name, value, "in (0, 1]")
+    return ratio
+
+
+def integers(policy: Any, **least: int) -> None:
+    """Check that fields are ints (not bools) of at least the given size."""
+    for name, minimum in least.items():
+        value = getattr(policy, name)
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        require(ok, name, value, f"an integer of at least {minimum}")
+
+
+def arguments(policy: type[Any]) -> list[dict[str, Any]]:
+    """Name, type, default and help of each field, for ``kvserve policies`` and the API."""
+    return [
+        {
+            "name": f.name,
+            "type": f.type,
+            "default": f.default,
+            "help": f.metadata["help"],
+        }
+        for f in fields(policy)
+    ]

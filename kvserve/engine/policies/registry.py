@@ -1,0 +1,69 @@
+"""Names to policies: the built-in ones and those of the entry-point group ``kvserve.policies``."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from kvserve.engine.policies.base import Policy, PolicyError, arguments
+from kvserve.engine.policies.kara import Kara
+from kvserve.engine.policies.none import NoCompression
+
+_BUILT_IN = (NoCompression, Kara)
+
+
+@cache
+def _policies() -> dict[str, type[Any]]:
+    """Policy classes by name. A plug-in is an entry point that loads such a class."""
+    found: dict[str, type[Any]] = {policy.name: policy for policy in _BUILT_IN}
+    for entry in entry_points(group="kvserve.policies"):
+        found.setdefault(entry.name, entry.load())
+    return found
+
+
+def policy_names() -> list[str]:
+    return list(_policies())
+
+
+def make_policy(spec: str | Mapping[str, Any]) -> Policy:
+    """A policy from its name or ``{"name": ..., **fields}``.
+
+    Raises ``PolicyError`` naming the argument that is unknown or out of range.
+    """
+    given = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = given.pop("name", None)
+    known = _policies()
+    if name not in known:
+        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(known)}", "name")
+    policy = known[name]
+    allowed = [f.name for f in fields(policy)]
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, 1)
+            hint = (
+                f"; did you mean {near[0]}?" if near else f"; it has {', '.join(allowed) or 'none'}"
+            )
+            raise PolicyError(f"policy {name} has no argument {key!r}{hint}", str(key))
+    try:
+        made: Policy = policy(**given)
+    except PolicyError as error:
+        raise PolicyError(f"policy {name}: {error}", error.argument) from None
+    return made
+
+
+def describe_policies() -> list[dict[str, Any]]:
+    """Name, summary and arguments of every policy."""
+    return [
+        {
+            "name": name,
+            "summary": inspect.cleandoc(policy.__doc__ or "").split("\n\n")[0].replace("\n", " "),
+            "source": (inspect.getmodule(policy).__doc__ or "").split("\n")[0],
+            "args": arguments(policy),
+        }
+        for name, policy in _policies().items()
+    ]

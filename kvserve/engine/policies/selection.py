@@ -1,0 +1,50 @@
+"""Choosing entries by score. Ties go to the older entry, everywhere; no loop, no device sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def stable_order(scores: Tensor) -> Tensor:
+    """Indices by falling score along the last axis, lower index first among equals."""
+    return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+def top_mask(scores: Tensor, count: int) -> Tensor:
+    """True at the ``count`` highest scores of the last axis."""
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter_(-1, stable_order(scores)[..., :count], True)
+
+
+def mask_to_indices(mask: Tensor, count: int) -> Tensor:
+    """Ascending int64 indices of a mask with exactly ``count`` True along the last axis."""
+    return stable_order(mask.to(torch.uint8))[..., :count]
+
+
+def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:
+    """Kara's Token2Chunk: ``keep`` indices, single tokens first, then the text between them.
+
+    scores: float32 [..., n]. The ``keep - chunk_budget`` best tokens are chosen singly (Eq. 5);
+    gaps of at most ``max_chunk - 2`` tokens between neighbours among them compete by
+    ``R = (A_left + A_right) * gap`` (Eqs. 6-8) for ``floor(chunk_budget / (max_chunk - 2))``
+    places; what the chosen gaps leave of the budget goes to the best tokens still outside, so
+    exactly ``keep`` remain. Returns ascending int64 [..., keep].
+    """
+    singles = keep - chunk_budget
+    num_chunks = chunk_budget // (max_chunk - 2)
+    if num_chunks == 0 or singles < 2:
+        return mask_to_indices(top_mask(scores, keep), keep)
+    selected = top_mask(scores, singles)
+    index = mask_to_indices(selected, singles)
+    ends = scores.gather(-1, index)
+    distance = index[..., 1:] - index[..., :-1]
+    worth = (ends[..., 1:] + ends[..., :-1]) * (distance - 1)
+    eligible = (distance > 1) & (distance < max_chunk)
+    worth = worth.masked_fill(~eligible, -torch.inf)
+    chosen = top_mask(worth, min(num_chunks, singles - 1)) & eligible
+    chosen = torch.nn.functional.pad(chosen, (0, 1))  # nothing follows the last chosen token
+    segment = selected.cumsum(-1) - 1
+    inside = chosen.gather(-1, segment.clamp(min=0)) & (segment >= 0)
+    ranked = scores.masked_fill(selected | inside, torch.inf)
+    return mask_to_indices(top_mask(ranked, keep), keep)

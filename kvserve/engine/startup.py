@@ -1,0 +1,201 @@
+"""Resolve the settings against the model and the machine, and build the engine's parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.engine.input_batch import InputBatch
+from kvserve.engine.kv_cache import KVCache, log_block_tokens
+from kvserve.engine.messages import EngineInfo
+from kvserve.engine.model_runner import ModelRunner
+from kvserve.engine.models.loader import find_model, load_model
+from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.policies.base import Policy
+from kvserve.log import ConfigError
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.trigger import Periodic
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The parts of one engine, and what was decided about them."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    info: EngineInfo
+    query_reduce: str
+
+
+def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
+    """Load the model, size the pool, wire the parts. ``ConfigError`` names the flag to change."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    directory = find_model(config.model.model, config.model.revision)
+    spec = read_spec(directory)
+    dtype = _dtype(config, spec, device)
+    max_len = _max_model_len(config, spec)
+    _check_policy(policy, max_len)
+    query_reduce = policy.query_reduce or "group_mean"
+    layout = KVLayout(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
+    )
+    log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
+    try:
+        log_tokens = log_block_tokens(layout, log_heads)
+    except ValueError as error:
+        raise ConfigError(f"--block-size: {error}") from None
+    model = load_model(directory, config.model, spec, max_len, dtype, device)
+    num_blocks = _num_blocks(config, layout, max_len, dtype, device)
+    scheduler = Scheduler(
+        layout,
+        num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_len,
+        log_block_tokens=log_tokens,
+        chunked_prefill=config.scheduler.enable_chunked_prefill,
+    )
+    tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
+    batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
+    cache = KVCache(layout, num_blocks, log_heads, dtype, device)
+    runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
+    defaults, eos = _generation_config(directory, spec, config)
+    info = EngineInfo(
+        model_path=str(directory),
+        max_model_len=max_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=eos,
+        policy_name=policy.name,
+        block_size=layout.block_size,
+        num_blocks=num_blocks - 1,
+        default_sampling=defaults,
+        summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+    )
+    return BuiltEngine(scheduler, runner, info, query_reduce)
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
+    name = config.model.dtype
+    if name == "auto":
+        name = "float32" if device == "cpu" else spec.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"--dtype: config.json asks for {name}; choose {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        wanted = spec.max_position
+    elif wanted > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len: {wanted} exceeds the model's {spec.max_position} positions"
+        )
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < wanted:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {wanted} "
+            f"(--max-model-len), got {budget}"
+        )
+    return wanted
+
+
+def _check_policy(policy: Policy, max_len: int) -> None:
+    trigger = policy.trigger
+    if isinstance(trigger, Periodic) and trigger.window > max_len:
+        raise ConfigError(
+            f"--policy.window: {trigger.window} exceeds the context of {max_len} tokens"
+        )
+
+
+def _num_blocks(
+    config: EngineConfig, layout: KVLayout, max_len: int, dtype: torch.dtype, device: str
+) -> int:
+    """Blocks of the pool, the null block included; never more than could be used at once."""
+    if config.cache.num_gpu_blocks_override is not None:
+        return config.cache.num_gpu_blocks_override + 1
+    memory = config.cache.kv_cache_memory
+    if memory is None:
+        memory = _default_memory(config, device)
+    block_bytes = layout.block_elements * dtype.itemsize
+    affordable = memory // block_bytes
+    if affordable < 2:
+        raise ConfigError(
+            f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
+        )
+    usable = config.scheduler.max_num_seqs * layout.blocks_for(max_len) * 2
+    return int(min(affordable, usable + 1))
+
+
+def _default_memory(config: EngineConfig, device: str) -> int:
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(free - (1.0 - config.cache.gpu_memory_utilization) * total)
+    return min(_GIB, _available_memory() // 4)
+
+
+def _available_memory() -> int:
+    """Bytes the machine could still give; where it does not say, assume 4 GiB."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        return kib * 1024
+    except (OSError, StopIteration):
+        return 4 * _GIB
+
+
+def _generation_config(
+    directory: Path, spec: ModelSpec, config: EngineConfig
+) -> tuple[dict[str, Any], list[int]]:
+    """Sampling defaults and end-of-sequence ids that the checkpoint suggests."""
+    path = directory / "generation_config.json"
+    raw = json.loads(path.read_text()) if path.exists() else {}
+    eos = raw.get("eos_token_id", list(spec.eos_token_ids))
+    eos = [eos] if isinstance(eos, int) else list(eos or [])
+    if config.model.generation_config == "none":
+        return {}, eos
+    return {name: raw[name] for name in _SAMPLING_DEFAULTS if raw.get(name) is not None}, eos
+
+
+def _summary(
+    config: EngineConfig,
+    policy: Policy,
+    spec: ModelSpec,
+    layout: KVLayout,
+    num_blocks: int,
+    max_len: int,
+    dtype: torch.dtype,
+    device: str,
+) -> list[tuple[str, str, str]]:
+    """Rows (feature, state, why) of the start-up table."""
+    block_bytes = layout.block_elements * dtype.itemsize
+    pool = (num_blocks - 1) * block_bytes
+    full = (num_blocks - 1) / layout.blocks_for(max_len)
+    chunked = config.scheduler.enable_chunked_prefill
+    return [
+        ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
+        ("context", f"{max_len} tokens", "--max-model-len"),
+        ("policy", str(policy), "--policy; a request's kv_policy may override it"),
+        ("kv layout", layout.granularity.value, "all layers and heads hold equally many entries"),
+        (
+            "kv pool",
+            f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB",
+            f"{full:.1f} sequences of full length; --kv-cache-memory",
+        ),
+        ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
+        ("prefix caching", "off", "not built yet"),
+        ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
+        ("attention", "torch", "gathered blocks and torch's SDPA"),
+        ("preemption", "recompute", "newest first; compressed sequences replay their events"),
+    ]

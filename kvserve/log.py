@@ -1,0 +1,37 @@
+"""The one logger of the package, and the exceptions that cross its boundaries."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("kvserve")
+
+
+def configure_logging(level: str | int = "INFO") -> None:
+    """Send the package's log to stderr; called by the command line, never on import."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(
+            logging.Formatter("%(levelname)s %(asctime)s %(message)s", datefmt="%m-%d %H:%M:%S")
+        )
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the flag and what to do."""
+
+
+class RequestError(ValueError):
+    """A request that is refused (HTTP 400). ``param`` names the field, ``code`` is machine-readable."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineDeadError(RuntimeError):
+    """The engine stopped; every open request ends with this."""

@@ -1,0 +1,110 @@
+"""What the engine gives back: per request, per choice, and about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of a token's probability under the unmodified distribution, and its rank (1 = best)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheDetails:
+    """Proof of what the policy did to one request (``usage.kv_cache_details``).
+
+    ``held_tokens`` is the mean over layers and KV heads, rounded up; ``held_entries`` their sum;
+    ``evicted_tokens = logical_tokens - held_tokens``. Choices of one request are summed.
+    """
+
+    policy: str = "none"
+    logical_tokens: int = 0
+    held_tokens: int = 0
+    held_entries: int = 0
+    evicted_tokens: int = 0
+    compactions: int = 0
+    blocks_released: int = 0
+    peak_blocks: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` maps token ids to ``Logprob``."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request after a step. The same object is updated from step to step."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    kv_cache_details: KVCacheDetails = field(default_factory=KVCacheDetails)
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds since the epoch, as the client of the engine saw them."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One running request, for ``GET /v1/kv/stats``."""
+
+    request_id: str
+    policy: str
+    logical_tokens: int
+    held_tokens: int
+    blocks: int
+    compactions: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state and counters (totals since start)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    tokens_logical: int = 0
+    tokens_held: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    compactions_total: int = 0
+    blocks_released_total: int = 0
+    tokens_evicted_total: int = 0
+    compaction_seconds_total: float = 0.0
+    steps_total: int = 0
+    requests: tuple[RequestStats, ...] = ()
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks in use, 0 to 1."""
+        return 1.0 - self.blocks_free / self.blocks_total if self.blocks_total else 0.0

@@ -1,0 +1,1 @@
+"""Which sequences run, in which blocks, and when they are compacted. Numpy and stdlib only."""

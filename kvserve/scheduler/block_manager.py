@@ -1,0 +1,115 @@
+"""Who holds which blocks, and how many entries: keys and values, and logged queries.
+
+Two lengths per row, never one: the logical position (``positions`` arguments) addresses the query
+log, the physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
+from kvserve.scheduler.block_table import BlockTable
+from kvserve.scheduler.layout import KVLayout
+
+NOT_LOGGING = 2**31 - 1
+
+
+class BlockManager:
+    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        pool: BlockPool,
+        max_rows: int,
+        max_model_len: int,
+        log_block_tokens: int,
+    ) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.log_block_tokens = log_block_tokens
+        self.kv = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
+        self.log = BlockTable(pool, layout, max_rows, -(-max_model_len // log_block_tokens))
+        self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
+        self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
+
+    def start_row(self, row: int, log_from: int) -> None:
+        """An empty row whose queries are logged from a logical position on (or NOT_LOGGING)."""
+        self.kv.start(row, 0)
+        self.log.start(row, 0 if log_from == NOT_LOGGING else log_from // self.log_block_tokens)
+        self.kv_lens[:, row] = 0
+        self._log_from[row] = log_from
+
+    def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
+        """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
+        kv_end, log_end = self._ends(rows, new, positions)
+        return int(self.kv.wanted(rows, kv_end).sum() + self.log.wanted(rows, log_end).sum())
+
+    def grow(self, rows: IntArray, new: IntArray, positions: IntArray) -> None:
+        """Lend the blocks that ``wanted`` counts."""
+        kv_end, log_end = self._ends(rows, new, positions)
+        self.kv.extend(rows, kv_end)
+        self.log.extend(rows, log_end)
+
+    def advance(self, rows: IntArray, new: IntArray) -> None:
+        """Count ``new`` stored entries per row."""
+        self.kv_lens[:, rows] += new[:, None]
+
+    def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
+        """Make entries ``[start, end)`` of each row writable; shared blocks are replaced.
+
+        Returns where the copy of each row must begin: ``start``, or the beginning of the first
+        replaced column (its earlier entries move along).
+        """
+        size = self.layout.block_size
+        first = start // size
+        counts = -(-end // size) - first
+        owner = np.repeat(np.arange(len(rows)), counts)
+        column = np.repeat(first, counts) + ragged_arange(counts)
+        replaced = self.kv.replace_shared(rows[owner], column)
+        copy_start = start.copy()
+        np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
+        return copy_start
+
+    def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
+        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given up, ``[rows]``."""
+        self.kv_lens[:, rows] = kv_lens
+        return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
+
+    def trim_log(self, rows: IntArray, positions: IntArray) -> None:
+        """Give back logged queries in front of logical ``positions``."""
+        self.log.trim_front(rows, positions // self.log_block_tokens)
+
+    def release_row(self, row: int) -> None:
+        """Give back everything a row holds."""
+        self.kv.release_row(row)
+        self.log.release_row(row)
+        self.start_row(row, NOT_LOGGING)
+
+    def held(self, num_rows: int) -> IntArray:
+        """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
+        return self.kv.held(num_rows) + self.log.held(num_rows)
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        self.kv.swap(a, b)
+        self.log.swap(a, b)
+        self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
+        self._log_from[[a, b]] = self._log_from[[b, a]]
+
+    def check_integrity(self) -> None:
+        """Reference counts equal the tables; lengths fit their columns."""
+        held = np.concatenate([self.kv.all_held(), self.log.all_held()])
+        assert (held > 0).all(), "a live table names the null block"
+        self.pool.check_integrity(held)
+        assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
+
+    def _ends(
+        self, rows: IntArray, new: IntArray, positions: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Columns after the last one wanted, keys and values ``[LG, n, R]``, log ``[n, 1]``."""
+        kv_end = -(-(self.kv_lens[:, rows] + new[:, None]) // self.layout.block_size)
+        last = positions + new
+        log_end = np.where(last > self._log_from[rows], -(-last // self.log_block_tokens), 0)
+        return kv_end, log_end[:, None]

@@ -1,0 +1,112 @@
+"""Block tables of all rows and KV groups, in vectorised numpy.
+
+A row holds columns ``[first, end)`` of its table. Both tables of a run have this form: the one of
+keys and values, which starts at column 0, and the one of logged queries, addressed by logical
+position, whose front is given back. Letters: LG layer groups, R tables per row, M columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import TableUpdate
+
+
+class BlockTable:
+    """``blocks [LG, max_rows, R, M]`` with ``first`` and ``end`` ``[LG, max_rows, R]``."""
+
+    def __init__(self, pool: BlockPool, layout: KVLayout, max_rows: int, columns: int) -> None:
+        self.pool = pool
+        shape = (layout.layer_groups, max_rows, layout.rows)
+        self.blocks: IntArray = np.zeros((*shape, columns), np.int32)
+        self.first: IntArray = np.zeros(shape, np.int32)
+        self.end: IntArray = np.zeros(shape, np.int32)
+        self._synced: IntArray = np.zeros(shape, np.int32)
+
+    def start(self, row: int, column: int) -> None:
+        """An empty row whose first block will stand in ``column``."""
+        self.first[:, row] = self.end[:, row] = self._synced[:, row] = column
+
+    def wanted(self, rows: IntArray, end: IntArray) -> IntArray:
+        """Blocks missing up to column ``end``: ``[LG, rows, R]``."""
+        return np.maximum(end - self.end[:, rows], 0)
+
+    def extend(self, rows: IntArray, end: IntArray) -> None:
+        """Lend the missing blocks; the caller has checked that they are free."""
+        missing = self.wanted(rows, end)
+        if missing.any():
+            where = _entries(rows, self.end[:, rows], missing)
+            self.blocks[where] = self.pool.allocate(len(where[0]))
+            self.end[:, rows] += missing
+
+    def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
+        """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
+        surplus = np.maximum(self.end[:, rows] - end, 0)
+        self.pool.release(self.blocks[_entries(rows, self.end[:, rows] - surplus, surplus)])
+        self.end[:, rows] -= surplus
+        self._synced[:, rows] = np.minimum(self._synced[:, rows], self.end[:, rows])
+        return surplus.sum(axis=(0, 2), dtype=np.int32)
+
+    def trim_front(self, rows: IntArray, first: IntArray) -> None:
+        """Give back the columns before ``first [rows]``."""
+        surplus = np.maximum(first[None, :, None] - self.first[:, rows], 0)
+        self.pool.release(self.blocks[_entries(rows, self.first[:, rows], surplus)])
+        self.first[:, rows] += surplus
+
+    def release_row(self, row: int) -> None:
+        """Give back everything a row holds."""
+        columns = self.end[:, row] - self.first[:, row]
+        where = _entries(np.array([row]), self.first[:, [row]], columns[:, None])
+        self.pool.release(self.blocks[where])
+        self.start(row, 0)
+
+    def replace_shared(self, rows: IntArray, columns: IntArray) -> IntArray:
+        """Put a fresh block wherever ``columns [n]`` of ``rows [n]`` name a shared one.
+
+        A block with more than one reference is read-only. Returns which of the n were replaced
+        in some group. Contents do not move: the caller copies them.
+        """
+        shared = self.pool.ref[self.blocks[:, rows, :, columns]] > 1  # [n, LG, R]
+        at, group, head = np.nonzero(shared)
+        where = (group, rows[at], head, columns[at])
+        self.pool.release(self.blocks[where])
+        self.blocks[where] = self.pool.allocate(len(at))
+        np.minimum.at(self._synced, where[:3], columns[at])
+        replaced: IntArray = shared.any(axis=(1, 2))
+        return replaced
+
+    def held(self, num_rows: int) -> IntArray:
+        """Blocks that each of the first ``num_rows`` rows names."""
+        columns = self.end[:, :num_rows] - self.first[:, :num_rows]
+        return columns.sum(axis=(0, 2), dtype=np.int32)
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        longest = int(max(self.end[:, a].max(), self.end[:, b].max()))
+        self.blocks[:, [a, b], :, :longest] = self.blocks[:, [b, a], :, :longest]
+        for array in (self.first, self.end, self._synced):
+            array[:, [a, b]] = array[:, [b, a]]
+
+    def take_update(self, num_rows: int) -> TableUpdate:
+        """Entries set since the last call, for the first ``num_rows`` rows."""
+        rows = np.arange(num_rows, dtype=np.int32)
+        synced = self._synced[:, rows]
+        where = _entries(rows, synced, self.end[:, rows] - synced)
+        self._synced[:, rows] = self.end[:, rows]
+        return TableUpdate(np.ravel_multi_index(where, self.blocks.shape), self.blocks[where])
+
+    def all_held(self) -> IntArray:
+        """Every block named, once per naming."""
+        rows = np.arange(self.end.shape[1], dtype=np.int32)
+        held: IntArray = self.blocks[_entries(rows, self.first, self.end - self.first)]
+        return held
+
+
+def _entries(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArray, ...]:
+    """Indices of ``counts [LG, rows, R]`` table entries from columns ``first`` on."""
+    group, at, head = np.nonzero(counts)
+    times = counts[group, at, head]
+    column = np.repeat(first[group, at, head], times) + ragged_arange(times)
+    return (*(np.repeat(part, times) for part in (group, rows[at], head)), column)

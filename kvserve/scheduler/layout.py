@@ -1,0 +1,73 @@
+"""The shape of the paged cache: one pool of equal blocks, whatever a policy's granularity.
+
+A block table constrains how many entries a row holds, not which tokens they are, so granularity is
+about lengths alone. Letters: L layers, Hkv KV heads, D head dim, B tokens per block, LG layer
+groups, R rows per sequence, G = LG * R KV groups.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Granularity(enum.Enum):
+    """Which lengths may differ: none (MODEL), by layer (LAYER), by layer and KV head (HEAD)."""
+
+    MODEL = "model"
+    LAYER = "layer"
+    HEAD = "head"
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """All cache shapes derive from these five numbers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    granularity: Granularity = Granularity.MODEL
+
+    @property
+    def layer_groups(self) -> int:
+        """LG: groups of layers that share tables."""
+        return 1 if self.granularity is Granularity.MODEL else self.num_layers
+
+    @property
+    def rows(self) -> int:
+        """R: rows (tables) a sequence has in each layer group."""
+        return self.num_kv_heads if self.granularity is Granularity.HEAD else 1
+
+    @property
+    def groups(self) -> int:
+        """G: KV groups of one sequence, each with its own length."""
+        return self.layer_groups * self.rows
+
+    @property
+    def layers_per_block(self) -> int:
+        return self.num_layers // self.layer_groups
+
+    @property
+    def heads_per_block(self) -> int:
+        return self.num_kv_heads // self.rows
+
+    @property
+    def block_elements(self) -> int:
+        """Numbers in one block, keys and values of all its layers and heads."""
+        return self.layers_per_block * 2 * self.block_size * self.heads_per_block * self.head_dim
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """``[num_blocks, L/LG, 2, B, Hkv/R, D]``, block-major: a block is one byte range."""
+        return (
+            num_blocks,
+            self.layers_per_block,
+            2,
+            self.block_size,
+            self.heads_per_block,
+            self.head_dim,
+        )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` in every group of one sequence."""
+        return -(-num_tokens // self.block_size) * self.groups

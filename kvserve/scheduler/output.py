@@ -1,0 +1,70 @@
+"""The messages between scheduler and runner. Their parts run in the order of their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """Entries the runner has not seen: flat indices into its tables, and their blocks."""
+
+    indices: IntArray
+    blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionTask:
+    """Events of one policy, ``E`` of them; rows are those before ``SchedulerOutput.row_swaps``.
+
+    Event e takes ``windows[e]`` windows from physical entry ``region_start[e]``, the entry of the
+    logical position ``log_start[e]``. Entries from ``copy_start[e]`` on are written again:
+    ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards.
+    """
+
+    policy_id: int
+    rows: IntArray
+    region_start: IntArray
+    log_start: IntArray
+    windows: IntArray
+    old_lens: IntArray
+    new_lens: IntArray
+    copy_start: IntArray
+    dst_blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Chunks of sequences that catch up: rows, first logical positions, lengths and token ids."""
+
+    rows: IntArray
+    starts: IntArray
+    lengths: IntArray
+    token_ids: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. Decoding rows are ``[0, num_decoding)``, one token each, from ``last_token``."""
+
+    compactions: tuple[CompactionTask, ...]
+    row_swaps: tuple[tuple[int, int], ...]
+    admitted: tuple[Sequence, ...]
+    table_update: TableUpdate
+    log_update: TableUpdate
+    num_decoding: int
+    prefill: PrefillBatch
+    columns: IntArray
+    """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
+    logs_queries: bool
+    sampled_chunks: IntArray
+    """Which chunks of ``prefill`` are sampled from."""
+    sampled: tuple[Sequence, ...]
+    """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decoding + len(self.prefill.token_ids)

@@ -1,0 +1,96 @@
+"""Counters and tokens of the running sequences, one array entry per row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+
+
+class RowTable:
+    """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens.
+
+    ``num_tokens`` counts the token being sampled; ``num_computed`` is the logical length of the
+    cache; ``run_start`` the logical position of the oldest token that no event has taken;
+    ``caught_up`` is 1 once the row's next token comes from the sampler.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int) -> None:
+        self.max_rows = max_rows
+        self.num_rows = 0
+        self.num_decoding = 0
+        self.sequences: list[Sequence | None] = [None] * max_rows
+        self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
+        self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
+        self._counters: IntArray = np.zeros((12, max_rows), np.int32)
+        (
+            self.num_prompt,
+            self.num_tokens,
+            self.num_computed,
+            self.max_len,
+            self.run_start,
+            self.next_event,
+            self.caught_up,
+            self.arrival,
+            self.policy_id,
+            self.compactions,
+            self.blocks_released,
+            self.peak_blocks,
+        ) = self._counters
+
+    def live(self) -> list[Sequence]:
+        """The sequences of the rows in use, in row order."""
+        return [seq for seq in self.sequences[: self.num_rows] if seq is not None]
+
+    def add(self, seq: Sequence) -> int:
+        """Give ``seq`` the next row, as one that has computed nothing."""
+        row = self.num_rows
+        self.num_rows += 1
+        self.sequences[row] = seq
+        seq.row, seq.status = row, SequenceStatus.RUNNING
+        self._counters[:, row] = 0
+        self.token_ids[row, : seq.num_tokens] = seq.token_ids
+        self.num_prompt[row] = self.run_start[row] = seq.num_prompt_tokens
+        self.num_tokens[row] = seq.num_tokens
+        self.max_len[row] = seq.max_len
+        self.next_event[row] = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
+        self.arrival[row] = seq.arrival
+        self.policy_id[row] = seq.policy_id
+        self._set_stop_ids(row, seq.stop_token_ids)
+        return row
+
+    def save(self, seq: Sequence) -> None:
+        """Write the row's tokens and counts back to its sequence."""
+        row = seq.row
+        seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        seq.logical_tokens = int(self.num_computed[row])
+        seq.compactions = int(self.compactions[row])
+        seq.blocks_released = int(self.blocks_released[row])
+        seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        longest = int(max(self.num_tokens[a], self.num_tokens[b]))
+        self.token_ids[[a, b], :longest] = self.token_ids[[b, a], :longest]
+        self._counters[:, [a, b]] = self._counters[:, [b, a]]
+        self.stop_ids[[a, b]] = self.stop_ids[[b, a]]
+        self.sequences[a], self.sequences[b] = self.sequences[b], self.sequences[a]
+        for row in (a, b):
+            seq = self.sequences[row]
+            if seq is not None:
+                seq.row = row
+
+    def remove_last(self) -> None:
+        """Take the last row's sequence away."""
+        self.num_rows -= 1
+        seq = self.sequences[self.num_rows]
+        assert seq is not None
+        self.sequences[self.num_rows], seq.row = None, -1
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stop_ids)] = stop_ids

@@ -1,0 +1,385 @@
+"""The catch-up scheduler: every sequence computes until its cache holds all its known tokens.
+
+There is no prefill phase and no decode phase, only ``num_computed`` catching up with
+``num_tokens``; chunked prefill and recomputation after a preemption fall out of it. Compactions
+come first, at logical positions of the sequence itself, and what they free serves the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.block_manager import NOT_LOGGING, BlockManager
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import NO_EVENT, Periodic, Trigger
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    compactions: int = 0
+    blocks_released: int = 0
+    tokens_evicted: int = 0
+
+
+class Scheduler:
+    """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
+
+    ``admission_reserve`` is how many tokens a running sequence without events is expected to add
+    before blocks come free; a newcomer is admitted only beside everybody's expected growth.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        log_block_tokens: int,
+        chunked_prefill: bool = True,
+        admission_reserve: int = 64,
+    ) -> None:
+        self.layout = layout
+        self.pool = BlockPool(num_blocks)
+        self.blocks = BlockManager(layout, self.pool, max_num_seqs, max_model_len, log_block_tokens)
+        self.rows = RowTable(max_num_seqs, max_model_len)
+        self.waiting: deque[Sequence] = deque()
+        self.counters = Counters()
+        self._max_tokens = max_num_batched_tokens
+        self._chunked = chunked_prefill
+        self._reserve = admission_reserve
+        self._triggers: dict[int, Trigger] = {}
+        self._arrivals = 0
+        # What the next output tells the runner, and what the next update tells the caller.
+        self._swaps: list[tuple[int, int]] = []
+        self._admitted: list[Sequence] = []
+        self._finished: list[Sequence] = []
+        self._outgrown: list[Sequence] = []
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
+        """Blocks without which a sequence cannot get past its prompt and its first event."""
+        first_event = trigger.next_event(num_prompt, num_prompt)
+        tokens = num_prompt + 1 if first_event == NO_EVENT else min(first_event, max_len)
+        return self._blocks_alone(num_prompt, tokens, trigger)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; the caller has checked that it can fit at all."""
+        seq.arrival = self._arrivals
+        self._arrivals += 1
+        self._triggers[seq.policy_id] = seq.trigger
+        self.waiting.append(seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence now and free its blocks; its row is given away by the next step."""
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self._empty_row(seq)
+            self._finished.append(seq)
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.rows.num_rows)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a row and go on."""
+        return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
+
+    # ---- one step ----------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes; tables and lengths are those after it."""
+        rows = self.rows
+        compactions = self._compact_due()
+        self._drop_finished()
+        self._promote()
+        self._make_room_for_decodes()
+        decoding = np.arange(rows.num_decoding, dtype=np.int32)
+        self._compute(decoding, np.ones_like(decoding))
+        chunks = self._schedule_chunks()
+        while not chunks and not len(decoding) and rows.num_rows:
+            # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
+            self._preempt_newest()
+            chunks = self._schedule_chunks()
+        prefill = self._prefill_batch(chunks)
+        complete = rows.num_computed[prefill.rows] == rows.num_tokens[prefill.rows]
+        sampled = np.concatenate([decoding, prefill.rows[complete]])
+        rows.caught_up[sampled] = 1
+        rows.num_tokens[sampled] += 1
+        n = rows.num_rows
+        np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
+        output = SchedulerOutput(
+            compactions=compactions,
+            row_swaps=tuple(self._swaps),
+            admitted=tuple(self._admitted),
+            table_update=self.blocks.kv.take_update(n),
+            log_update=self.blocks.log.take_update(n),
+            num_decoding=len(decoding),
+            prefill=prefill,
+            columns=self._columns_in_use(np.concatenate([decoding, prefill.rows])),
+            logs_queries=bool(self.blocks.log.end[:, :n].any()),
+            sampled_chunks=np.flatnonzero(complete),
+            sampled=tuple(rows.sequences[row] for row in sampled),
+        )
+        self._swaps.clear()
+        self._admitted.clear()
+        self.counters.steps += 1
+        return output
+
+    def update(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
+        """Take in the sampled tokens, in the order of ``output.sampled``; return who finished."""
+        rows = self.rows
+        at = np.fromiter((seq.row for seq in output.sampled), np.int32, len(output.sampled))
+        lengths = rows.num_tokens[at]
+        rows.token_ids[at, lengths - 1] = token_ids
+        stopped = (rows.stop_ids[at] == token_ids[:, None]).any(axis=1)
+        finished, self._outgrown = self._outgrown, []
+        for i in np.flatnonzero(stopped | (lengths >= rows.max_len[at])):
+            seq = output.sampled[i]
+            seq.stop_token = int(token_ids[i]) if stopped[i] else None
+            self.finish(seq, "stop" if stopped[i] else "length")
+            finished.append(seq)
+        return finished
+
+    def check_integrity(self) -> None:
+        """Blocks, lengths and rows agree; for tests and for idle moments."""
+        self.blocks.check_integrity()
+        n = self.rows.num_rows
+        assert self.rows.num_decoding <= n
+        assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
+        assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
+
+    def _columns_in_use(self, at: IntArray) -> IntArray:
+        longest: IntArray = self.blocks.kv_lens[:, at].max(axis=(0, 2), initial=0)
+        return -(-longest // self.layout.block_size)
+
+    # ---- compaction --------------------------------------------------------------------------
+
+    def _compact_due(self) -> tuple[CompactionTask, ...]:
+        rows, n = self.rows, self.rows.num_rows
+        due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
+        return tuple(
+            self._compact(policy_id, due[rows.policy_id[due] == policy_id])
+            for policy_id in np.unique(rows.policy_id[due]).tolist()
+        )
+
+    def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
+        """Take all pending windows of rows ``at``; lengths and blocks are exact at once."""
+        rows, blocks, size = self.rows, self.blocks, self.layout.block_size
+        trigger = self._triggers[policy_id]
+        assert isinstance(trigger, Periodic)
+        log_start = rows.run_start[at]
+        run = rows.num_computed[at] - log_start
+        windows = trigger.pending_windows(run)
+        evicted = windows * (trigger.compressible - trigger.keep)
+        old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
+        new = old - evicted
+        region = old - run
+        copy_start = blocks.make_private(at, region, new)
+        released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
+        rows.run_start[at] = log_start + windows * trigger.compressible
+        rows.next_event[at] = trigger.next_event(rows.num_prompt[at], rows.run_start[at])
+        blocks.trim_log(at, rows.run_start[at])
+        rows.compactions[at] += 1
+        rows.blocks_released[at] += released
+        self.counters.compactions += len(at)
+        self.counters.blocks_released += int(released.sum())
+        self.counters.tokens_evicted += int(evicted.sum())
+        first = copy_start // size
+        width = int((-(-new // size) - first).max())
+        columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
+        return CompactionTask(
+            policy_id=policy_id,
+            rows=at,
+            region_start=region,
+            log_start=log_start,
+            windows=windows,
+            old_lens=old,
+            new_lens=new,
+            copy_start=copy_start,
+            # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
+            dst_blocks=blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1),
+        )
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def _swap(self, a: int, b: int) -> None:
+        if a != b:
+            self.rows.swap(a, b)
+            self.blocks.swap(a, b)
+            self._swaps.append((a, b))
+
+    def _empty_row(self, seq: Sequence) -> None:
+        """Write a row's tokens and counts to its sequence and free its blocks."""
+        self.rows.save(seq)
+        lens = self.blocks.kv_lens[:, seq.row]
+        per_entry = self.layout.layers_per_block * self.layout.heads_per_block
+        seq.held_entries = int(lens.sum()) * per_entry
+        seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        self.blocks.release_row(seq.row)
+        self.rows.next_event[seq.row] = NO_EVENT
+
+    def _drop_row(self, seq: Sequence) -> None:
+        """Close the gap that an emptied row leaves, decoding rows staying in front."""
+        rows = self.rows
+        if seq.row < rows.num_decoding:
+            rows.num_decoding -= 1
+            self._swap(seq.row, rows.num_decoding)
+        self._swap(seq.row, rows.num_rows - 1)
+        rows.remove_last()
+
+    def _drop_finished(self) -> None:
+        for seq in self._finished:
+            self._drop_row(seq)
+        self._finished.clear()
+
+    def _promote(self) -> None:
+        """Rows that got their first token join the decoding ones."""
+        rows = self.rows
+        for row in range(rows.num_decoding, rows.num_rows):
+            if rows.caught_up[row]:
+                self._swap(row, rows.num_decoding)
+                rows.num_decoding += 1
+
+    def _preempt_newest(self) -> None:
+        """Send the newest sequence back to the queue; the only one left ends instead."""
+        rows = self.rows
+        seq = rows.live()[int(rows.arrival[: rows.num_rows].argmax())]
+        if rows.num_rows == 1:
+            self._outgrow(seq)
+            self._drop_finished()
+            return
+        self._empty_row(seq)
+        self._drop_row(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+        self.counters.preemptions += 1
+
+    # ---- blocks and chunks -------------------------------------------------------------------
+
+    def _compute(self, at: IntArray, lengths: IntArray) -> None:
+        """Store ``lengths`` more tokens in rows ``at``."""
+        self.blocks.grow(at, lengths, self.rows.num_computed[at])
+        self.blocks.advance(at, lengths)
+        self.rows.num_computed[at] += lengths
+
+    def _make_room_for_decodes(self) -> None:
+        while self.rows.num_decoding:
+            at = np.arange(self.rows.num_decoding, dtype=np.int32)
+            computed = self.rows.num_computed[at]
+            if self.blocks.wanted(at, np.ones_like(at), computed) <= self.pool.num_free:
+                return
+            self._preempt_newest()
+
+    def _schedule_chunks(self) -> list[tuple[int, int]]:
+        """Rows that catch up in this step, oldest first, and how many tokens of each."""
+        rows = self.rows
+        budget = self._max_tokens - rows.num_decoding
+        chunks = []
+        catching_up = range(rows.num_decoding, rows.num_rows)
+        for row in sorted(catching_up, key=rows.arrival.__getitem__):
+            length = self._continue(row, budget)
+            if length:
+                chunks.append((row, length))
+                budget -= length
+        while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            chunks.append(admitted)
+            budget -= admitted[1]
+        return chunks
+
+    def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
+        at = np.array([row for row, _ in chunks], np.int32)
+        lengths = np.array([length for _, length in chunks], np.int32)
+        starts = self.rows.num_computed[at]
+        self._compute(at, lengths)
+        tokens = [
+            self.rows.token_ids[row, start : start + length]
+            for row, start, length in zip(at, starts, lengths, strict=True)
+        ]
+        return PrefillBatch(at, starts, lengths, np.concatenate([np.zeros(0, np.int32), *tokens]))
+
+    def _chunk_length(self, computed: int, known: int, next_event: int, budget: int) -> int:
+        """Tokens to compute now; a chunk ends where an event is due."""
+        length = min(int(known), int(next_event)) - int(computed)
+        if length > budget:
+            return budget if self._chunked else 0
+        return length
+
+    def _continue(self, row: int, budget: int) -> int:
+        """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait."""
+        rows, at = self.rows, np.array([row], np.int32)
+        length = self._chunk_length(
+            rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
+        )
+        new = np.array([length], np.int32)
+        if self.blocks.wanted(at, new, rows.num_computed[at]) > self.pool.num_free:
+            return 0
+        self.blocks.grow(at, new, rows.num_computed[at])
+        return length
+
+    def _admit(self, budget: int) -> tuple[int, int] | None:
+        """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
+        seq = self.waiting[0]
+        stop = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
+        length = self._chunk_length(0, seq.num_tokens, stop, budget)
+        target = min(seq.num_tokens, stop)
+        wanted = self._blocks_alone(seq.num_prompt_tokens, target, seq.trigger)
+        if not length or wanted + self._expected_growth() > self.pool.num_free:
+            if not self.rows.num_rows and length:
+                self._outgrow(seq)
+            return None
+        self.waiting.popleft()
+        row = self.rows.add(seq)
+        log_from = seq.num_prompt_tokens if seq.trigger.logs_queries else NOT_LOGGING
+        self.blocks.start_row(row, log_from)
+        at = np.array([row], np.int32)
+        self.blocks.grow(at, np.array([target], np.int32), np.zeros(1, np.int32))
+        self._admitted.append(seq)
+        return row, length
+
+    def _blocks_alone(self, num_prompt: int, num_tokens: int, trigger: Trigger) -> int:
+        """Blocks of a sequence that holds ``num_tokens`` and has logged those behind its prompt."""
+        blocks = self.layout.blocks_for(num_tokens)
+        if trigger.logs_queries and num_tokens > num_prompt:
+            size = self.blocks.log_block_tokens
+            blocks += -(-num_tokens // size) - num_prompt // size
+        return blocks
+
+    def _expected_growth(self) -> int:
+        """Blocks the running sequences will want before their next event (or the reserve) ends."""
+        rows, n = self.rows, self.rows.num_rows
+        if not n:
+            return 0
+        computed = rows.num_computed[:n]
+        horizon = np.where(
+            rows.next_event[:n] == NO_EVENT,
+            rows.num_tokens[:n] + self._reserve,
+            rows.next_event[:n],
+        )
+        growth = np.maximum(np.minimum(horizon, rows.max_len[:n]) - computed, 0)
+        at = np.arange(n, dtype=np.int32)
+        return self.blocks.wanted(at, growth, computed)
+
+    def _outgrow(self, seq: Sequence) -> None:
+        """End a sequence that the whole pool cannot hold any longer."""
+        self.finish(seq, "length")
+        self._outgrown.append(seq)
