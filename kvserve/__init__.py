@@ -1,6 +1,6 @@
 """kvserve: an LLM serving engine whose KV cache shrinks while it serves.
 
-The names below are loaded on first use, so that importing ``kvserve.scheduler`` never imports torch.
+The names below load on first use, so that importing ``kvserve.scheduler`` never imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every setting of the engine, once: the command line's flags and defaults come from these fields."""
+"""Every setting of the engine, once; the command line's flags come from these fields."""
 
 from __future__ import annotations
 

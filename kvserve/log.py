@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request that is refused (HTTP 400). ``param`` names the field, ``code`` is machine-readable."""
+    """A request that is refused (HTTP 400): ``param`` names the field, ``code`` is for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of a token's probability under the unmodified distribution, and its rank (1 = best)."""
+    """Natural log of a token's probability before any sampling setting, and its rank (1 = best)."""
 
     logprob: float
     rank: int
@@ -34,7 +34,7 @@ class KVCacheDetails:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` maps token ids to ``Logprob``."""
+    """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` belongs to ``token_ids[i]``."""
 
     index: int
     text: str = ""

@@ -23,7 +23,7 @@ _STATS_INTERVAL = 0.05
 
 
 class EngineCore:
-    """``add``, ``step`` while ``has_work``, ``abort``. Raises ``ConfigError`` if it cannot start."""
+    """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -15,7 +15,7 @@ from kvserve.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """``add_request``, then ``step`` while ``has_unfinished_requests``; ``abort_request`` any time."""
+    """``add_request``, then ``step`` while ``has_unfinished_requests``."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +54,7 @@ class ModelRunner:
         cache: KVCache,
         batch: InputBatch,
         attention: AttentionBackend,
-        policies: Sequences[Policy],
+        policies: list[Policy],
     ) -> None:
         self.model = model
         self.cache = cache

@@ -18,7 +18,8 @@ def ragged_arange(counts: IntArray) -> IntArray:
     """``[0..counts[0]), [0..counts[1]), ...`` in one array."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    return (np.arange(total) - np.repeat(ends - counts, counts)).astype(np.int32)
+    places: IntArray = np.arange(total, dtype=np.int32) - np.repeat(ends - counts, counts)
+    return places
 
 
 class OutOfBlocksError(RuntimeError):

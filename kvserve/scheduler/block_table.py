@@ -31,7 +31,8 @@ class BlockTable:
 
     def wanted(self, rows: IntArray, end: IntArray) -> IntArray:
         """Blocks missing up to column ``end``: ``[LG, rows, R]``."""
-        return np.maximum(end - self.end[:, rows], 0)
+        missing: IntArray = np.maximum(end - self.end[:, rows], 0)
+        return missing
 
     def extend(self, rows: IntArray, end: IntArray) -> None:
         """Lend the missing blocks; the caller has checked that they are free."""
@@ -47,7 +48,8 @@ class BlockTable:
         self.pool.release(self.blocks[_entries(rows, self.end[:, rows] - surplus, surplus)])
         self.end[:, rows] -= surplus
         self._synced[:, rows] = np.minimum(self._synced[:, rows], self.end[:, rows])
-        return surplus.sum(axis=(0, 2), dtype=np.int32)
+        per_row: IntArray = surplus.sum(axis=(0, 2), dtype=np.int32)
+        return per_row
 
     def trim_front(self, rows: IntArray, first: IntArray) -> None:
         """Give back the columns before ``first [rows]``."""
@@ -74,13 +76,13 @@ class BlockTable:
         self.pool.release(self.blocks[where])
         self.blocks[where] = self.pool.allocate(len(at))
         np.minimum.at(self._synced, where[:3], columns[at])
-        replaced: IntArray = shared.any(axis=(1, 2))
-        return replaced
+        return np.asarray(shared.any(axis=(1, 2)))
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names."""
         columns = self.end[:, :num_rows] - self.first[:, :num_rows]
-        return columns.sum(axis=(0, 2), dtype=np.int32)
+        per_row: IntArray = columns.sum(axis=(0, 2), dtype=np.int32)
+        return per_row
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""

@@ -38,8 +38,8 @@ class Periodic:
     """Every ``period`` decode steps of the sequence, once ``window`` tokens are uncompressed.
 
     KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the window is anchored at the oldest
-    uncompressed token; all pending windows are taken at once. ``keep`` of the first ``window - buffer`` tokens
-    survive each window; the ``buffer`` tokens are the head of the next one.
+    uncompressed token and all pending windows are taken at once. ``keep`` of the first
+    ``window - buffer`` tokens survive each window; the ``buffer`` opens the next one.
     """
 
     window: int

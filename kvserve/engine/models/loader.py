@@ -109,11 +109,14 @@ def _copy(target: Tensor, source: Tensor, key: str, shard: Path) -> None:
 def _targets(model: Transformer) -> dict[str, Tensor]:
     """Checkpoint name -> where its tensor goes, a slice of a fused matrix where they are fused."""
     spec = model.spec
-    targets = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.norm}
+    targets: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.norm,
+    }
     if not spec.tied_embeddings:
         targets["lm_head.weight"] = model.head
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.decoder_layers):
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         for part, rows in zip("qkv", layer.qkv.split([q_size, kv_size, kv_size]), strict=True):

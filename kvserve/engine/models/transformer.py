@@ -80,6 +80,11 @@ class Transformer(nn.Module):
         self.rotary = Rotary(spec, max_len, dtype, device)
         self.scale = spec.head_dim**-0.5
 
+    @property
+    def decoder_layers(self) -> list[Layer]:
+        """The layers with their type."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def forward(
         self, input_ids: Tensor, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend
     ) -> Tensor:

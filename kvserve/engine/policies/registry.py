@@ -48,7 +48,7 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
             hint = (
                 f"; did you mean {near[0]}?" if near else f"; it has {', '.join(allowed) or 'none'}"
             )
-            raise PolicyError(f"policy {name} has no argument {key!r}{hint}", str(key))
+            raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
     try:
         made: Policy = policy(**given)
     except PolicyError as error:
