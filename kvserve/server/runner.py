@@ -1,0 +1,238 @@
+"""From settings to a running server.
+
+Loads the engine behind a socket that already answers, tells what is on, what is off and why, and
+drains on SIGTERM or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kvserve import __version__
+from kvserve.config import EngineConfig
+from kvserve.log import ConfigError, EngineDeadError, logger
+from kvserve.server.app import create_app
+from kvserve.server.errors import unavailable
+from kvserve.server.metrics import StatsLog
+from kvserve.server.serve import ServeSettings
+from kvserve.server.state import Engine, ServerOptions, ServerState
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CLOSE_TIMEOUT = 5
+"""Seconds for answers to leave once every request has ended."""
+
+Row = tuple[str, str, str]
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """The engine, in a process of its own."""
+    from kvserve.engine.async_engine import AsyncEngine
+
+    return AsyncEngine(config)
+
+
+def serve(config: EngineConfig, settings: ServeSettings) -> int:
+    """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
+    options = _options(config, settings)
+    # Bound first: a port in use is found before minutes of loading; health checks get their 503.
+    with _bind(settings.host, settings.port) as listener:
+        state = ServerState(make_engine(config), config, options)
+        _run(_serve(state, settings, listener))
+    return 0
+
+
+async def _serve(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
+    server = DrainingServer(state, settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = asyncio.create_task(state.engine.start())
+    background: list[asyncio.Task[None]] = []
+    try:
+        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return
+        loading.result()
+        state.mark_ready()
+        _announce(state, settings, listener)
+        background.append(asyncio.create_task(StatsLog(state.engine).run()))
+        background.append(asyncio.create_task(_watch(state, server)))
+        await serving
+        if state.engine.dead_error is not None:
+            raise EngineDeadError(f"the engine stopped: {state.engine.dead_error}")
+    finally:
+        for task in (*background, loading):
+            task.cancel()
+        server.should_exit = True
+        await asyncio.wait((serving, loading))
+        if state.ready:
+            await state.engine.shutdown()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with signals that let running requests finish first and an exit status of 0."""
+
+    def __init__(self, state: ServerState, settings: ServeSettings) -> None:
+        _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                lifespan="off",
+                log_config=None,
+                access_log=not settings.disable_uvicorn_access_log,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+            )
+        )
+        self._state = state
+        self._timeout = settings.shutdown_timeout
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._draining is None:
+            self._state.draining = True
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            logger.warning("stopping at once")
+            self._draining.cancel()
+            self._end_requests()
+            self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        if self._state.generations:
+            logger.info(
+                "shutting down: %d running requests get %.0f s (again to stop at once)",
+                len(self._state.generations),
+                self._timeout,
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
+        while self._state.generations and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        self._end_requests()
+        self.should_exit = True
+
+    def _end_requests(self) -> None:
+        for generation in list(self._state.generations):
+            generation.fail(unavailable("the server is shutting down", "draining"))
+
+
+async def _watch(state: ServerState, server: DrainingServer) -> None:
+    """A dead engine ends the server, so that whatever supervises it starts a new one."""
+    while state.engine.dead_error is None:
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)  # open requests get their error first
+    server.should_exit = True
+
+
+def _options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
+    return ServerOptions(
+        served_names=settings.served_model_name or (config.model.model,),
+        api_keys=settings.api_key,
+        guard_metrics=not settings.open_metrics,
+        vllm_metrics=settings.vllm_metrics,
+        allowed_origins=settings.allowed_origins,
+        root_path=settings.root_path.rstrip("/"),
+        docs=settings.docs,
+        max_body_bytes=settings.max_body_size,
+        chat_template=_read_template(settings.chat_template),
+    )
+
+
+def _read_template(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text()
+    except OSError as exc:
+        raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {exc.strerror}; change --host or --port"
+        ) from None
+    return listener
+
+
+def _run(main: Any) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def _share_log(level: str, access: bool) -> None:
+    """uvicorn's records in kvserve's format, on stderr."""
+    for name, lowest in (("uvicorn.error", level), ("uvicorn.access", "info")):
+        child = logging.getLogger(name)
+        child.handlers = logger.handlers if access or name != "uvicorn.access" else []
+        child.propagate = False
+        child.setLevel(lowest.upper())
+
+
+# ---- what the user sees -----------------------------------------------------------------------
+
+
+def _announce(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
+    """The start-up table, then the address."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    rows = [*state.engine.summary, *_server_rows(state, settings)]
+    names = ", ".join(state.options.served_names)
+    sys.stderr.write(
+        f"{table(('feature', 'state', 'why'), rows)}\n"
+        f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
+    )
+    sys.stderr.flush()
+
+
+def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
+    options = state.options
+    keys = len(options.api_keys)
+    overrides = state.config.compression.allow_request_policy == "all"
+    return [
+        ("kv_policy in requests", _on(overrides), "--allow-request-policy"),
+        ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
+        ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
+        ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
+    ]
+
+
+def _on(value: object) -> str:
+    return "on" if value else "off"
+
+
+def table(head: Row, rows: Sequence[Row]) -> str:
+    """Columns as wide as their content."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    return "\n".join(
+        f"{feature:{widths[0]}}  {state:{widths[1]}}  {why}".rstrip()
+        for feature, state, why in lines
+    )

@@ -1,0 +1,306 @@
+"""The command line: flags, precedence, errors in one line, and what it must not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.config import EngineConfig
+from kvserve.server import cli, serve
+from kvserve.server.args import Parser, UsageError, gather_dotted, read_size
+from kvserve.server.serve import ServeSettings
+
+
+def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
+    parser = Parser(prog="kvserve serve")
+    serve.add_arguments(parser)
+    return serve.read_settings(parser.parse(gather_dotted(argv)))
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVSERVE_"):
+            monkeypatch.delenv(name)
+
+
+# ---- flags ------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    assert settings() == (EngineConfig(), ServeSettings())
+
+
+def test_flags_of_every_kind() -> None:
+    config, server = settings(
+        *("--model-path", "m", "--max-model-len=32k", "--kv-cache-memory", "1.5GiB"),
+        *("--gpu-memory-utilization", "0.5", "--no-enable-chunked-prefill", "--enforce-eager"),
+        *("--dtype", "float16", "-tp", "1", "--seed", "-3"),
+        *("--served-model-name", "a", "b", "--port", "0", "--shutdown-timeout", "2.5"),
+    )
+    assert config == EngineConfig.from_flat(
+        model="m",
+        max_model_len=32_000,
+        kv_cache_memory=3 * 2**29,
+        gpu_memory_utilization=0.5,
+        enable_chunked_prefill=False,
+        enforce_eager=True,
+        dtype="float16",
+        seed=-3,
+    )
+    assert server == ServeSettings(served_model_name=("a", "b"), port=0, shutdown_timeout=2.5)
+
+
+def test_the_model_as_an_argument() -> None:
+    assert settings("m")[0].model.model == "m"
+    assert settings("m", "--model", "m")[0].model.model == "m"
+    with pytest.raises(UsageError, match="twice: 'm' and --model 'n'"):
+        settings("m", "--model", "n")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("7", 7), ("32k", 32_000), ("32K", 32_768), ("32Ki", 32_768), ("1.5k", 1500)),
+        *(("2GiB", 2**31), ("2G", 2**31), ("2GB", 2 * 10**9), ("512MiB", 2**29), ("1t", 10**12)),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1.5", "1x", "0x10", "1 2"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="not a whole number"):
+        read_size(text)
+
+
+def test_policy_fields() -> None:
+    config, _ = settings(
+        *("--policy", "kara", "--policy.window", "32", "--policy.ratio=1/3", "--policy.align"),
+        *("block", "--policy.protect-prompt", "true", "--policy-args", '{"buffer": 8}'),
+    )
+    assert config.compression.policy == "kara"
+    assert config.compression.policy_args == {
+        "window": 32,
+        "ratio": "1/3",
+        "align": "block",
+        "protect_prompt": True,
+        "buffer": 8,
+    }
+    both = settings("--policy.window", "-1")[0], settings("--policy-args", '{"window": -1}')[0]
+    assert both[0] == both[1]
+
+
+# ---- precedence -------------------------------------------------------------------------------
+
+
+def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("port: 1\nseed: 1\nmax-num-seqs: 10\nserved_model_name: [a, b]\n")
+    monkeypatch.setenv("KVSERVE_PORT", "2")
+    monkeypatch.setenv("KVSERVE_SEED", "2")
+    monkeypatch.setenv("KVSERVE_API_KEY", "k1, k2")
+    monkeypatch.setenv("KVSERVE_ENFORCE_EAGER", "true")
+    monkeypatch.setenv("KVSERVE_MAX_MODEL_LEN", "1k")
+    config, server = settings("--config", str(path), "--port", "3")
+    assert server.port == 3
+    assert config.model.seed == 2
+    assert config.scheduler.max_num_seqs == 10
+    assert config.model.dtype == "auto"
+    assert server.served_model_name == ("a", "b")
+    assert server.api_key == ("k1", "k2")
+    assert config.enforce_eager is True
+    assert config.model.max_model_len == 1000
+    monkeypatch.setenv("KVSERVE_CONFIG", str(path))
+    assert settings()[0].scheduler.max_num_seqs == 10
+
+
+def test_a_policy_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("policy: {name: kara, window: 768, buffer: 8}\n")
+    config, _ = settings("--config", str(path), "--policy.window", "32")
+    assert config.compression.policy == "kara"
+    assert config.compression.policy_args == {"window": 32, "buffer": 8}
+    config, _ = settings("--config", str(path), "--policy", "snapkv", "--policy.budget", "5")
+    assert config.compression.policy_args == {"budget": 5}, "kara's window is not snapkv's"
+
+
+def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_PORT", "tcp://10.0.0.1:8000")
+    assert settings()[1].port == 8000
+
+
+# ---- errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--max-num-seq", "3"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        (["--frobnicate"], "unknown flag --frobnicate"),
+        (["--port", "x"], "--port: 'x' is not a whole number"),
+        (["--port", "99999"], "--port must be between 0 and 65535"),
+        (["--dtype", "int4"], "--dtype: 'int4' is not one of auto, float32"),
+        (["--max-model-len", "long"], "--max-model-len/--context-length: 'long' is not a whole"),
+        (["--max-model-len"], "expected one argument"),
+        (["--block-size", "0"], "--block-size must be >= 1"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: only auto is built"),
+        (["--policy.window"], "--policy.window needs a value"),
+        (["--policy.", "3"], "--policy.: name a field"),
+        (["--policy-args", "{"], "--policy-args: '{' is not JSON"),
+        (["--policy-args", "[1]"], "--policy-args: '[1]' is not a JSON object"),
+        (["--policy.window", "1", "--policy.window", "2"], "window is given twice: 1 and 2"),
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml"),
+        (["m", "n"], "unexpected argument 'n'"),
+    ],
+)
+def test_a_wrong_flag_or_value(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvserve serve: error: ") and err.count("\n") == 1
+    assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("prot: 1", "unknown setting 'prot'; did you mean port?"),
+        ("port: many", "port: 'many' is not a whole number"),
+        ("port: [1]", "port: [1] is not a single value"),
+        ("served-model-name: {a: 1}", "is not a list"),
+        ("- port", "must hold settings"),
+        ("port: {", "is not YAML"),
+    ],
+)
+def test_a_wrong_file(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        settings("--config", str(path))
+    assert expected in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_MAX_NUM_SEQS", "many")
+    with pytest.raises(UsageError, match="KVSERVE_MAX_NUM_SEQS: 'many' is not a whole number"):
+        settings()
+
+
+# ---- commands ---------------------------------------------------------------------------------
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(argv) == 0
+        assert "bench throughput" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "kvserve 0.1.0\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--policy.window 128" in text and "--max-num-seqs" in text and "--api-key" in text
+
+
+def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sevre"]) == 2
+    assert "unknown command 'sevre'" in capsys.readouterr().err
+    assert cli.main(["bench"]) == 2
+    assert "'bench' needs one of: bench throughput" in capsys.readouterr().err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A sub-command that only notes its arguments."""
+    seen: list[Any] = []
+    module: Any = types.ModuleType("fake_command")
+
+    def add_arguments(parser: Parser) -> None:
+        parser.add_argument("--rows", type=int, default=1)
+        parser.add_argument("--policy-args", type=json.loads, default={})
+
+    def run(args: Any) -> int:
+        if args.rows < 0:
+            raise module.error("cannot do\nthat")
+        seen.append(args)
+        return args.rows
+
+    module.add_arguments, module.run = add_arguments, run
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    for name in ("serve", "bench throughput", "eval"):
+        monkeypatch.setitem(cli.COMMANDS, name, cli.Command("fake_command", "fake"))
+    return seen
+
+
+def test_dispatch(command: list[Any]) -> None:
+    for argv in (["bench", "throughput"], ["eval"], ["serve"], []):
+        assert cli.main([*argv, "--rows", "3", "--policy.window", "5"]) == 3
+    assert [args.policy_args for args in command] == [{"window": 5}] * 4
+
+
+def test_failures_are_one_line(command: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    from kvserve.log import ConfigError, EngineDeadError, RequestError
+
+    for kind in (ConfigError, EngineDeadError, RequestError):
+        sys.modules["fake_command"].error = kind  # type: ignore[attr-defined]
+        assert cli.main(["eval", "--rows", "-1"]) == 1
+        assert capsys.readouterr().err == "kvserve eval: error: cannot do that\n"
+
+
+def test_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    registry: Any = types.ModuleType("registry")
+    described = [
+        {
+            "name": "kara",
+            "summary": "windows",
+            "source": "arXiv 1",
+            "args": [{"name": "window", "type": "int", "default": 512, "help": "tokens"}],
+        },
+        {"name": "none", "summary": "keeps all", "source": "", "args": []},
+    ]
+    registry.describe_policies = lambda: described
+    monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
+    assert cli.main(["policies"]) == 0
+    text = capsys.readouterr().out
+    assert "kara: windows (arXiv 1)" in text
+    assert "--policy.window" in text and "default 512" in text and "none: keeps all" in text
+    assert cli.main(["policies", "kara", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == described[:1]
+    assert cli.main(["policies", "krra"]) == 1
+    assert "unknown policy 'krra'; there are kara, none" in capsys.readouterr().err
+
+
+def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_API_KEY", "secret")
+    monkeypatch.setenv("KVSERVE_SEED", "5")
+    assert cli.main(["collect-env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kvserve"] == "0.1.0" and facts["torch"] and facts["KVSERVE_SEED"] == "5"
+    assert "secret" not in str(facts)
+    assert cli.main(["collect-env"]) == 0
+    assert "python" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from kvserve.server.cli import main\n"
+        "main(['--help'])\n"
+        "main(['serve', '--port', 'x'])\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'transformers', 'numpy'}\n"
+        "assert not heavy & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
