@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvserve import __version__
 from kvserve.log import ConfigError, EngineDeadError, RequestError
@@ -46,9 +46,14 @@ example:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: run a command and exit with its status."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
     """Run a command; returns its exit status (2: not understood, 1: failed)."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0

@@ -31,6 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
 """Seconds for answers to leave once every request has ended."""
 
+_WIDEST_STATE = 40
+
 Row = tuple[str, str, str]
 
 
@@ -229,10 +231,10 @@ def _on(value: object) -> str:
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:
-    """Columns as wide as their content."""
+    """Columns as wide as their content; a long state pushes only its own reason to the right."""
     lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    names = max(len(name) for name, _, _ in lines)
+    states = max(len(state) for _, state, _ in lines if len(state) <= _WIDEST_STATE)
     return "\n".join(
-        f"{feature:{widths[0]}}  {state:{widths[1]}}  {why}".rstrip()
-        for feature, state, why in lines
+        f"{name:{names}}  {state:{states}}  {why}".rstrip() for name, state, why in lines
     )

@@ -166,7 +166,7 @@ def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_flag_or_value(
     argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["serve", *argv]) == 2
+    assert cli.run(["serve", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("kvserve serve: error: ") and err.count("\n") == 1
@@ -203,21 +203,29 @@ def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"], ["-h"], ["help"]):
-        assert cli.main(argv) == 0
+        assert cli.run(argv) == 0
         assert "bench throughput" in capsys.readouterr().out
-    assert cli.main(["--version"]) == 0
+    assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == "kvserve 0.1.0\n"
     with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", "--help"])
+        cli.run(["serve", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "--policy.window 128" in text and "--max-num-seqs" in text and "--api-key" in text
 
 
+def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for argv, status in ((["--version"], 0), (["frobnicate"], 2)):
+        monkeypatch.setattr(sys, "argv", ["kvserve", *argv])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert caught.value.code == status
+
+
 def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sevre"]) == 2
+    assert cli.run(["sevre"]) == 2
     assert "unknown command 'sevre'" in capsys.readouterr().err
-    assert cli.main(["bench"]) == 2
+    assert cli.run(["bench"]) == 2
     assert "'bench' needs one of: bench throughput" in capsys.readouterr().err
 
 
@@ -246,7 +254,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_dispatch(command: list[Any]) -> None:
     for argv in (["bench", "throughput"], ["eval"], ["serve"], []):
-        assert cli.main([*argv, "--rows", "3", "--policy.window", "5"]) == 3
+        assert cli.run([*argv, "--rows", "3", "--policy.window", "5"]) == 3
     assert [args.policy_args for args in command] == [{"window": 5}] * 4
 
 
@@ -255,7 +263,7 @@ def test_failures_are_one_line(command: list[Any], capsys: pytest.CaptureFixture
 
     for kind in (ConfigError, EngineDeadError, RequestError):
         sys.modules["fake_command"].error = kind  # type: ignore[attr-defined]
-        assert cli.main(["eval", "--rows", "-1"]) == 1
+        assert cli.run(["eval", "--rows", "-1"]) == 1
         assert capsys.readouterr().err == "kvserve eval: error: cannot do that\n"
 
 
@@ -272,33 +280,33 @@ def test_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ]
     registry.describe_policies = lambda: described
     monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
-    assert cli.main(["policies"]) == 0
+    assert cli.run(["policies"]) == 0
     text = capsys.readouterr().out
     assert "kara: windows (arXiv 1)" in text
     assert "--policy.window" in text and "default 512" in text and "none: keeps all" in text
-    assert cli.main(["policies", "kara", "--json"]) == 0
+    assert cli.run(["policies", "kara", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == described[:1]
-    assert cli.main(["policies", "krra"]) == 1
+    assert cli.run(["policies", "krra"]) == 1
     assert "unknown policy 'krra'; there are kara, none" in capsys.readouterr().err
 
 
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVE_API_KEY", "secret")
     monkeypatch.setenv("KVSERVE_SEED", "5")
-    assert cli.main(["collect-env", "--json"]) == 0
+    assert cli.run(["collect-env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["kvserve"] == "0.1.0" and facts["torch"] and facts["KVSERVE_SEED"] == "5"
     assert "secret" not in str(facts)
-    assert cli.main(["collect-env"]) == 0
+    assert cli.run(["collect-env"]) == 0
     assert "python" in capsys.readouterr().out
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from kvserve.server.cli import main\n"
-        "main(['--help'])\n"
-        "main(['serve', '--port', 'x'])\n"
+        "from kvserve.server.cli import run\n"
+        "run(['--help'])\n"
+        "run(['serve', '--port', 'x'])\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'transformers', 'numpy'}\n"
         "assert not heavy & sys.modules.keys()\n"
     )

@@ -22,7 +22,7 @@ import sys
 from kvserve.server import cli, runner
 from tests.server.fake_engine import FakeEngine
 runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
-sys.exit(cli.main(sys.argv[2:]))
+cli.main(sys.argv[2:])
 """
 
 

@@ -1,0 +1,295 @@
+"""The whole thing: ``python -m kvserve`` with the shipped model, over HTTP, until SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import kvserve
+from tests.server.conftest import wait_until
+
+MODEL = "kvserve/tiny"
+DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
+KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
+POLICY = (*KARA, "--policy.chunk-budget", "4")
+
+pytestmark = pytest.mark.skipif(
+    not (DIRECTORY / "config.json").exists(), reason="the shipped model is not here"
+)
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvserve", *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+class Server:
+    """A running server; its stderr is collected line by line."""
+
+    def __init__(self) -> None:
+        self.process = start("--model", MODEL, "--port", "0", *POLICY, "--max-num-seqs", "16")
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        lines = iter(self.process.stderr.readline, "")
+        threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
+        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 60)
+        match = re.search(r"http://[^\s]+", self.text)
+        assert match, self.text
+        self.url = match[0]
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.openai = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30
+        )
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def complete(self, prompt: Any = "Hello", **body: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, **body})
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.http.get("/v1/kv/stats").json()
+        return stats
+
+    def idle(self) -> bool:
+        stats = self.stats()
+        return stats["blocks_free"] == stats["blocks_total"] and not stats["requests"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.http.close()
+    server.openai.close()
+    server.process.kill()
+    server.process.wait()
+
+
+LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def test_the_start_up_table(server: Server) -> None:
+    for part in ("feature", "policy", "window=32", "kv pool", "prefix caching", f"serves {MODEL}"):
+        assert part in server.text
+
+
+def test_completion_compresses(server: Server) -> None:
+    answer = server.openai.completions.create(model=MODEL, prompt="Hello", **LONG)
+    assert answer.usage is not None and answer.usage.completion_tokens == 200
+    assert answer.usage.model_extra is not None
+    details = answer.usage.model_extra["kv_cache_details"]
+    assert details["policy"] == "kara"
+    assert details["compactions"] > 0
+    assert details["blocks_released"] > 0
+    assert details["evicted_tokens"] == details["logical_tokens"] - details["held_tokens"] > 0
+
+    stream = server.openai.completions.create(
+        model=MODEL, prompt="Hello", stream=True, stream_options={"include_usage": True}, **LONG
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].text
+    assert chunks[-1].usage is not None and chunks[-1].usage.model_extra is not None
+    assert chunks[-1].usage.model_extra["kv_cache_details"] == details
+
+
+def test_chat(server: Server) -> None:
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    answer = server.openai.chat.completions.create(
+        model=MODEL, messages=messages, logprobs=True, top_logprobs=2, **LONG
+    )
+    assert answer.usage is not None and answer.usage.model_extra is not None
+    assert answer.usage.model_extra["kv_cache_details"]["compactions"] > 0
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == 200
+    assert all(item.logprob == item.top_logprobs[0].logprob for item in logprobs.content)
+    stream = server.openai.chat.completions.create(
+        model=MODEL, messages=messages, stream=True, **LONG
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == answer.choices[0].message.content
+
+
+def test_a_policy_per_request(server: Server) -> None:
+    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    exact = server.complete(kv_policy="none", **body).json()["usage"]["kv_cache_details"]
+    assert (exact["policy"], exact["compactions"], exact["evicted_tokens"]) == ("none", 0, 0)
+    other = {"name": "kara", "window": 64, "buffer": 8, "chunk_budget": 4}
+    details = server.complete(kv_policy=other, **body).json()["usage"]["kv_cache_details"]
+    assert 0 < details["compactions"] < 6
+
+
+def test_prompts_choices_and_stops(server: Server) -> None:
+    ids = server.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
+    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    [by_text] = server.complete("Hello", **body).json()["choices"]
+    [by_ids] = server.complete(ids, **body).json()["choices"]
+    assert by_text["text"] == by_ids["text"]
+    choices = server.complete(["Hello", "Hello"], n=2, seed=1, **body).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in choices} == {by_text["text"]}
+    decoded = server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert "Hello" in decoded
+    answer = server.complete("Hello", return_token_ids=True, **body).json()["choices"][0]
+    stop_id = answer["token_ids"][3]
+    first = answer["token_ids"].index(stop_id)
+    stopped = server.complete("Hello", stop_token_ids=[stop_id], **body).json()
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["choices"][0]["stop_reason"] == stop_id
+    assert stopped["usage"]["completion_tokens"] == first + 1
+
+
+def test_metrics_count_what_happened(server: Server) -> None:
+    text = server.http.get("/metrics").text
+    [compactions] = re.findall(r'kv_compactions_total\{.*policy="kara"\} (\S+)', text)
+    assert float(compactions) == server.stats()["compactions_total"] > 0
+    for prefix in ("kvserve", "vllm"):
+        [generated] = re.findall(rf"^{prefix}:generation_tokens_total\S* (\S+)", text, re.M)
+        assert float(generated) > 800
+    policies = server.http.get("/v1/kv/policies").json()
+    assert policies["default"] == "kara"
+    assert {"none", "kara"} <= {policy["name"] for policy in policies["data"]}
+    info = server.http.get("/server_info").json()
+    assert info["policy"]["args"]["window"] == 32
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves(server: Server, stream: bool) -> None:
+    wait_until(server.idle)
+    context = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    ids = server.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
+    body = {
+        "prompt": ids,
+        "max_tokens": context - len(ids),
+        "ignore_eos": True,
+        "stream": stream,
+        "kv_policy": "none",
+    }
+    if stream:
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            wait_until(lambda: bool(server.stats()["requests"]))
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+    before = server.stats()
+    wait_until(server.idle, 2.0)
+    assert before["blocks_free"] <= server.stats()["blocks_free"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({"prompt": ""}, 400, "prompt", None),
+        ({"prompt": [3] * 100_000}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": "a", "max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", None),
+        ({"prompt": [10**6]}, 400, "prompt", None),
+        ({"prompt": [-1]}, 400, "prompt", None),
+        ({"prompt": "a", "model": "gpt-9"}, 404, "model", "model_not_found"),
+        ({"prompt": "a", "kv_policy": "krra"}, 400, "kv_policy", None),
+        ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 9}}, 400, "kv_policy", None),
+        ({"prompt": "a", "kv_policy": {"name": "kara", "window": -9}}, 400, "kv_policy", None),
+        ({"prompt": "a", "kv_policy": {"window": 9}}, 400, "kv_policy", None),
+        ({"prompt": "\ud800"}, 400, "prompt", None),
+    ],
+)
+def test_wrong_requests(
+    server: Server, body: dict[str, Any], status: int, param: str, code: str | None
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    for stream in (False, True):
+        content = json.dumps({**body, "stream": stream})
+        response = server.http.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert str(error["param"]).partition(".")[0] == param, error
+        assert error["code"] == code or code is None
+        assert server.complete(max_tokens=1).status_code == 200
+    wait_until(server.idle)
+
+
+def test_many_at_once(server: Server) -> None:
+    """More requests than the batch holds: all of them finish, with the same answer."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        answers.append(answer["choices"][0]["text"])
+
+    threads = [threading.Thread(target=ask) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 32 and len(set(answers)) == 1
+    wait_until(server.idle)
+
+
+def test_sigterm_drains(server: Server) -> None:
+    """The last test of this server."""
+    answers: list[httpx.Response] = []
+    body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    thread = threading.Thread(
+        target=lambda: answers.append(
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        )
+    )
+    thread.start()
+    wait_until(lambda: bool(server.stats()["requests"]))
+    server.process.send_signal(signal.SIGTERM)
+    thread.join()
+    assert '"finish_reason":"length"' in answers[0].text
+    assert answers[0].text.endswith("data: [DONE]\n\n")
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.text
+
+
+# ---- what cannot start ------------------------------------------------------------------------
+
+
+def last_line(*argv: str) -> str:
+    process = start(*argv, "--port", "0")
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 1, text
+    assert "Traceback" not in text
+    line: str = text.strip().splitlines()[-1]
+    assert line.startswith("kvserve serve: error: ")
+    return line
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DIRECTORY / name, tmp_path)
+    shard = "model-00002-of-00002.safetensors"
+    index = {"weight_map": {"model.embed_tokens.weight": shard}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert shard in last_line("--model", str(tmp_path))
+
+
+def test_an_unknown_model_or_policy_argument(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert missing in last_line("--model", missing)
+    assert "windw" in last_line("--model", MODEL, "--policy", "kara", "--policy.windw", "3")
