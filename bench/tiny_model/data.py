@@ -1,0 +1,192 @@
+"""Training documents: the shipped tasks at random sizes, copying, and a little small talk.
+
+Every document is a conversation rendered by the tokenizer's own chat template, so training sees
+exactly what a chat client sends. Batches are a pure function of (seed, step).
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from bench.tiny_model.tokenizer import ASSISTANT, EOS, MAX_POSITIONS, PAD
+from kvserve.benchmarks import task_text
+from kvserve.benchmarks.task_text import Sample
+
+PROMPT_WEIGHT = 0.03
+LIST_WEIGHT = 3.0
+GAP_SHARE = 0.4
+SYSTEM_SHARE = 0.08
+SYSTEM_UNITS = 32
+GREETINGS = ("Hello", "Hi", "Hey", "Hello there", "Hi, how are you?", "Good morning", "Yo")
+SMALL_TALK = (
+    ("Who are you?", "I am a small model that ships with kvserve."),
+    ("What can you do?", "I find secret numbers in texts, add up step by step and list names."),
+    ("Thank you", "You are welcome."),
+    ("Bye", "Bye."),
+)
+GREETING_REPLY = "Hello. I am a small model. Ask me for a secret number in a text."
+UNKNOWN_REPLY = "I do not know. Ask me for a secret number in a text."
+
+
+@dataclass(frozen=True)
+class Batch:
+    """ids, positions, targets: [B, T] int64; weights: [B, T] float32; task: one name per row."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    tasks: list[str]
+
+
+def needle(rng: random.Random, length: int) -> Sample:
+    questions = rng.randint(1, min(6, max(1, length // 80)))
+    units = length - 1 - 16 * questions
+    count = rng.randint(max(2, questions), max(2, questions, min(12, units // 20)))
+    return task_text.needles(rng, units, count, questions, held_out=False)
+
+
+def recall(rng: random.Random, length: int) -> Sample:
+    asked = rng.randint(2, 24)
+    pairs = min(40, (length - 5 - 5 * asked) // 4)
+    if pairs < asked:
+        asked = pairs = (length - 5) // 9
+    return task_text.recall(rng, pairs, asked, held_out=False)
+
+
+def aggregation(rng: random.Random, length: int) -> Sample:
+    marked = rng.randint(2, max(3, min(12, length // 24)))
+    return task_text.aggregation(rng, length - 10 - marked, marked, held_out=False)
+
+
+def chain(rng: random.Random, length: int) -> Sample:
+    most = min(40, (length - 16) // 17)
+    return task_text.chain(rng, rng.randint(max(1, most // 2), most), held_out=False)
+
+
+def redundant_chain(rng: random.Random, length: int) -> Sample:
+    registers = rng.randint(3, 8 if length > 300 else 5)
+    most = min(36, (length - 13 - 5 * registers) // 35)
+    steps = rng.randint(max(1, most // 2), most)
+    report_after = rng.randint(1, steps)
+    return task_text.redundant_chain(rng, registers, steps, report_after, held_out=False)
+
+
+def copy(rng: random.Random, length: int) -> Sample:
+    count = rng.randint(2, (length - 7) // 2)
+    words = "".join(
+        rng.choice("0123456789") if rng.random() < 0.3 else f" {rng.choice(task_text.WORDS)}"
+        for _ in range(count)
+    ).strip()
+    return Sample("copy", (f"Repeat: {words}",), (words,), (words,))
+
+
+def talk(rng: random.Random, length: int) -> Sample:
+    kind = rng.random()
+    if kind < 0.4:
+        question = rng.choice(GREETINGS) + rng.choice(("", "!", "."))
+        answer = GREETING_REPLY
+    elif kind < 0.7:
+        question, answer = rng.choice(SMALL_TALK)
+    else:
+        letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz     .,?\n", k=rng.randint(4, 40)))
+        question, answer = letters.strip() or "?", UNKNOWN_REPLY
+    return Sample("talk", (question,), (answer,), (answer,))
+
+
+BUILDERS: dict[str, Callable[[random.Random, int], Sample]] = {
+    "needle": needle,
+    "recall": recall,
+    "aggregation": aggregation,
+    "chain": chain,
+    "redundant-chain": redundant_chain,
+    "copy": copy,
+    "talk": talk,
+}
+MIX = {
+    96: {"recall": 0.5, "copy": 0.5},
+    128: {
+        "needle": 0.25,
+        "recall": 0.15,
+        "aggregation": 0.15,
+        "chain": 0.2,
+        "redundant-chain": 0.2,
+        "copy": 0.03,
+        "talk": 0.02,
+    },
+    256: {
+        "needle": 0.2,
+        "recall": 0.15,
+        "aggregation": 0.15,
+        "chain": 0.2,
+        "redundant-chain": 0.27,
+        "talk": 0.03,
+    },
+    640: {"needle": 0.2, "aggregation": 0.15, "chain": 0.25, "redundant-chain": 0.4},
+    1152: {"needle": 0.6, "aggregation": 0.2, "chain": 0.1, "redundant-chain": 0.1},
+}
+STAGES = (96, 128, 256, 640)
+LONGEST = 1152
+
+
+class Documents:
+    """Turns builders' samples into padded, weighted rows."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    def batch(self, step: int, length: int, tokens: int) -> Batch:
+        rng = random.Random(f"train/{self.seed}/{step}/{length}")
+        mix = MIX[length]
+        tasks = rng.choices(list(mix), weights=list(mix.values()), k=max(1, tokens // length))
+        rows = [self._encode(rng, task, length) for task in tasks]
+        longest = max(len(row) for row in rows)
+        ids = np.full((len(rows), longest + 1), PAD, dtype=np.int64)
+        weights = np.zeros((len(rows), longest + 1), dtype=np.float32)
+        for i, (task, row) in enumerate(zip(tasks, rows, strict=True)):
+            ids[i, : len(row)] = row
+            weights[i, : len(row)] = self._weights(row, task)
+        positions = np.stack([_positions(rng, longest) for _ in rows])
+        return Batch(ids[:, :-1], positions, ids[:, 1:], weights[:, 1:], tasks)
+
+    def _encode(self, rng: random.Random, task: str, length: int) -> list[int]:
+        messages = []
+        if length > 96 and rng.random() < SYSTEM_SHARE:
+            text = "You are a helpful assistant."
+            if rng.random() < 0.5:
+                text = task_text.filler_sentence(rng, rng.choice((6, 7, 11)))
+            messages.append({"role": "system", "content": text})
+            length -= SYSTEM_UNITS
+        sample = BUILDERS[task](rng, length)
+        for turn, answer in zip(sample.turns, sample.answers, strict=True):
+            messages.append({"role": "user", "content": turn})
+            messages.append({"role": "assistant", "content": answer})
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    @staticmethod
+    def _weights(row: list[int], task: str) -> np.ndarray:
+        answer_weight = LIST_WEIGHT if task in ("needle", "aggregation", "recall") else 1.0
+        weights = np.full(len(row), PROMPT_WEIGHT, dtype=np.float32)
+        answering = False
+        for i, token in enumerate(row):
+            if answering:
+                weights[i] = answer_weight
+            answering = (answering or token == ASSISTANT) and token != EOS
+        return weights
+
+
+def _positions(rng: random.Random, length: int) -> np.ndarray:
+    """Consecutive positions, or for some rows with a few gaps, so that long contexts work."""
+    steps = np.ones(length, dtype=np.int64)
+    steps[0] = rng.randint(0, 64)
+    if rng.random() < GAP_SHARE:
+        cuts = rng.randint(1, 1 + length // 160)
+        room = rng.randint(0, min(MAX_POSITIONS, 2400) - length - 64)
+        for _ in range(cuts):
+            steps[rng.randrange(length)] += room // cuts
+    return np.cumsum(steps)
