@@ -6,6 +6,7 @@ back from the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,8 @@ class Compressor:
     """Turns the scheduler's compaction tasks into moves on one cache."""
 
     def __init__(self, cache: KVCache, scale: float, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+        self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
+        """Called with every plan before it is carried out, for those who follow positions."""
         self._cache = cache
         self._scale = scale
         self._scratch_bytes = scratch_bytes
@@ -77,6 +80,8 @@ class Compressor:
         assert isinstance(trigger, Periodic)
         kept = self._select(task, policy, trigger, block_tables, log_tables)
         plan = plan_moves(task, trigger, kept)
+        if self.on_moves is not None:
+            self.on_moves(task, plan)
         cache, size = self._cache, self._cache.layout.block_size
         rows = _tensor(task.rows, kept)[plan.events]
         src = slot_mapping(block_tables, rows, plan.src, size)

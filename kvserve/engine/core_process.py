@@ -38,10 +38,11 @@ class ParentLink:
     def __init__(self, config: EngineConfig) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
-        self._context = zmq.asyncio.Context()
-        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
-        self._outputs = self._context.socket(zmq.PULL)
-        self._commands.bind(addresses[0])
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PUSH)
+        # Connecting, not binding: a PUSH socket that nobody has connected to blocks its sender.
+        self._commands.connect(addresses[0])
+        self._outputs = zmq.asyncio.Socket(_socket(self._context, zmq.PULL))
         self._outputs.bind(addresses[1])
         spawn = multiprocessing.get_context("spawn")
         self._process = spawn.Process(
@@ -70,7 +71,7 @@ class ParentLink:
         return message
 
     def send(self, command: Command) -> None:
-        """Never blocks: the queue is unbounded, the server bounds its requests."""
+        """Never blocks."""
         self._commands.send_multipart(_pack(command))
 
     async def close(self) -> None:
@@ -83,6 +84,7 @@ class ParentLink:
                 self._process.kill()
         self._commands.close(linger=0)
         self._outputs.close(linger=0)
+        self._context.term()
         self._directory.cleanup()
 
     async def _next(self) -> EngineInfo | StepOutputs:
@@ -131,11 +133,10 @@ class _SocketChannel:
     """The process's end."""
 
     def __init__(self, commands: str, outputs: str) -> None:
-        context = zmq.Context()
-        self._context = context
-        self._commands = context.socket(zmq.PULL)
-        self._outputs = context.socket(zmq.PUSH)
-        self._commands.connect(commands)
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PULL)
+        self._outputs = _socket(self._context, zmq.PUSH)
+        self._commands.bind(commands)
         self._outputs.connect(outputs)
         self._parent = os.getppid()
 
@@ -158,6 +159,13 @@ class _SocketChannel:
         self._commands.close(linger=0)
         self._outputs.close(linger=1000)
         self._context.term()
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket whose queue has no bound: the server bounds its requests."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    return socket
 
 
 def _pack(message: object) -> list[bytes]:

@@ -63,7 +63,7 @@ class ModelRunner:
         self.policies = policies
         """By ``CompactionTask.policy_id``; the engine appends to it."""
         self.compaction_seconds = 0.0
-        self._compressor = Compressor(cache, model.scale)
+        self.compressor = Compressor(cache, model.scale)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -93,7 +93,7 @@ class ModelRunner:
         for task in output.compactions:
             policy = self.policies[task.policy_id]
             tables = self.batch.block_tables, self.batch.log_tables
-            self._compressor.run(task, policy, *tables)
+            self.compressor.run(task, policy, *tables)
             self.batch.set_kv_lens(task.rows, task.new_lens)
         self.compaction_seconds += time.perf_counter() - started
 

@@ -125,7 +125,7 @@ def _targets(model: Transformer) -> dict[str, Tensor]:
             biases = layer.qkv_bias.split([q_size, kv_size, kv_size])
             for part, rows in zip("qkv", biases, strict=True):
                 targets[f"{attention}{part}_proj.bias"] = rows
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             targets[attention + "q_norm.weight"] = layer.q_norm
             targets[attention + "k_norm.weight"] = layer.k_norm
         gate, up = layer.gate_up.chunk(2)

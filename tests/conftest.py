@@ -1,0 +1,36 @@
+"""One thread per test process, no hub, and small checkpoints to run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from tests.checkpoints import write_checkpoint
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama checkpoint: 3 layers, 8 query and 2 KV heads, 128 tokens of vocabulary."""
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 checkpoint: q/k norm, head_dim apart from hidden / heads."""
+    return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))

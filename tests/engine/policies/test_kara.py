@@ -1,0 +1,75 @@
+"""Kara's arguments and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.kara import Kara
+from kvserve.engine.policies.registry import describe_policies, make_policy, policy_names
+
+
+@pytest.mark.parametrize(
+    ("fields", "compressible", "keep"),
+    [
+        ({"window": 256, "ratio": 0.2}, 224, 45),
+        ({"window": 384, "ratio": 0.2}, 352, 71),
+        ({"window": 512, "ratio": 0.3}, 480, 144),
+        ({"window": 512, "buffer": 64, "ratio": 0.4, "chunk_budget": 32}, 448, 180),
+        ({"window": 768, "budget": 257}, 736, 225),
+        ({"window": 400, "buffer": 0, "ratio": 0.07}, 400, 28),  # 29 in binary floats
+        ({"window": 110, "buffer": 10, "ratio": "3/10"}, 100, 30),
+    ],
+)
+def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) -> None:
+    policy = Kara(**fields)
+    assert (policy.trigger.compressible, policy.keep) == (compressible, keep)
+
+
+@pytest.mark.parametrize(
+    ("fields", "argument"),
+    [
+        ({"window": 0}, "window"),
+        ({"window": 64.5}, "window"),
+        ({"window": True}, "window"),
+        ({"window": 32, "buffer": 32}, "buffer"),
+        ({"buffer": -1}, "buffer"),
+        ({"ratio": 0}, "ratio"),
+        ({"ratio": 1.01}, "ratio"),
+        ({"ratio": "many"}, "ratio"),
+        ({"ratio": float("nan")}, "ratio"),
+        ({"ratio": 0.5, "budget": 100}, "budget"),
+        ({"budget": 32}, "budget"),
+        ({"budget": 513}, "budget"),
+        ({"period": 0}, "period"),
+        ({"max_chunk": 2}, "max_chunk"),
+        ({"chunk_budget": 144}, "chunk_budget"),
+        ({"query_reduce": "mean"}, "query_reduce"),
+        ({"query_aggregate": "median"}, "query_aggregate"),
+        ({"windov": 64}, "windov"),
+        ({"preset": "paper"}, "preset"),
+    ],
+)
+def test_bad_arguments_are_named(fields: dict[str, Any], argument: str) -> None:
+    with pytest.raises(PolicyError, match=argument) as refused:
+        make_policy({"name": "kara", **fields})
+    assert refused.value.argument == argument
+
+
+def test_unknown_policy_lists_the_known_ones() -> None:
+    with pytest.raises(PolicyError, match="none, kara"):
+        make_policy("cara")
+
+
+def test_a_near_miss_is_suggested() -> None:
+    with pytest.raises(PolicyError, match="did you mean window"):
+        make_policy({"name": "kara", "windows": 64})
+
+
+def test_descriptions_cover_every_argument() -> None:
+    assert [policy["name"] for policy in describe_policies()] == policy_names()
+    for policy in describe_policies():
+        assert policy["summary"]
+        assert all(argument["help"] for argument in policy["args"])

@@ -1,0 +1,87 @@
+"""Token2Chunk: worked examples, brute force on random scores, and its invariants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvserve.engine.policies.selection import mask_to_indices, token_to_chunk, top_mask
+
+EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]
+
+
+def brute_force(scores: list[float], keep: int, alpha: int, gamma: int) -> list[int]:
+    """Kara sections 2.2-2.3, one loop at a time."""
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
+    chosen = sorted(order[: keep - alpha])
+    num_chunks = alpha // (gamma - 2)
+    candidates = []
+    for k in range(len(chosen) - 1):
+        left, right = chosen[k], chosen[k + 1]
+        gap = right - left - 1
+        if gap >= 1 and right - left < gamma:
+            worth = (torch.tensor(scores[left]) + torch.tensor(scores[right])) * gap
+            candidates.append((-float(worth), k))
+    kept = set(chosen)
+    for _, k in sorted(candidates)[:num_chunks]:
+        kept |= set(range(chosen[k] + 1, chosen[k + 1]))
+    for j in order:
+        if len(kept) == keep:
+            break
+        kept.add(j)
+    return sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "gamma", "kept"),
+    [
+        (4, 4, [0, 1, 2, 3, 4, 5, 9, 10, 11, 13]),
+        (5, 5, [0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 13]),
+        (3, 3, [0, 3, 4, 5, 9, 10, 11, 12, 13]),
+        (3, 6, [0, 3, 4, 5, 7, 8, 9, 11, 13]),
+    ],
+)
+def test_worked_examples(alpha: int, gamma: int, kept: list[int]) -> None:
+    scores = torch.tensor(EXAMPLE)
+    assert token_to_chunk(scores, 6 + alpha, alpha, gamma).tolist() == kept
+
+
+def test_against_brute_force() -> None:
+    """2,000 random cases, many with ties, in batches of equal shape."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        n = int(torch.randint(1, 40, (), generator=generator))
+        keep = int(torch.randint(1, n + 1, (), generator=generator))
+        alpha = int(torch.randint(0, keep, (), generator=generator))
+        gamma = int(torch.randint(3, 12, (), generator=generator))
+        scores = torch.randint(0, 9, (4, 5, n), generator=generator).float() / 8
+        got = token_to_chunk(scores, keep, alpha, gamma)
+        for row, one in zip(scores.view(20, n).tolist(), got.view(20, keep).tolist(), strict=True):
+            assert one == brute_force(row, keep, alpha, gamma), (row, keep, alpha, gamma)
+
+
+def test_scaling_does_not_matter_and_top_tokens_stay() -> None:
+    scores = torch.rand(6, 50)
+    kept = token_to_chunk(scores, 20, 8, 6)
+    assert torch.equal(token_to_chunk(scores * 4, 20, 8, 6), kept)
+    singles = mask_to_indices(top_mask(scores, 12), 12)
+    for one, top in zip(kept.tolist(), singles.tolist(), strict=True):
+        assert set(top) <= set(one)
+        assert one == sorted(set(one))
+
+
+def test_without_chunks_it_is_plain_top_n() -> None:
+    scores = torch.rand(3, 30)
+    plain = mask_to_indices(top_mask(scores, 10), 10)
+    assert torch.equal(token_to_chunk(scores, 10, 0, 8), plain)
+    assert torch.equal(token_to_chunk(scores, 10, 5, 8), plain)  # alpha < gamma - 2
+
+
+def test_ties_go_to_the_older_entry() -> None:
+    assert top_mask(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]

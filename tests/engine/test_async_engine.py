@@ -1,0 +1,113 @@
+"""The engine behind an event loop, in a thread and in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import pytest_asyncio
+
+from kvserve import AsyncEngine, EngineConfig, SamplingParams
+from kvserve.log import ConfigError, EngineDeadError, RequestError
+from tests.checkpoints import write_checkpoint, write_tokenizer
+
+Mode = Literal["thread", "process"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_checkpoint("llama", tmp_path_factory.mktemp("model"), vocab_size=259)
+    return write_tokenizer(path)
+
+
+@pytest_asyncio.fixture(params=["thread", "process"])
+async def engine(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig.from_flat(
+        model=str(directory), dtype="float32", num_gpu_blocks_override=60
+    )
+    started = AsyncEngine(config, mode=request.param)
+    await started.start()
+    yield started
+    await started.shutdown()
+
+
+async def collect(engine: AsyncEngine, name: str, **params: object) -> tuple[list[int], object]:
+    settings = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True, **params}
+    lengths = []
+    async for output in engine.generate("hello", SamplingParams(**settings), name):  # type: ignore[arg-type]
+        lengths.append(len(output.outputs[0].token_ids))
+    return lengths, output
+
+
+async def all_free(engine: AsyncEngine) -> None:
+    for _ in range(100):
+        if engine.stats.blocks_free == engine.stats.blocks_total and not engine.stats.num_running:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(engine.stats)
+
+
+async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None:
+    kara = {"name": "kara", "window": 16, "buffer": 4, "chunk_budget": 0, "period": 4}
+    results = await asyncio.gather(
+        collect(engine, "a"), collect(engine, "b", n=2), collect(engine, "c", kv_policy=kara)
+    )
+    for lengths, output in results:
+        assert lengths == sorted(lengths) and lengths[-1] == 30
+        assert output.finished  # type: ignore[attr-defined]
+    first, second, third = (output for _, output in results)
+    assert first.outputs[0].text == second.outputs[1].text  # type: ignore[attr-defined]
+    assert third.kv_cache_details.compactions > 0  # type: ignore[attr-defined]
+
+    with pytest.raises(RequestError) as refused:
+        await collect(engine, "d", kv_policy="kora")
+    assert refused.value.param == "kv_policy.name"
+    with pytest.raises(RequestError) as refused:
+        await collect(engine, "e", max_tokens=600)
+    assert refused.value.code == "context_length_exceeded"
+
+    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "f")
+    await anext(stream)
+    await stream.aclose()
+    await all_free(engine)
+
+    async def doomed() -> None:
+        async for _ in engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "g"):
+            pass
+
+    task = asyncio.create_task(doomed())
+    await asyncio.sleep(0.05)
+    await engine.abort("g")
+    with pytest.raises(RequestError, match="aborted"):
+        await task
+    await all_free(engine)
+    assert engine.stats.generation_tokens_total >= 30 * 4
+    assert engine.stats.compactions_total > 0
+    assert engine.dead_error is None
+
+
+async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
+    engine = AsyncEngine(EngineConfig.from_flat(model=str(directory)))
+    await engine.start()
+    task = asyncio.create_task(collect(engine, "a", max_tokens=400))
+    await asyncio.sleep(0.1)
+    os.kill(engine._client._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(task, 5)
+    assert engine.dead_error is not None
+    with pytest.raises(EngineDeadError):
+        await collect(engine, "b")
+    await engine.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_a_model_that_cannot_load_is_one_clear_error(mode: Mode) -> None:
+    engine = AsyncEngine(EngineConfig.from_flat(model="/no/such/place"), mode=mode)
+    with pytest.raises(ConfigError, match="/no/such/place"):
+        await engine.start()
+    await engine.shutdown()

@@ -1,0 +1,80 @@
+"""Streams of ids to text: split characters, stop strings across tokens, held-back tails."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvserve.engine.detokenizer import IncrementalDetokenizer
+from kvserve.engine.tokenizer import Tokenizer
+from tests.checkpoints import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+Shown = tuple[list[str], IncrementalDetokenizer]
+
+
+def stream(tokenizer: Tokenizer, text: str, *stops: str, include: bool = False) -> Shown:
+    detokenizer = IncrementalDetokenizer(tokenizer, stops, include_stop=include)
+    shown = []
+    for token in tokenizer.encode(text):
+        detokenizer.push(token)
+        shown.append(detokenizer.text)
+        if detokenizer.stop is not None:
+            break
+    detokenizer.flush()
+    return [*shown, detokenizer.text], detokenizer
+
+
+def test_half_characters_are_never_shown(tokenizer: Tokenizer) -> None:
+    text = "na\u00efve \u4f60\u597d \U0001f600!"
+    shown, _ = stream(tokenizer, text)
+    assert shown[-1] == text
+    assert all(text.startswith(part) for part in shown)
+
+
+def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    for token in tokenizer.encode("a\U0001f600")[:-1]:
+        detokenizer.push(token)
+        assert detokenizer.text == "a"
+    detokenizer.flush()
+    assert detokenizer.text == "a\ufffd"
+
+
+def test_stop_string_across_tokens_is_cut_off(tokenizer: Tokenizer) -> None:
+    shown, detokenizer = stream(tokenizer, "one STOP two", "STOP")
+    assert (shown[-1], detokenizer.stop) == ("one ", "STOP")
+    assert all("S" not in part for part in shown), "the beginning of a stop string was shown"
+
+
+def test_stop_string_may_be_included(tokenizer: Tokenizer) -> None:
+    shown, _ = stream(tokenizer, "one STOP two", "STOP", include=True)
+    assert shown[-1] == "one STOP"
+
+
+def test_a_false_start_is_released(tokenizer: Tokenizer) -> None:
+    shown, detokenizer = stream(tokenizer, "STO STOOD", "STOP")
+    assert (shown[-1], detokenizer.stop) == ("STO STOOD", None)
+
+
+def test_random_streams_agree_with_plain_search(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choice("ab") for _ in range(30))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 6))) for _ in range(2)]
+        shown, detokenizer = stream(tokenizer, text, *stops)
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        if not ends:
+            assert shown[-1] == text
+            continue
+        assert detokenizer.stop is not None
+        assert len(shown) - 1 == min(ends), "the stop string was noticed late"
+        found = shown[-1] + detokenizer.stop
+        assert text.startswith(found) and len(found) == min(ends)
+        assert all(text.startswith(part) and len(part) <= len(shown[-1]) for part in shown)

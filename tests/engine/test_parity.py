@@ -1,0 +1,118 @@
+"""Greedy output equals transformers token for token, whatever happens in the scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve import LLM, SamplingParams
+from tests.checkpoints import greedy, random_prompts, write_checkpoint
+
+TOKENS = 140
+PROMPTS = random_prompts([5, 17, 33, 1, 90, 64])
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 4},  # chunks of all sizes, waiting sequences
+    {"num_gpu_blocks_override": 24},  # preempted
+    {"enable_chunked_prefill": False, "block_size": 6},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_gpu_blocks_override": 20},
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LLM, list[list[int]]]:
+    llm = LLM(
+        str(directory),
+        policy=policy,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        kv_cache_memory=2**22,
+        **settings,
+    )
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.engine.core.scheduler.check_integrity()
+    assert llm.stats().blocks_free == llm.stats().blocks_total
+    return llm, [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-mha-tied", "qwen2", "qwen3"])
+def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(kind, tmp_path)
+    expected = greedy(directory, PROMPTS, TOKENS)
+    for settings in SETTINGS:
+        llm, tokens = generate(directory, **settings)
+        assert tokens == expected, settings
+        if "num_gpu_blocks_override" in settings:
+            assert llm.stats().preemptions_total > 0, "the pool was meant to be too small"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+    ],
+)
+def test_rope_types(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    directory = write_checkpoint(kind, tmp_path, **changes)
+    assert generate(directory)[1] == greedy(directory, PROMPTS, TOKENS)
+
+
+def test_kara_with_a_window_never_reached_is_none_bit_for_bit(llama_dir: Path) -> None:
+    """Same tokens and the very same log-probabilities."""
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    results = []
+    for policy in ("none", {"name": "kara", "window": TOKENS + 1}):
+        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        results.append([(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs])
+        assert llm.stats().compactions_total == 0
+    assert results[0] == results[1]
+
+
+def test_keeping_everything_is_none(llama_dir: Path) -> None:
+    policy = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}
+    llm, tokens = generate(llama_dir, policy)
+    assert llm.stats().compactions_total > 0
+    assert tokens == generate(llama_dir)[1]
+
+
+@pytest.mark.parametrize("reduce", ["group_mean", "heads"])
+def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(
+    llama_dir: Path, reduce: str
+) -> None:
+    policy = {
+        "name": "kara",
+        "window": 20,
+        "buffer": 4,
+        "ratio": 0.3,
+        "chunk_budget": 2,
+        "max_chunk": 4,
+        "period": 3,
+        "query_reduce": reduce,
+    }
+    ample, expected = generate(llama_dir, policy)
+    assert ample.stats().compactions_total > len(PROMPTS)
+    for settings in SETTINGS:
+        llm, tokens = generate(llama_dir, policy, **settings)
+        assert tokens == expected, settings
+        assert llm.stats().compactions_total >= ample.stats().compactions_total
+    alone = []
+    for prompt in PROMPTS:
+        (output,) = ample.generate([prompt], GREEDY, use_tqdm=False)
+        alone.append(output.outputs[0].token_ids)
+    assert alone == expected

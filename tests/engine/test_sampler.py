@@ -1,0 +1,116 @@
+"""Sampling: distributions, filters, seeds that do not care about the batch, log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve.engine.sampler import RowSampling, SamplingRows, gumbel_noise
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Never
+
+BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_len=0, logprobs=None)
+
+
+def rows_with(*settings: RowSampling, stop: tuple[int, ...] = ()) -> SamplingRows:
+    rows = SamplingRows(len(settings), "cpu")
+    rows.set_rows(
+        [
+            Sequence(i, np.zeros(4, np.int32), 4, 99, stop, 0, Never(), sampling=one, row=i)
+            for i, one in enumerate(settings)
+        ]
+    )
+    return rows
+
+
+def draw(setting: RowSampling, logits: torch.Tensor, count: int) -> torch.Tensor:
+    """``count`` tokens of one row, one per position."""
+    rows = rows_with(setting)
+    repeated = logits.expand(count, -1)
+    at = np.zeros(count, np.int32)
+    return rows.sample(repeated, at, torch.arange(count)).token_ids
+
+
+def test_noise_is_uniform_in_every_direction() -> None:
+    """Draws over positions, seeds and tokens follow the softmax (chi-square, 4 sigma)."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    expected = logits.softmax(-1) * 20000
+    by_position = draw(BASE, logits, 20000)
+    seeds = torch.arange(20000)
+    by_seed = (logits + gumbel_noise(seeds, torch.zeros_like(seeds), 5)).argmax(-1)
+    for tokens in (by_position, by_seed):
+        counts = torch.bincount(tokens, minlength=5)
+        chi2 = ((counts - expected) ** 2 / expected).sum()
+        assert chi2 < 4 + 4 * (2 * 4) ** 0.5, counts
+
+
+def test_neighbouring_tokens_and_positions_are_independent() -> None:
+    noise = gumbel_noise(torch.tensor([7]), torch.tensor([3]), 50000)[0]
+    shifted = gumbel_noise(torch.tensor([7]), torch.tensor([4]), 50000)[0]
+    pairs = [(noise[:-1], noise[1:]), (noise, shifted)]
+    for a, b in pairs:
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({"top_k": 2}, {3, 4}),
+        ({"top_k": 1}, {4}),
+        ({"top_p": 0.6}, {4}),
+        ({"top_p": 0.7}, {3, 4}),
+        ({"min_p": 0.3}, {3, 4}),
+        ({"top_k": 3, "top_p": 0.99, "min_p": 0.2}, {3, 4}),
+        ({"top_p": 1e-6}, {4}),
+        ({"temperature": 0.0}, {4}),
+    ],
+)
+def test_filters(changes: dict[str, float], allowed: set[int]) -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])  # softmax .01 .03 .09 .23 .64
+    tokens = draw(replace(BASE, **changes), logits, 500)
+    assert set(tokens.tolist()) == allowed
+
+
+def test_rows_sample_the_same_in_any_batch() -> None:
+    settings = [replace(BASE, seed=s, temperature=0.7 + s / 10) for s in range(6)]
+    rows = rows_with(*settings)
+    logits, positions = torch.randn(6, 40), torch.arange(10, 16)
+    together = rows.sample(logits, np.arange(6), positions).token_ids
+    order = np.array([4, 0, 5, 2, 1, 3])
+    shuffled = rows.sample(logits[order], order, positions[order]).token_ids
+    assert torch.equal(shuffled, together[order])
+    for i in range(6):
+        alone = rows.sample(logits[i : i + 1], np.array([i]), positions[i : i + 1]).token_ids
+        assert alone[0] == together[i]
+
+
+def test_moving_rows_moves_their_settings() -> None:
+    rows = rows_with(replace(BASE, temperature=0.0), replace(BASE, seed=9))
+    logits, positions = torch.randn(2, 40), torch.tensor([5, 6])
+    before = rows.sample(logits, np.arange(2), positions).token_ids
+    rows.move_rows(np.array([0, 1]), np.array([1, 0]))
+    after = rows.sample(logits.flip(0), np.arange(2), positions.flip(0)).token_ids
+    assert torch.equal(after.flip(0), before)
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    rows = rows_with(replace(BASE, temperature=0.0, min_len=8), stop=(2, 0))
+    logits = torch.tensor([[3.0, 1.0, 4.0, 2.0]])
+    at = np.zeros(1, np.int32)
+    assert rows.sample(logits, at, torch.tensor([7])).token_ids.tolist() == [3]
+    assert rows.sample(logits, at, torch.tensor([8])).token_ids.tolist() == [2]
+
+
+def test_logprobs_are_those_of_the_raw_distribution() -> None:
+    rows = rows_with(replace(BASE, temperature=5.0, top_k=1, logprobs=3), BASE)
+    logits = torch.randn(2, 30)
+    out = rows.sample(logits, np.arange(2), torch.tensor([1, 1]))
+    expected = logits.log_softmax(-1)
+    assert out.logprobs is not None and out.top_logprobs is not None and out.ranks is not None
+    torch.testing.assert_close(out.logprobs, expected.gather(1, out.token_ids[:, None])[:, 0])
+    torch.testing.assert_close(out.top_logprobs, expected.topk(3).values)
+    assert out.ranks[0] == 1
+    assert rows.wants_logprobs(np.arange(2)).tolist() == [3, -1]
