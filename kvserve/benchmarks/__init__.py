@@ -1,0 +1,1 @@
+"""Throughput and accuracy of policies, measured in one process, and the tasks that ship."""

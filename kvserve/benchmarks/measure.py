@@ -1,0 +1,163 @@
+"""Plays a workload on an engine, step by step, and counts what happens."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from kvserve.benchmarks.workload import Workload
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+Figures = dict[str, Any]
+
+
+class Engine(Protocol):
+    """The part of ``LLMEngine`` that is measured."""
+
+    @property
+    def has_unfinished_requests(self) -> bool: ...
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+    ) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True)
+class Played:
+    """Per conversation its turns, and the figures of the whole run."""
+
+    turns: list[list[RequestOutput]]
+    figures: Figures
+
+    @property
+    def answers(self) -> list[list[str]]:
+        return [[turn.outputs[0].text for turn in turns] for turns in self.turns]
+
+
+def play(engine: Engine, workload: Workload, title: str = "", show: bool = False) -> Played:
+    """Send every conversation at once, greedy, each next turn as soon as its answer is there.
+
+    Time runs while the engine works (requests are added, steps are made), not while it is watched.
+    """
+    params = SamplingParams(
+        temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=workload.ignore_eos
+    )
+    turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
+    meter = _Meter(engine.stats())
+
+    def send_next(index: int) -> bool:
+        prompt = workload.prompt(index, [turn.outputs[0].text for turn in turns[index]])
+        if prompt is not None:
+            engine.add_request(f"{index}.{len(turns[index])}", prompt, params)
+        return prompt is not None
+
+    bar = tqdm(total=len(workload), desc=title, unit="request", disable=None if show else True)
+    with bar:
+        started = time.perf_counter()
+        for index in range(len(workload)):
+            send_next(index)
+        meter.seconds = time.perf_counter() - started
+        while engine.has_unfinished_requests:
+            started = time.perf_counter()
+            changed = engine.step()
+            over = 0
+            for output in changed:
+                if output.finished:
+                    index = int(output.request_id.partition(".")[0])
+                    turns[index].append(output)
+                    over += not send_next(index)
+            meter.record(time.perf_counter() - started, changed, engine.stats())
+            bar.update(over)
+    return Played(turns, meter.figures(turns, engine.stats(), params))
+
+
+@dataclass
+class _Meter:
+    """Adds up steps; counters are differences to ``before``, so that a warm-up does not count."""
+
+    before: EngineStats
+    seconds: float = 0.0
+    running: list[int] = field(default_factory=list)
+    held: int = 0
+    logical: int = 0
+    pool_usage: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    step_rates: list[float] = field(default_factory=list)
+    last_token: dict[str, float] = field(default_factory=dict)
+
+    def record(self, seconds: float, changed: Sequence[RequestOutput], stats: EngineStats) -> None:
+        self.seconds += seconds
+        ended = sum(output.finished for output in changed)
+        self.running.append(stats.num_running + ended)
+        self.held += stats.tokens_held
+        self.logical += stats.tokens_logical
+        self.pool_usage += stats.kv_cache_usage
+        self.step_rates.append(len(changed) / seconds)
+        for output in changed:
+            previous = self.last_token.get(output.request_id)
+            if previous is not None:
+                self.gaps.append(self.seconds - previous)
+            self.last_token[output.request_id] = self.seconds
+
+    def figures(
+        self, turns: list[list[RequestOutput]], after: EngineStats, params: SamplingParams
+    ) -> Figures:
+        ended = [turn for conversation in turns for turn in conversation]
+        tokens = sum(len(turn.outputs[0].token_ids) for turn in ended)
+        steps = len(self.running)
+        p50, p99 = np.percentile(self.gaps, [50, 99]).tolist() if self.gaps else (None, None)
+        return {
+            "requests": len(ended),
+            "input_tokens": sum(len(turn.prompt_token_ids) for turn in ended),
+            "output_tokens": tokens,
+            "wall_s": self.seconds,
+            "output_tok_s": tokens / self.seconds,
+            "mean_step_output_tok_s": float(np.mean(self.step_rates)),
+            "steps": steps,
+            "mean_running": sum(self.running) / steps,
+            "peak_running": max(self.running),
+            "mean_held_tokens": self.held / steps,
+            "mean_logical_tokens": self.logical / steps,
+            "held_over_logical": self.held / self.logical if self.logical else None,
+            "blocks_total": after.blocks_total,
+            "mean_pool_usage": self.pool_usage / steps,
+            "blocks_released": after.blocks_released_total - self.before.blocks_released_total,
+            "compactions": after.compactions_total - self.before.compactions_total,
+            "compaction_s": after.compaction_seconds_total - self.before.compaction_seconds_total,
+            "evicted_tokens": after.tokens_evicted_total - self.before.tokens_evicted_total,
+            "preemptions": after.preemptions_total - self.before.preemptions_total,
+            "itl_p50_ms": None if p50 is None else 1000 * p50,
+            "itl_p99_ms": None if p99 is None else 1000 * p99,
+            "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),
+            "cut_short": sum(_cut_short(turn, params) for turn in ended),
+        }
+
+
+def _cut_short(turn: RequestOutput, params: SamplingParams) -> bool:
+    """Whether a request ended for want of blocks: neither at its limit nor of itself."""
+    choice = turn.outputs[0]
+    return choice.finish_reason == "length" and len(choice.token_ids) < (params.max_tokens or 0)
+
+
+def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
+    """Exact match and mean correct prefix; empty where the workload is not graded."""
+    grades = workload.grades(answers)
+    if not grades:
+        return {}
+    return {
+        "n": len(grades),
+        "exact": sum(grade.exact for grade in grades),
+        "exact_match": sum(grade.exact for grade in grades) / len(grades),
+        "correct_prefix": sum(grade.correct_prefix for grade in grades) / len(grades),
+    }

@@ -1,0 +1,116 @@
+"""What is sent to an engine: random prompts, or the shipped tasks played turn by turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvserve.benchmarks.tasks import TASKS, Grade, Sample, grade, make_samples
+from kvserve.engine.tokenizer import Tokenizer
+
+
+class Workload(Protocol):
+    """Conversations; a plain prompt is one of a single turn."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
+        ...
+
+    def full_lengths(self) -> list[int]:
+        """Per conversation, cached tokens when it ends as expected."""
+        ...
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
+        """One grade per conversation, or ``None`` where no answer is right or wrong."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Prompts of random tokens, each continued by exactly ``max_tokens``, unless it may stop."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    ignore_eos: bool
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        return None if answers else self.prompts[index]
+
+    def full_lengths(self) -> list[int]:
+        return [_cached(len(prompt), self.max_tokens) for prompt in self.prompts]
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class TaskPrompts:
+    """Samples of one shipped task, each turn a chat request with the engine's earlier answers."""
+
+    samples: list[Sample]
+    tokenizer: Tokenizer
+    ignore_eos = False
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def max_tokens(self) -> int:
+        return TASKS[self.samples[0].task].max_new_tokens
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        turns = self.samples[index].turns
+        if len(answers) == len(turns):
+            return None
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=False):
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": turn})
+        return self.tokenizer.apply_chat_template(messages)
+
+    def full_lengths(self) -> list[int]:
+        lengths = []
+        for index, sample in enumerate(self.samples):
+            last = self.prompt(index, sample.answers[:-1])
+            assert last is not None
+            answer = self.tokenizer.encode(sample.answers[-1], add_special_tokens=False)
+            lengths.append(_cached(len(last), len(answer) + 1))  # and an end of sequence
+        return lengths
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade]:
+        return [grade(sample, said) for sample, said in zip(self.samples, answers, strict=True)]
+
+
+def random_prompts(
+    count: int, input_len: int, output_len: int, vocab_size: int, seed: int, ignore_eos: bool
+) -> RandomPrompts:
+    rng = random.Random(f"random/{seed}")
+    prompts = [rng.choices(range(vocab_size), k=input_len) for _ in range(count)]
+    return RandomPrompts(prompts, output_len, ignore_eos)
+
+
+def task_prompts(task: str, count: int, tokenizer: Tokenizer, seed: int) -> TaskPrompts:
+    return TaskPrompts(make_samples(task, count, seed), tokenizer)
+
+
+def blocks_at_once(workload: Workload, block_size: int) -> int:
+    """The demand: blocks of all conversations together, each at its full length, uncompressed."""
+    return sum(-(-length // block_size) for length in workload.full_lengths())
+
+
+def _cached(prompt: int, output: int) -> int:
+    """Cached tokens at the end: the last token sampled is never stored."""
+    return prompt + output - 1

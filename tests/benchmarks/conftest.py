@@ -1,0 +1,65 @@
+"""A small checkpoint that the benchmark commands can run on, and the commands themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvserve.server import cli
+
+EOS = "<|eos|>"
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json, a byte-level tokenizer and a chat template; weights come from `dummy`."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(("<|pad|>", EOS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=EOS, chat_template=TEMPLATE
+    ).save_pretrained(directory)
+    return directory
+
+
+Bench = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def bench(model_dir: Path, tmp_path: Path) -> Bench:
+    """Run a command on the checkpoint; returns its exit status and what it saved."""
+
+    def run(command: str, *flags: str) -> tuple[int, dict[str, Any]]:
+        file = tmp_path / "results" / "run.json"
+        model = ("--model", str(model_dir), "--load-format", "dummy", "--dtype", "float32")
+        status: int = cli.run([*command.split(), *model, "--save-result", str(file), *flags])
+        return status, json.loads(file.read_text()) if file.exists() else {}
+
+    return run

@@ -1,0 +1,138 @@
+"""`kvserve eval`: grading, turns, retentions and what is said about the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvserve.benchmarks.evaluate import score, wilson_interval
+from kvserve.benchmarks.measure import play
+from kvserve.benchmarks.tasks import Sample
+from kvserve.benchmarks.workload import TaskPrompts, task_prompts
+from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.cli import run
+from tests.benchmarks.conftest import Bench
+
+KARA = "kara:window=32,buffer=4,chunk_budget=2"
+
+
+class WordTokenizer:
+    """Ids are characters; a message starts with the first letter of its role."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(map(ord, text))
+
+    def apply_chat_template(self, messages: Any) -> list[int]:
+        return self.encode("".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:")
+
+
+class KnowingEngine:
+    """Answers request `i.t` with ``answer(i, t)``, one request per step, last sent first."""
+
+    def __init__(self, answer: Callable[[int, int], str]) -> None:
+        self.answer = answer
+        self.waiting: list[RequestOutput] = []
+        self.prompts: dict[str, str] = {}
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        assert params.greedy and not params.ignore_eos
+        self.prompts[request_id] = "".join(map(chr, prompt))
+        self.waiting.append(RequestOutput(request_id, None, prompt, [CompletionOutput(0)]))
+
+    def step(self) -> list[RequestOutput]:
+        output = self.waiting.pop()
+        text = self.answer(*map(int, output.request_id.split(".")))
+        output.outputs[0].text, output.outputs[0].token_ids = text, [1] * len(text)
+        output.outputs[0].finish_reason, output.finished = "stop", True
+        output.kv_cache_details = KVCacheDetails(
+            "kara", logical_tokens=100, held_tokens=40, compactions=3
+        )
+        return [output]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.waiting))
+
+
+def workload_of(task: str, count: int) -> TaskPrompts:
+    return task_prompts(task, count, WordTokenizer(), seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["chain", "needle-512", "aggregation"])
+def test_right_answers_score_one(task: str) -> None:
+    workload = workload_of(task, 3)
+    engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
+    figures = score(workload, play(engine, workload))
+    assert figures["n"] == 3 and figures["exact_match"] == figures["correct_prefix"] == 1.0
+    assert figures["held_over_logical_at_end"] == 0.4
+    assert figures["compactions_per_request"] == 3
+    assert (
+        figures["requests"] == figures["requests_compacted"] == 3 * len(workload.samples[0].turns)
+    )
+
+
+def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
+    workload = workload_of("needle-512", 2)
+    samples: list[Sample] = workload.samples
+    engine = KnowingEngine(lambda i, t: "x" if (i, t) == (1, 1) else samples[i].answers[t])
+    figures = score(workload, play(engine, workload))
+    assert figures["exact_match"] == 0.5
+    assert figures["correct_prefix"] == pytest.approx(7 / 8)
+    history = (
+        f"a:{samples[1].answers[0]}\nu:{samples[1].turns[1]}\na:x\nu:{samples[1].turns[2]}\na:"
+    )
+    assert engine.prompts["1.2"] == f"u:{samples[1].turns[0]}\n{history}"
+
+
+def test_every_policy_and_retention_stands_beside_the_full_cache(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tasks", "recall", "aggregation", "--num-samples", "2", "--batch", "2")
+    policies = ("--policy", KARA, "--policy", "none", "--retention", "0.2", "0.6")
+    status, saved = bench("eval", *flags, *policies, "--seed", "3")
+    rows = saved["rows"]
+    assert status == 0
+    assert [(row["task"], row["retention"]) for row in rows] == [
+        (task, retention) for task in ("recall", "aggregation") for retention in (None, 0.2, 0.6)
+    ]
+    none, low, high = rows[:3]
+    assert none["policy"] == "none" and none["held_over_logical_at_end"] == 1.0
+    assert low["held_over_logical_at_end"] < high["held_over_logical_at_end"] < 1.0
+    assert low["compactions_per_request"] > 0 and low["requests_compacted"] == 2
+    assert all(row["n"] == 2 and row["seed"] == 3 for row in rows)
+    # 24 tokens never fill a window of 32.
+    assert rows[4]["compactions_per_request"] == 0 and rows[4]["held_over_logical_at_end"] == 1.0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("never reached" in line for line in shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--retention", "0.2", "--policy", "kara:ratio=0.3"], "--retention"),
+        (["--retention", "2"], "--retention"),
+        (["--retention", "0.01", "--policy", "kara:window=32,buffer=4"], "--policy"),
+        (["--retention", "0.01", "--policy", KARA], "--retention"),
+        (["--tasks", "needle-7"], "needle-7"),
+        (["--num-samples", "-1"], "--num-samples"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["eval", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
+    assert named in error
+
+
+def test_wilson_interval() -> None:
+    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert wilson_interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
+    assert wilson_interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)

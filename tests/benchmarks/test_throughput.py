@@ -1,0 +1,244 @@
+"""`kvserve bench throughput`: what is counted, what is shown, what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.benchmarks import report, throughput
+from kvserve.benchmarks.measure import Figures, play
+from kvserve.benchmarks.options import policy_spec
+from kvserve.benchmarks.report import Column, markdown_table
+from kvserve.benchmarks.workload import blocks_at_once, random_prompts
+from kvserve.outputs import CompletionOutput, EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.cli import run
+from tests.benchmarks.conftest import Bench
+
+KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
+SMALL = ("--num-prompts", "16", "--input-len", "16", "--output-len", "128", "--block-size", "4")
+SMALL = (*SMALL, "--max-num-seqs", "16", "--max-model-len", "256")
+ROW_KEYS = {
+    *("policy", "policy_args", "output_tokens", "wall_s", "output_tok_s", "ratio_to_first"),
+    *("mean_running", "peak_running", "held_over_logical", "blocks_released", "compactions"),
+    *("preemptions", "evicted_tokens", "steps", "itl_p50_ms", "itl_p99_ms", "input_tokens"),
+    *("mean_step_output_tok_s", "output_tok_s_all", "mean_pool_usage", "blocks_total"),
+}
+
+
+def test_compression_runs_more_sequences_on_a_small_pool(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = ("--policy", "none", "--policy", KARA)
+    status, saved = bench("bench throughput", *SMALL, "--pool-share", "0.25", *policies)
+    none, kara = saved["rows"]
+    assert status == 0 and saved["complete"]
+    assert {"benchmark", "date", "device", "threads", "commit", "versions", "command"} <= {*saved}
+    assert {*saved["device"]} == {"type", "name"}
+    assert none.keys() >= ROW_KEYS and kara.keys() >= ROW_KEYS
+    demand = 16 * 36  # 16 + 128 - 1 cached tokens in blocks of 4
+    assert saved["settings"]["demand_blocks"] == demand
+    assert none["blocks_total"] == kara["blocks_total"] == demand / 4
+    assert none["output_tokens"] == kara["output_tokens"] == 16 * 128
+    assert none["compactions"] == 0 and none["held_over_logical"] == 1.0
+    assert kara["compactions"] >= 16 and kara["blocks_released"] > 0
+    assert kara["evicted_tokens"] > 0 and kara["held_over_logical"] < 0.9
+    assert kara["mean_running"] > none["mean_running"]
+    assert kara["steps"] < none["steps"]
+    assert none["ratio_to_first"] == 1.0
+    assert kara["ratio_to_first"] == kara["output_tok_s"] / none["output_tok_s"]
+    shown = capsys.readouterr().out
+    assert "pool of 144 blocks, 0.25 of the demand" in shown
+    (row,) = (line for line in shown.splitlines() if line.startswith(f"| {KARA}"))
+    assert f" {kara['compactions']} " in row
+    assert ("did not pay" in shown) == (kara["ratio_to_first"] < 1)
+
+
+def test_repeats_take_turns_and_show_the_median(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter((10.0, 5.0, 30.0, 6.0, 20.0, 7.0))
+    order = []
+
+    def fake_run(self: object, spec: Any, title: str) -> Figures:
+        order.append(title)
+        return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
+
+    monkeypatch.setattr(throughput.Throughput, "_run_engine", fake_run)
+    policies = ("--policy", "none", "--policy", "kara")
+    status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
+    assert status == 0
+    assert order == [f"{name} {turn}/3" for turn in (1, 2, 3) for name in ("none", "kara")]
+    none, kara = saved["rows"]
+    assert none["output_tok_s_all"] == [10.0, 30.0, 20.0] and none["output_tok_s"] == 20.0
+    assert kara["output_tok_s"] == 6.0 and kara["ratio_to_first"] == 0.3
+
+
+def test_transformers_gives_the_same_tokens(bench: Bench) -> None:
+    flags = ("--num-prompts", "6", "--output-len", "8", "--max-num-seqs", "4")
+    status, saved = bench("bench throughput", *flags, "--policy", "none", "--compare-transformers")
+    none, baseline = saved["rows"]
+    assert status == 0
+    assert baseline["policy"] == "transformers, batch 4" and baseline["policy_args"] is None
+    assert none["output_tokens"] == baseline["output_tokens"] == 48
+    assert baseline["peak_running"] == none["peak_running"] == 4
+    assert baseline["steps"] == 16  # two batches of eight tokens
+
+
+def test_tasks_are_graded_in_every_row(bench: Bench) -> None:
+    flags = ("--dataset", "recall", "--num-prompts", "2", "--max-num-seqs", "2")
+    status, saved = bench("bench throughput", *flags, "--policy", "none", "--compare-transformers")
+    assert status == 0
+    for row in saved["rows"]:
+        assert row["n"] == 2 and row["exact_match"] == 0.0 and 0 <= row["correct_prefix"] < 1
+
+
+def test_policy_fields_may_follow_as_flags(bench: Bench) -> None:
+    fields = ("--policy.window", "32", "--policy.buffer", "4", "--policy.chunk_budget", "2")
+    flags = (*SMALL, "--output-len", "80", "--policy", "none", "--policy", "kara", *fields)
+    status, saved = bench("bench throughput", *flags)
+    assert status == 0
+    assert saved["rows"][1]["policy_args"] == {
+        **{"name": "kara", "window": 32, "buffer": 4, "chunk_budget": 2}
+    }
+    assert saved["rows"][1]["compactions"] > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["kara:window=128,ratio=0.3", '{"name":"kara","window":128,"ratio":0.3}']
+)
+def test_policy_specs_are_read(text: str) -> None:
+    spec = policy_spec(text)
+    assert spec.as_dict == {"name": "kara", "window": 128, "ratio": 0.3}
+    assert spec.label == "kara:window=128,ratio=0.3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--policy", "karo"], "karo"),
+        (["--policy", "kara:windw=3"], "windw"),
+        (["--policy", "kara:window"], "window"),
+        (["--policy", "kara:window=8,buffer=9"], "buffer"),
+        (["--policy", '{"window": 8}'], "names no policy"),
+        (["--policy", "{nonsense"], "JSON"),
+        (["--pool-share", "0.2", "--kv-blocks", "9"], "--kv-blocks"),
+        (["--pool-share", "1.5"], "--pool-share"),
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--dataset", "chain", "--input-len", "8"], "--input-len"),
+        (["--dataset", "chain", "--shape", "4m"], "--shape"),
+        (["--dataset", "chian"], "chian"),
+        (["--save-result", "results.txt"], "results.txt"),
+        (["--policy", "kara", "--policy.windw", "3"], "windw"),
+        (["--policy", "kara", "--policy", "kara", "--policy.window", "64"], "--policy.FIELD"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "throughput", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvserve bench throughput: error: ") and error.count("\n") == 1
+    assert named in error
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = throughput.Throughput._run_engine
+
+    def stop_at_kara(self: Any, spec: Any, title: str) -> Figures:
+        if spec.name == "kara":
+            raise KeyboardInterrupt
+        return real(self, spec, title)
+
+    monkeypatch.setattr(throughput.Throughput, "_run_engine", stop_at_kara)
+    policies = ("--policy", "none", "--policy", "kara")
+    status, saved = bench("bench throughput", *SMALL, *policies)
+    assert status == 130
+    assert not saved["complete"] and [row["policy"] for row in saved["rows"]] == ["none"]
+    assert "cut short" in capsys.readouterr().out
+
+
+class ScriptedEngine:
+    """Two requests; the second one waits until the first has ended."""
+
+    script = ((["0.0"], 1), (["0.0"], 1), (["0.0"], 0), (["1.0"], 1), (["1.0"], 0))
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, RequestOutput] = {}
+        self.steps = 0
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.steps < len(self.script)
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        assert params.greedy and params.ignore_eos
+        self.outputs[request_id] = RequestOutput(request_id, None, prompt, [CompletionOutput(0)])
+
+    def step(self) -> list[RequestOutput]:
+        changed = [self.outputs[request_id] for request_id in self.script[self.steps][0]]
+        for output in changed:
+            choice = output.outputs[0]
+            choice.token_ids.append(7)
+            output.finished = len(choice.token_ids) == (3 if output.request_id == "0.0" else 2)
+            choice.finish_reason = "length" if output.finished else None
+        self.steps += 1
+        return changed
+
+    def stats(self) -> EngineStats:
+        running = self.script[self.steps - 1][1] if self.steps else 0
+        return EngineStats(
+            num_running=running,
+            blocks_total=10,
+            blocks_free=10 - 5 * running,
+            tokens_logical=10 * running,
+            tokens_held=4 * running,
+            compactions_total=100 + self.steps,
+        )
+
+
+def test_figures_are_those_of_the_steps() -> None:
+    figures = play(ScriptedEngine(), random_prompts(2, 4, 3, 50, seed=0, ignore_eos=True)).figures
+    assert figures["output_tokens"] == 5 and figures["input_tokens"] == 8
+    assert figures["steps"] == 5 and figures["compactions"] == 5
+    # A sequence that ended in a step ran in it.
+    assert figures["mean_running"] == 1.0 and figures["peak_running"] == 1
+    assert figures["held_over_logical"] == pytest.approx(0.4)
+    assert figures["mean_pool_usage"] == pytest.approx(0.3)
+    assert figures["output_tok_s"] == pytest.approx(5 / figures["wall_s"])
+    assert figures["finish_reasons"] == {"length": 2}
+    assert figures["cut_short"] == 1  # the second has two tokens of three
+
+
+def test_demand_counts_whole_blocks_of_cached_tokens() -> None:
+    prompts = random_prompts(3, 10, 7, 50, seed=0, ignore_eos=True)
+    assert blocks_at_once(prompts, 16) == 3  # 16 tokens: the last one sampled is not stored
+    assert blocks_at_once(prompts, 15) == 6
+
+
+def test_a_package_inside_another_checkout_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site_packages = tmp_path / "project" / "site-packages"
+    site_packages.mkdir(parents=True)
+    monkeypatch.setattr(report, "_ROOT", site_packages)
+    assert report._commit() == "unknown"
+    subprocess.run(["git", "init", "-q", str(site_packages.parent)], check=True)
+    assert report._commit() == "unknown"
+
+
+def test_tables_are_aligned_and_leave_out_empty_columns() -> None:
+    columns = (Column("name", "a", left=True), Column("x", "b", ".1f"), Column("none", "c"))
+    table = markdown_table(columns, [{"a": "long name", "b": 1.25}, {"a": "y", "b": None}])
+    assert table.splitlines() == [
+        "| name      |   x |",
+        "| --------- | --: |",
+        "| long name | 1.2 |",
+        "| y         |   – |",
+    ]
