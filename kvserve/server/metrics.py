@@ -62,8 +62,9 @@ class Metrics:
             name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
             for name, (help, buckets) in _HISTOGRAMS.items()
         }
-        for histogram in self._histograms.values():
-            histogram.labels(*self._labels)
+        self._observers = {
+            name: histogram.labels(*self._labels) for name, histogram in self._histograms.items()
+        }
         self._finished: Counter[str] = Counter(stop=0, length=0, abort=0)
         self._compactions = Counter({config.compression.policy: 0})
         self._blocks_released = Counter({config.compression.policy: 0})
@@ -88,7 +89,7 @@ class Metrics:
     # ---- observations -------------------------------------------------------------------------
 
     def observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(*self._labels).observe(value)
+        self._observers[name].observe(value)
 
     def count_finished(self, reason: str) -> None:
         self._finished[reason] += 1

@@ -13,6 +13,14 @@ from kvserve.server.state import ServerState
 _THREAD_ABOVE = 20_000
 """Characters above which tokenizing leaves the event loop, so as not to stall the streams."""
 
+_NOT_FOR_TEMPLATES = frozenset(
+    (
+        *("conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    )
+)
+"""Arguments of transformers' ``apply_chat_template`` that a template never sees."""
+
 
 async def encode(
     state: ServerState, prompts: Sequence[str | list[int]], add_special_tokens: bool
@@ -53,7 +61,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             "continue_final_message": request.continue_final_message,
             "chat_template": state.options.chat_template,
         }
-        if clash := sorted(own.keys() & kwargs.keys()):
+        if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):
             raise RequestError(
                 f"chat_template_kwargs must not hold {', '.join(clash)}",
                 param="chat_template_kwargs",

@@ -114,6 +114,7 @@ def test_completion_fields(server: RunningServer, body: dict[str, Any], param: s
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"refuse": True}}, "messages"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message",

@@ -272,7 +272,10 @@ def test_sigterm_drains(server: Server) -> None:
 
 def last_line(*argv: str) -> str:
     process = start(*argv, "--port", "0")
-    _, text = process.communicate(timeout=60)
+    try:
+        _, text = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 1, text
     assert "Traceback" not in text
     line: str = text.strip().splitlines()[-1]
