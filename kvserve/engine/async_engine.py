@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from kvserve.config import EngineConfig
@@ -72,7 +72,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's growing output after every step that changed it.
 
         Raises ``RequestError`` if the request is refused, ``EngineDeadError`` if the engine is

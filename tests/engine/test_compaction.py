@@ -76,12 +76,12 @@ def dense_logits(directory: Path, tokens: list[int], kept: KeptSets) -> Tensor:
         for query in range(length):
             event = [sets for known, sets in kept.masks if known <= query]
             for head in range(heads):
-                seen = range(query + 1)
+                seen = list(range(query + 1))
                 if event:
                     known = [known for known, _ in kept.masks if known <= query][-1]
                     survivors = event[-1][layer][head // group]
                     seen = [p for p in range(query + 1) if p >= known or p in survivors]
-                mask[0, head, query, list(seen)] = 0.0
+                mask[0, head, query, seen] = 0.0
         block.self_attn.register_forward_pre_hook(
             lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
             with_kwargs=True,
@@ -159,7 +159,7 @@ def test_plan_follows_the_worked_example() -> None:
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
     task = CompactionTask(
         policy_id=0,
-        **{  # type: ignore[arg-type]
+        **{
             name: torch.tensor([value], dtype=torch.int32).numpy()
             for name, value in {
                 "rows": 0,

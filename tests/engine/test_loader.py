@@ -27,7 +27,7 @@ def shard(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, part in enumerate((names[::2], names[1::2])):
         name = f"model-0000{i + 1}-of-00002.safetensors"
         save_file({key: tensors[key] for key in part}, directory / name)

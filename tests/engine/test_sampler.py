@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_neighbouring_tokens_and_positions_are_independent() -> None:
         ({"temperature": 0.0}, {4}),
     ],
 )
-def test_filters(changes: dict[str, float], allowed: set[int]) -> None:
+def test_filters(changes: dict[str, Any], allowed: set[int]) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])  # softmax .01 .03 .09 .23 .64
     tokens = draw(replace(BASE, **changes), logits, 500)
     assert set(tokens.tolist()) == allowed

@@ -32,7 +32,7 @@ def make_sequence(seq_id: int, prompt: int, output: int, policy: int) -> Sequenc
 
 
 def drain(scheduler: Scheduler, shadow: ShadowRunner, limit: int = 3000) -> list[Sequence]:
-    finished = []
+    finished: list[Sequence] = []
     for _ in range(limit):
         if not scheduler.has_work:
             return finished
@@ -55,8 +55,8 @@ def test_random_traffic_keeps_every_row_true(seed: int) -> None:
     added = 0
     for _ in range(400):
         if rng.random() < 0.25:
-            prompt, output = int(rng.integers(1, 30)), int(rng.integers(1, 70))
-            seq = make_sequence(added, prompt, output, int(rng.integers(3)))
+            prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
+            seq = make_sequence(added, prompt, more, int(rng.integers(3)))
             needed = scheduler.blocks_at_least(prompt, seq.max_len, seq.trigger)
             assert needed <= scheduler.pool.capacity
             scheduler.add(seq)

@@ -25,7 +25,7 @@ from kvserve.engine.policies.registry import describe_policies, make_policy, pol
 )
 def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) -> None:
     policy = Kara(**fields)
-    assert (policy.trigger.compressible, policy.keep) == (compressible, keep)
+    assert (policy.window - policy.buffer, policy.keep) == (compressible, keep)
 
 
 @pytest.mark.parametrize(
