@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class PolicySpec:
 
     def has_field(self, name: str) -> bool:
         """Whether the policy knows this field, set or not."""
-        return name in {f.name for f in dataclasses.fields(make_policy(self.as_dict))}  # type: ignore[arg-type]
+        policy: Any = make_policy(self.as_dict)
+        return name in {f.name for f in fields_of(policy)}
 
 
 NO_COMPRESSION = PolicySpec("none")
