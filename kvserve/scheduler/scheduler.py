@@ -35,8 +35,9 @@ class Counters:
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
 
-    ``admission_reserve`` is how many tokens a running sequence without events is expected to add
-    before blocks come free; a newcomer is admitted only beside everybody's expected growth.
+    A newcomer is admitted only beside ``admission_reserve`` tokens of growth of every running
+    sequence (fewer where its next event or its end comes first): less admits more and preempts
+    more. Waiting for a whole window would keep out what compression makes room for.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Scheduler:
         max_model_len: int,
         log_block_tokens: int,
         chunked_prefill: bool = True,
-        admission_reserve: int = 64,
+        admission_reserve: int = 32,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -365,17 +366,13 @@ class Scheduler:
         return blocks
 
     def _expected_growth(self) -> int:
-        """Blocks the running sequences will want before their next event (or the reserve) ends."""
+        """Blocks the running sequences will want until their next event, end, or reserve."""
         rows, n = self.rows, self.rows.num_rows
         if not n:
             return 0
         computed = rows.num_computed[:n]
-        horizon = np.where(
-            rows.next_event[:n] == NO_EVENT,
-            rows.num_tokens[:n] + self._reserve,
-            rows.next_event[:n],
-        )
-        growth = np.maximum(np.minimum(horizon, rows.max_len[:n]) - computed, 0)
+        horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
+        growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
         at = np.arange(n, dtype=np.int32)
         return self.blocks.wanted(at, growth, computed)
 
