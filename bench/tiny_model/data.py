@@ -16,8 +16,8 @@ from kvserve.benchmarks import task_text
 from kvserve.benchmarks.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
-LIST_WEIGHT = 3.0
-SUM_WEIGHT = 6.0
+LIST_WEIGHT = 10.0
+SUM_WEIGHT = 4.0
 GAP_SHARE = 0.4
 SYSTEM_SHARE = 0.08
 SYSTEM_UNITS = 32
@@ -56,10 +56,13 @@ class Batch:
 
 
 def needle(rng: random.Random, length: int) -> Sample:
+    """Half the documents use few digits: numbers that begin alike are told apart by name only."""
     questions = rng.randint(1, min(6, max(1, length // 80)))
     units = length - 1 - 16 * questions
     count = rng.randint(max(2, questions), max(2, questions, min(12, units // 20)))
-    return task_text.needles(rng, units, count, questions, held_out=False)
+    kinds = 10 if rng.random() < 0.5 else rng.randint(2, 4)
+    digits = "".join(rng.sample(task_text.DIGITS, kinds))
+    return task_text.needles(rng, units, count, questions, held_out=False, digits=digits)
 
 
 def recall(rng: random.Random, length: int) -> Sample:
@@ -149,7 +152,7 @@ MIX = {
         "redundant-chain": 0.27,
         "talk": 0.03,
     },
-    640: {"needle": 0.2, "aggregation": 0.15, "chain": 0.25, "redundant-chain": 0.4},
+    640: {"needle": 0.35, "aggregation": 0.15, "chain": 0.15, "redundant-chain": 0.35},
     1152: {"needle": 0.6, "aggregation": 0.2, "chain": 0.1, "redundant-chain": 0.1},
 }
 STAGES = (96, 128, 256, 640)

@@ -35,6 +35,7 @@ WORDS = (*NAMES, *ADJECTIVES, *NOUNS, *VERBS, *PREPOSITIONS, *TASK_WORDS)
 
 UNIT = re.compile(r" ?[A-Za-z]+|[^A-Za-z]")
 FILLER_LENGTHS = (6, 7, 11)
+DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,17 @@ def hide(rng: random.Random, sentences: list[str], units: int) -> str:
 
 
 def needles(
-    rng: random.Random, units: int, count: int, questions: int, held_out: bool, task: str = "needle"
+    rng: random.Random,
+    units: int,
+    count: int,
+    questions: int,
+    held_out: bool,
+    task: str = "needle",
+    digits: str = DIGITS,
 ) -> Sample:
     """`count` secret numbers in a text of `units` tokens; the first question follows the text."""
     names = draw_names(rng, count, held_out)
-    values = [f"{rng.randrange(10000):04d}" for _ in names]
+    values = ["".join(rng.choices(digits, k=4)) for _ in names]
     text = hide(
         rng,
         [f" The secret number of {n} is {v}." for n, v in zip(names, values, strict=True)],
