@@ -1,11 +1,20 @@
 """The shipped tasks are fixed, deterministic, held out of training and exactly gradable."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvserve
 from kvserve.benchmarks import task_text
 from kvserve.benchmarks.tasks import TASKS, Sample, grade, make_samples
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(Path(kvserve.__file__).parent / "data/tiny")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -114,3 +123,26 @@ def test_chain_is_exact_when_the_final_answer_is() -> None:
     assert grade(sample, ["Bo= Al1+ Cy9, Bo3; answer Bo3"]).exact
     assert not grade(sample, ["Bo= Al1+ Cy2, Bo3;"]).exact
     assert not grade(sample, ["Bo= Al1+ Cy2, Bo3; answer Bo3 Bo"]).exact
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_units_are_tokens_of_the_tiny_model(task: str, tokenizer: Any) -> None:
+    for sample in make_samples(task, 2, seed=0):
+        for text in (*sample.turns, *sample.answers):
+            assert task_text.count_units(text) == len(tokenizer.encode(f" {text}"))
+
+
+def test_a_fed_back_answer_keeps_its_tokens(tokenizer: Any) -> None:
+    question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    generated = [*tokenizer.encode(" 4759"), tokenizer.eos_token_id]
+    answer = {"role": "assistant", "content": tokenizer.decode(generated, skip_special_tokens=True)}
+    history = tokenizer.apply_chat_template([*question, answer], return_dict=False)
+    assert history == prompt + generated
+
+
+@pytest.mark.parametrize(
+    "text", ["Grüße\n\n\t 你好 🎉", "def f(x):\r\n    return x**2 ", "\x00\x7f é"]
+)
+def test_any_text_round_trips(text: str, tokenizer: Any) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
