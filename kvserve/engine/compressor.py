@@ -22,7 +22,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
-from kvserve.scheduler.trigger import Periodic
+from kvserve.scheduler.trigger import EventPlan
 
 _SCRATCH_BYTES = 256 * 1024 * 1024
 
@@ -36,17 +36,18 @@ class MovePlan:
     dst: Tensor
 
 
-def plan_moves(task: CompactionTask, trigger: Periodic, kept: Tensor) -> MovePlan:
+def plan_moves(task: CompactionTask, kept: Tensor) -> MovePlan:
     """Where every entry from ``copy_start`` on comes from.
 
     kept: int64 [E', L, Hkv, N], ascending places inside each of the E' windows, event by event.
     Per event: entries before the region as they are, each window's kept ones, then everything
-    behind the last window's compressible part.
+    behind the last window.
     """
-    before = task.region_start - task.copy_start
-    chosen = task.windows * trigger.keep
-    taken = task.windows * trigger.compressible
-    after = task.old_lens - task.region_start - taken
+    plan = task.plan
+    before = plan.region_start - task.copy_start
+    chosen = plan.windows * plan.keep
+    taken = plan.windows * plan.window_len
+    after = task.old_lens - plan.region_start - taken
     counts = before + chosen + after
     event = np.repeat(np.arange(len(counts)), counts)
     place = ragged_arange(counts)
@@ -54,10 +55,9 @@ def plan_moves(task: CompactionTask, trigger: Periodic, kept: Tensor) -> MovePla
     behind = place >= (before + chosen)[event]
     src = task.copy_start[event] + place + np.where(behind, (taken - chosen)[event], 0)
     at_kept = np.flatnonzero((place >= before[event]) & ~behind)
-    window_start = _window_starts(task.region_start, task.windows, trigger)
-    lanes = kept.shape[1:3]
+    window_start = _window_starts(plan.region_start, plan)
     moved = kept + _tensor(window_start, kept)[:, None, None, None]
-    source = _tensor(src, kept).expand(*lanes, -1).clone()
+    source = _tensor(src, kept).expand(*kept.shape[1:3], -1).clone()
     source[..., _tensor(at_kept, kept)] = moved.permute(1, 2, 0, 3).flatten(2)
     return MovePlan(_tensor(event, kept), source, _tensor(task.copy_start[event] + place, kept))
 
@@ -75,55 +75,66 @@ class Compressor:
     def run(
         self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> None:
-        """Carry out ``task`` with the tables as they were before it."""
-        trigger = policy.trigger
-        assert isinstance(trigger, Periodic)
-        kept = self._select(task, policy, trigger, block_tables, log_tables)
-        plan = plan_moves(task, trigger, kept)
-        if self.on_moves is not None:
-            self.on_moves(task, plan)
-        cache, size = self._cache, self._cache.layout.block_size
-        rows = _tensor(task.rows, kept)[plan.events]
+        """Carry out ``task`` with the tables as they were before it, events of a shape together."""
+        shapes = np.stack([task.plan.window_len, task.plan.keep], axis=1)
+        for shape in np.unique(shapes, axis=0):
+            part = task.part(np.flatnonzero((shapes == shape).all(axis=1)))
+            kept = self._select(part, policy, block_tables, log_tables)
+            plan = plan_moves(part, kept)
+            if self.on_moves is not None:
+                self.on_moves(part, plan)
+            self._move(part, plan, block_tables)
+
+    def _move(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
+        layout = self._cache.layout
+        size, lanes = layout.block_size, (layout.num_layers, layout.num_kv_heads)
+        rows = _tensor(task.rows, plan.src)[plan.events]
         src = slot_mapping(block_tables, rows, plan.src, size)
-        first = _tensor(task.copy_start // size * size, kept)[plan.events]
-        lanes = (cache.layout.num_layers, cache.layout.num_kv_heads)
-        dst_positions = (plan.dst - first).expand(*lanes, -1)
-        dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=kept.device)
-        dst = slot_mapping(dst_tables, plan.events, dst_positions, size)
-        compact_kv(cache.kv, src, dst)
+        first = _tensor(task.copy_start // size * size, plan.src)[plan.events]
+        dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=plan.src.device)
+        dst = slot_mapping(dst_tables, plan.events, (plan.dst - first).expand(*lanes, -1), size)
+        compact_kv(self._cache.kv, src, dst)
 
     def _select(
-        self,
-        task: CompactionTask,
-        policy: Policy,
-        trigger: Periodic,
-        block_tables: Tensor,
-        log_tables: Tensor,
+        self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> Tensor:
-        """Kept places of every window of the task: [E', L, Hkv, N]."""
-        rows = np.repeat(task.rows, task.windows)
-        physical = _window_starts(task.region_start, task.windows, trigger)
-        logical = _window_starts(task.log_start, task.windows, trigger)
-        step = max(1, self._scratch_bytes // self._window_bytes(trigger))
-        layout, cache = self._cache.layout, self._cache
+        """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
+        plan, cache = task.plan, self._cache
+        length, keep = int(plan.window_len[0]), int(plan.keep[0])
+        num_queries = policy.trigger.num_queries
+        rows = np.repeat(task.rows, plan.windows)
+        physical = _window_starts(plan.region_start, plan)
+        logical = _window_starts(plan.query_start, plan)
+        leaders = policy.leaders(cache.layout.num_layers)
+        scored = sorted(set(leaders))
+        layers = torch.tensor(scored, device=block_tables.device)
+        step = max(1, self._scratch_bytes // self._window_bytes(length, num_queries))
         parts = []
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            entries = _Entries(rows[part], physical[part], trigger.compressible)
-            slots = entries.slots(block_tables, layout, layout.num_kv_heads, layout.block_size)
-            keys = entries.by_window(gather_keys(cache.kv, slots))
-            logged = _Entries(rows[part], logical[part], trigger.window)
-            slots = logged.slots(log_tables, layout, cache.log_heads, cache.log_block_tokens)
-            queries = logged.by_window(gather_queries(cache.query_log, slots))
-            parts.append(policy.select(policy.score(Observation(queries, keys, self._scale))))
-        return torch.cat(parts)
+            entries = _Entries(rows[part], physical[part], length)
+            slots = entries.slots(
+                block_tables, cache.layout, cache.layout.num_kv_heads, cache.layout.block_size
+            )
+            keys = entries.by_window(gather_keys(cache.kv, slots[layers], layers))
+            queries = keys[..., :0, :]
+            if num_queries:
+                logged = _Entries(rows[part], logical[part], num_queries)
+                slots = logged.slots(
+                    log_tables, cache.layout, cache.log_heads, cache.log_block_tokens
+                )
+                queries = logged.by_window(gather_queries(cache.query_log, slots[layers], layers))
+            scores = policy.score(Observation(queries, keys, self._scale))
+            parts.append(policy.select(scores, length, keep))
+        where = [scored.index(leader) for leader in leaders]
+        return torch.cat(parts)[:, where]
 
-    def _window_bytes(self, trigger: Periodic) -> int:
+    def _window_bytes(self, length: int, num_queries: int) -> int:
         """float32 scratch for one window: logits and probabilities of all layers."""
-        layout = self._cache.layout
-        logits = self._cache.log_heads * trigger.window * trigger.compressible
-        entries = (layout.num_kv_heads + self._cache.log_heads) * trigger.window * layout.head_dim
-        return 4 * layout.num_layers * (2 * logits + 2 * entries)
+        layout, log_heads = self._cache.layout, self._cache.log_heads
+        logits = 2 * log_heads * num_queries * length
+        entries = 2 * (layout.num_kv_heads * length + log_heads * num_queries) * layout.head_dim
+        return 4 * layout.num_layers * (logits + entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +157,10 @@ class _Entries:
         return x.unflatten(2, (len(self.rows), self.length)).permute(2, 0, 1, 3, 4)
 
 
-def _window_starts(first: IntArray, windows: IntArray, trigger: Periodic) -> IntArray:
-    """Start of every window of every event; neighbours are ``compressible`` apart."""
-    starts: IntArray = np.repeat(first, windows) + ragged_arange(windows) * trigger.compressible
+def _window_starts(first: IntArray, plan: EventPlan) -> IntArray:
+    """``first`` of every window of every event; neighbours are ``window_len`` apart."""
+    strides = np.repeat(plan.window_len, plan.windows)
+    starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
     return starts
 
 

@@ -16,9 +16,7 @@ from kvserve.engine.sampler import SamplingRows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SchedulerOutput, TableUpdate
-
-_NO_LOG = 2**62
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
 
 
 class InputBatch:
@@ -43,7 +41,7 @@ class InputBatch:
         self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.log_from = torch.full((max_rows,), _NO_LOG, dtype=torch.int64, device=device)
+        self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(max_rows, device)
 
     def apply(self, output: SchedulerOutput) -> None:
@@ -51,20 +49,18 @@ class InputBatch:
         self._swap(output.row_swaps)
         if output.admitted:
             rows = torch.tensor([seq.row for seq in output.admitted], device=self.device)
-            log_from = [
-                seq.num_prompt_tokens if seq.trigger.logs_queries else _NO_LOG
-                for seq in output.admitted
-            ]
             self.kv_lens[:, rows] = 0
             self.num_computed[rows] = 0
-            self.log_from[rows] = torch.tensor(log_from, device=self.device)
+            self.log_from[rows] = self._long(output.admitted_log_from)
             self.sampling.set_rows(output.admitted)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
 
-    def set_kv_lens(self, rows: IntArray, lengths: IntArray) -> None:
-        """After a compaction: all groups of each row hold ``lengths`` entries."""
-        self.kv_lens[:, self._long(rows)] = self._long(lengths)[:, None]
+    def after_compaction(self, task: CompactionTask) -> None:
+        """All groups of each row hold what the task left them."""
+        rows = self._long(task.rows)
+        self.kv_lens[:, rows] = self._long(task.new_lens)[:, None]
+        self.log_from[rows] = self._long(task.log_from)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""

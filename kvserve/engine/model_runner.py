@@ -94,7 +94,7 @@ class ModelRunner:
             policy = self.policies[task.policy_id]
             tables = self.batch.block_tables, self.batch.log_tables
             self.compressor.run(task, policy, *tables)
-            self.batch.set_kv_lens(task.rows, task.new_lens)
+            self.batch.after_compaction(task)
         self.compaction_seconds += time.perf_counter() - started
 
 

@@ -21,7 +21,6 @@ from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import Periodic
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -46,7 +45,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, max_len)
-    query_reduce = policy.query_reduce or "group_mean"
+    query_reduce = policy.query_reduction or "group_mean"
     layout = KVLayout(
         spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
     )
@@ -112,11 +111,9 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _check_policy(policy: Policy, max_len: int) -> None:
-    trigger = policy.trigger
-    if isinstance(trigger, Periodic) and trigger.window > max_len:
-        raise ConfigError(
-            f"--policy.window: {trigger.window} exceeds the context of {max_len} tokens"
-        )
+    window = policy.trigger.num_queries
+    if window > max_len:
+        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
 
 def _num_blocks(

@@ -11,8 +11,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
-
-NOT_LOGGING = 2**31 - 1
+from kvserve.scheduler.trigger import NOT_LOGGING
 
 
 class BlockManager:
@@ -34,12 +33,12 @@ class BlockManager:
         self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
 
-    def start_row(self, row: int, log_from: int) -> None:
-        """An empty row whose queries are logged from a logical position on (or NOT_LOGGING)."""
+    def start_row(self, row: int) -> None:
+        """An empty row that logs no queries."""
         self.kv.start(row, 0)
-        self.log.start(row, 0 if log_from == NOT_LOGGING else log_from // self.log_block_tokens)
+        self.log.start(row, 0)
         self.kv_lens[:, row] = 0
-        self._log_from[row] = log_from
+        self._log_from[row] = NOT_LOGGING
 
     def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
@@ -77,15 +76,21 @@ class BlockManager:
         self.kv_lens[:, rows] = kv_lens
         return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
 
-    def trim_log(self, rows: IntArray, positions: IntArray) -> None:
-        """Give back logged queries in front of logical ``positions``."""
-        self.log.trim_front(rows, positions // self.log_block_tokens)
+    def log_from(self, rows: IntArray, positions: IntArray) -> None:
+        """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
+        self.log.move_front(rows, positions // self.log_block_tokens)
+        self._log_from[rows] = positions
+
+    def logged_from(self, rows: list[int]) -> IntArray:
+        """From which logical positions rows log queries."""
+        logged: IntArray = self._log_from[rows]
+        return logged
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
         self.kv.release_row(row)
         self.log.release_row(row)
-        self.start_row(row, NOT_LOGGING)
+        self.start_row(row)
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""

@@ -51,11 +51,14 @@ class BlockTable:
         per_row: IntArray = surplus.sum(axis=(0, 2), dtype=np.int32)
         return per_row
 
-    def trim_front(self, rows: IntArray, first: IntArray) -> None:
-        """Give back the columns before ``first [rows]``."""
-        surplus = np.maximum(first[None, :, None] - self.first[:, rows], 0)
+    def move_front(self, rows: IntArray, first: IntArray) -> None:
+        """Give back the columns before ``first [rows]``; a row without others goes on there."""
+        first = np.minimum(first, self.blocks.shape[3])[None, :, None]
+        surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
         self.pool.release(self.blocks[_entries(rows, self.first[:, rows], surplus)])
-        self.first[:, rows] += surplus
+        self.first[:, rows] = first
+        for array in (self.end, self._synced):
+            array[:, rows] = np.maximum(array[:, rows], first)
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""

@@ -51,10 +51,9 @@ class RowTable:
         seq.row, seq.status = row, SequenceStatus.RUNNING
         self._counters[:, row] = 0
         self.token_ids[row, : seq.num_tokens] = seq.token_ids
-        self.num_prompt[row] = self.run_start[row] = seq.num_prompt_tokens
+        self.num_prompt[row] = seq.num_prompt_tokens
         self.num_tokens[row] = seq.num_tokens
         self.max_len[row] = seq.max_len
-        self.next_event[row] = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
         self.arrival[row] = seq.arrival
         self.policy_id[row] = seq.policy_id
         self._set_stop_ids(row, seq.stop_token_ids)

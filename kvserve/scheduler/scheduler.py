@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import NOT_LOGGING, BlockManager
+from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, Periodic, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -72,9 +72,9 @@ class Scheduler:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """Blocks without which a sequence cannot get past its prompt and its first event."""
-        first_event = trigger.next_event(num_prompt, num_prompt)
+        first_event, log_from = _first_event(num_prompt, trigger)
         tokens = num_prompt + 1 if first_event == NO_EVENT else min(first_event, max_len)
-        return self._blocks_alone(num_prompt, tokens, trigger)
+        return self._blocks_alone(tokens, log_from)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""
@@ -128,12 +128,13 @@ class Scheduler:
             compactions=compactions,
             row_swaps=tuple(self._swaps),
             admitted=tuple(self._admitted),
+            admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
             prefill=prefill,
             columns=self._columns_in_use(np.concatenate([decoding, prefill.rows])),
-            logs_queries=bool(self.blocks.log.end[:, :n].any()),
+            logs_queries=bool(self.blocks.log.held(n).any()),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.sequences[row] for row in sampled),
         )
@@ -180,42 +181,40 @@ class Scheduler:
         )
 
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
-        """Take all pending windows of rows ``at``; lengths and blocks are exact at once."""
+        """Book the events of rows ``at``; lengths and blocks are exact at once."""
         rows, blocks, size = self.rows, self.blocks, self.layout.block_size
-        trigger = self._triggers[policy_id]
-        assert isinstance(trigger, Periodic)
-        log_start = rows.run_start[at]
-        run = rows.num_computed[at] - log_start
-        windows = trigger.pending_windows(run)
-        evicted = windows * (trigger.compressible - trigger.keep)
+        plan = self._triggers[policy_id].plan(self._row_state(at))
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
-        new = old - evicted
-        region = old - run
-        copy_start = blocks.make_private(at, region, new)
+        new = old - plan.evicted
+        copy_start = blocks.make_private(at, plan.region_start, new)
         released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
-        rows.run_start[at] = log_start + windows * trigger.compressible
-        rows.next_event[at] = trigger.next_event(rows.num_prompt[at], rows.run_start[at])
-        blocks.trim_log(at, rows.run_start[at])
+        rows.run_start[at] = plan.run_start
+        log_from = self._expect_event(policy_id, at)
         rows.compactions[at] += 1
         rows.blocks_released[at] += released
         self.counters.compactions += len(at)
         self.counters.blocks_released += int(released.sum())
-        self.counters.tokens_evicted += int(evicted.sum())
+        self.counters.tokens_evicted += int(plan.evicted.sum())
         first = copy_start // size
         width = int((-(-new // size) - first).max())
         columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
-        return CompactionTask(
-            policy_id=policy_id,
-            rows=at,
-            region_start=region,
-            log_start=log_start,
-            windows=windows,
-            old_lens=old,
-            new_lens=new,
-            copy_start=copy_start,
-            # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
-            dst_blocks=blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1),
-        )
+        # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
+        dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
+        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from)
+
+    def _expect_event(self, policy_id: int, at: IntArray) -> IntArray:
+        """Work out when rows ``at`` are due next; returns from where they log queries."""
+        trigger, state = self._triggers[policy_id], self._row_state(at)
+        next_event = trigger.next_event(state)
+        log_from = trigger.log_from(state, next_event)
+        self.rows.next_event[at] = next_event
+        self.blocks.log_from(at, log_from)
+        return log_from
+
+    def _row_state(self, at: IntArray) -> RowState:
+        rows = self.rows
+        lengths = self.blocks.kv_lens[0, at, 0]
+        return RowState(rows.num_prompt[at], rows.num_computed[at], lengths, rows.run_start[at])
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -339,29 +338,29 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[int, int] | None:
         """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
         seq = self.waiting[0]
-        stop = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
+        stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
         length = self._chunk_length(0, seq.num_tokens, stop, budget)
         target = min(seq.num_tokens, stop)
-        wanted = self._blocks_alone(seq.num_prompt_tokens, target, seq.trigger)
+        wanted = self._blocks_alone(target, log_from)
         if not length or wanted + self._expected_growth() > self.pool.num_free:
             if not self.rows.num_rows and length:
                 self._outgrow(seq)
             return None
         self.waiting.popleft()
-        row = self.rows.add(seq)
-        log_from = seq.num_prompt_tokens if seq.trigger.logs_queries else NOT_LOGGING
-        self.blocks.start_row(row, log_from)
-        at = np.array([row], np.int32)
+        at = np.array([self.rows.add(seq)], np.int32)
+        self.rows.run_start[at] = seq.trigger.start(self.rows.num_prompt[at])
+        self.blocks.start_row(int(at[0]))
+        self._expect_event(seq.policy_id, at)
         self.blocks.grow(at, np.array([target], np.int32), np.zeros(1, np.int32))
         self._admitted.append(seq)
-        return row, length
+        return int(at[0]), length
 
-    def _blocks_alone(self, num_prompt: int, num_tokens: int, trigger: Trigger) -> int:
-        """Blocks of a sequence that holds ``num_tokens`` and has logged those behind its prompt."""
+    def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
         blocks = self.layout.blocks_for(num_tokens)
-        if trigger.logs_queries and num_tokens > num_prompt:
+        if num_tokens > log_from:
             size = self.blocks.log_block_tokens
-            blocks += -(-num_tokens // size) - num_prompt // size
+            blocks += (-(-num_tokens // size) - log_from // size) * self.layout.groups
         return blocks
 
     def _expected_growth(self) -> int:
@@ -383,3 +382,11 @@ class Scheduler:
         """End a sequence that the whole pool cannot hold any longer."""
         self.finish(seq, "length")
         self._outgrown.append(seq)
+
+
+def _first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
+    """Where a fresh sequence's first event is due, and from where it logs queries until then."""
+    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
+    state = RowState(prompt, zero, zero, trigger.start(prompt))
+    next_event = trigger.next_event(state)
+    return int(next_event[0]), int(trigger.log_from(state, next_event)[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvserve.engine.llm_engine import LLMEngine
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask
-from kvserve.scheduler.trigger import Periodic
+from kvserve.scheduler.trigger import EventPlan
 from tests.checkpoints import random_prompts
 
 POLICY = {
@@ -142,10 +143,12 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
             continue
         events = len(plans)
         task, plan = plans[-1]
-        start, old, new = int(task.region_start[0]), int(task.old_lens[0]), int(task.new_lens[0])
+        start, old, new = (
+            int(x[0]) for x in (task.plan.region_start, task.old_lens, task.new_lens)
+        )
         after = entries(new)
         assert torch.equal(after[:, :, :, :start], before["entries"][:, :, :, :start])
-        tail = old - start - int(task.windows[0]) * 16
+        tail = old - start - int(task.plan.windows[0]) * 16
         assert torch.equal(after[..., new - tail :, :], before["entries"][..., old - tail :, :])
         index = plan.src[None, ..., None].expand(2, -1, -1, -1, layout.head_dim)
         copied = before["entries"].gather(3, index)
@@ -157,23 +160,11 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
 def test_plan_follows_the_worked_example() -> None:
     """b=4, prompt 5, 14 entries, W=8, U=2, N=3: two heads keep different places."""
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
-    task = CompactionTask(
-        policy_id=0,
-        **{
-            name: torch.tensor([value], dtype=torch.int32).numpy()
-            for name, value in {
-                "rows": 0,
-                "region_start": 5,
-                "log_start": 5,
-                "windows": 1,
-                "old_lens": 14,
-                "new_lens": 11,
-                "copy_start": 5,
-                "dst_blocks": 0,
-            }.items()
-        },
-    )
-    plan = plan_moves(task, Periodic(window=8, buffer=2, keep=3, period=1), kept)
+    one = {name: np.array([value]) for name, value in (("5", 5), ("1", 1), ("6", 6), ("3", 3))}
+    events = EventPlan(one["5"], one["1"], one["6"], one["3"], one["5"], one["5"])
+    task = CompactionTask(0, np.zeros(1, int), events, np.array([14]), one["5"], one["1"], one["5"])
+    assert task.new_lens.tolist() == [11]
+    plan = plan_moves(task, kept)
     assert plan.dst.tolist() == [5, 6, 7, 8, 9, 10]
     assert plan.src[0, 0].tolist() == [5, 7, 10, 11, 12, 13]
     assert plan.src[0, 1].tolist() == [6, 7, 8, 11, 12, 13]

@@ -13,7 +13,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import Periodic, Trigger
+from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
 
 Entry = tuple[int, int]
 
@@ -34,8 +34,7 @@ class ShadowRunner:
         self.owner = np.full(rows, -1)
         self.entries: list[list[int]] = [[] for _ in range(rows)]
         self.computed = np.zeros(rows, int)
-        self.prompt = np.zeros(rows, int)
-        self.logs = np.zeros(rows, bool)
+        self.log_from = np.zeros(rows, int)
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def run(self, output: SchedulerOutput) -> IntArray:
@@ -43,15 +42,14 @@ class ShadowRunner:
         for task in output.compactions:
             self._compact(task)
         for a, b in output.row_swaps:
-            for array in (self.owner, self.computed, self.prompt, self.logs):
+            for array in (self.owner, self.computed, self.log_from):
                 array[a], array[b] = array[b], array[a]
             self.entries[a], self.entries[b] = self.entries[b], self.entries[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
-        for seq in output.admitted:
+        for seq, log_from in zip(output.admitted, output.admitted_log_from, strict=True):
             self.owner[seq.row], self.entries[seq.row] = seq.seq_id, []
-            self.computed[seq.row], self.prompt[seq.row] = 0, seq.num_prompt_tokens
-            self.logs[seq.row] = seq.trigger.logs_queries
+            self.computed[seq.row], self.log_from[seq.row] = 0, log_from
             self.events[seq.seq_id] = []
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
@@ -79,19 +77,21 @@ class ShadowRunner:
             assert self.scheduler.pool.ref[slot[0]] == 1, "a shared or free block is written"
             self.memory[slot] = (self.owner[row], position)
             self.entries[row].append(position)
-            if self.logs[row] and position >= self.prompt[row]:
+            if position >= self.log_from[row]:
                 block = self.log_tables[0, row, 0, position // self.log_size]
                 assert self.scheduler.pool.ref[block] == 1
                 self.log_memory[block, position % self.log_size] = (self.owner[row], position)
             self.computed[row] += 1
 
     def _compact(self, task: CompactionTask) -> None:
-        trigger = self.triggers[task.policy_id]
-        assert isinstance(trigger, Periodic)
+        queries, plan = self.triggers[task.policy_id].num_queries, task.plan
         for e, row in enumerate(task.rows):
-            start, log_start, windows = task.region_start[e], task.log_start[e], task.windows[e]
-            old, size = self.entries[row], self.size
-            for position in range(log_start, log_start + windows * trigger.compressible):
+            start, windows, length = plan.region_start[e], plan.windows[e], plan.window_len[e]
+            old, size, first_query = self.entries[row], self.size, plan.query_start[e]
+            last_query = first_query + (windows - 1) * length + queries
+            if self.log_from[row] == NOT_LOGGING:
+                first_query = last_query  # this trigger's queries are recomputed, or not needed
+            for position in range(first_query, last_query):
                 block = self.log_tables[0, row, 0, position // self.log_size]
                 assert self.log_memory[block, position % self.log_size] == (
                     self.owner[row],
@@ -99,15 +99,16 @@ class ShadowRunner:
                 ), "a query that the event needs is not in the log"
             kept = []
             for w in range(windows):
-                first = start + w * trigger.compressible
-                kept += old[first : first + trigger.compressible][::-1][: trigger.keep][::-1]
-            new = old[:start] + kept + old[start + windows * trigger.compressible :]
+                first = start + w * length
+                kept += old[first : first + length][-plan.keep[e] :]
+            new = old[:start] + kept + old[start + windows * length :]
             assert len(old) == task.old_lens[e] and len(new) == task.new_lens[e]
             first_column = task.copy_start[e] // size
             for i in range(task.copy_start[e], len(new)):
                 block = task.dst_blocks[0, e, 0, i // size - first_column]
                 self.memory[block, i % size] = (self.owner[row], new[i])
             self.entries[row] = new
+            self.log_from[row] = task.log_from[e]
             self.events[self.owner[row]].append((int(self.computed[row]), int(windows)))
 
     def _slot(self, row: int, index: int) -> tuple[int, int]:

@@ -22,10 +22,13 @@ class PolicyError(ValueError):
 
 
 class Policy(Protocol):
-    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact."""
+    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact.
+
+    Subclass it: what a policy does not need has a default.
+    """
 
     name: ClassVar[str]
-    granularity: ClassVar[Granularity]
+    granularity: ClassVar[Granularity] = Granularity.MODEL
 
     @property
     def trigger(self) -> Trigger:
@@ -33,16 +36,20 @@ class Policy(Protocol):
         ...
 
     @property
-    def query_reduce(self) -> str | None:
-        """How logged queries are reduced over a GQA group, or ``None`` if none are needed."""
-        ...
+    def query_reduction(self) -> str | None:
+        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
+        return None
+
+    def leaders(self, num_layers: int) -> list[int]:
+        """For each layer, the layer whose scores and choice it uses."""
+        return list(range(num_layers))
 
     def score(self, obs: Observation) -> Tensor:
-        """float32 [E, L, Hkv, n]; higher is kept."""
+        """float32 [E, L', Hkv, S'] for the leaders; higher is kept."""
         ...
 
-    def select(self, scores: Tensor) -> Tensor:
-        """Kept places inside the region, ascending int64 [E, L, Hkv, keep]."""
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep]."""
         ...
 
 

@@ -14,15 +14,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import argument, exact_ratio, integers, require
+from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
 from kvserve.engine.policies.scoring import AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Periodic, Trigger
 
 
 @dataclass(frozen=True)
-class Kara:
+class Kara(Policy):
     """Keep a fixed share of every window of generated tokens; the prompt is left alone.
 
     Use it for long generations on a pool that is too small for them. With room for everything it
@@ -30,7 +29,6 @@ class Kara:
     """
 
     name: ClassVar[str] = "kara"
-    granularity: ClassVar[Granularity] = Granularity.MODEL
 
     window: int = argument(512, "W: generated tokens per window, above buffer")
     buffer: int = argument(32, "U: newest tokens of a window, always kept; they open the next one")
@@ -88,6 +86,10 @@ class Kara:
         return ceil(ratio * (self.window - self.buffer))
 
     @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+    @property
     def trigger(self) -> Trigger:
         return Periodic(self.window, self.buffer, self.keep, self.period)
 
@@ -95,6 +97,6 @@ class Kara:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
         return obs.mass(self.query_aggregate)
 
-    def select(self, scores: Tensor) -> Tensor:
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""
-        return token_to_chunk(scores, self.keep, self.chunk_budget, self.max_chunk)
+        return token_to_chunk(scores, keep, self.chunk_budget, self.max_chunk)
