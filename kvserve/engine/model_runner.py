@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,8 @@ class ModelRunner:
         """By ``CompactionTask.policy_id``; the engine appends to it."""
         self.compaction_seconds = 0.0
         self.compressor = Compressor(cache, model.scale)
+        self.force: Callable[[Tensor], Tensor] | None = None
+        """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -81,7 +84,10 @@ class ModelRunner:
             return LaunchedStep(None, rows)
         at = torch.as_tensor(last, device=hidden.device).long()
         logits = self.model.logits(hidden[at])
-        sampled = self.batch.sampling.sample(logits, rows, batch.positions[at] + 1)
+        positions = batch.positions[at] + 1
+        sampled = self.batch.sampling.sample(logits, rows, positions)
+        if self.force is not None:
+            sampled = SampledTokens(self.force(positions))
         where = torch.as_tensor(rows, device=hidden.device).long()
         self.batch.last_token[where] = sampled.token_ids
         return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows))
