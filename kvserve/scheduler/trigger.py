@@ -175,6 +175,43 @@ class WhenOver:
 
 
 @dataclass(frozen=True)
+class Bounded:
+    """A prompt above ``keep`` is cut at its end, and whatever follows when ``limit`` are held.
+
+    With ``block`` it is cut every ``block`` of its tokens too, so that later ones attend to the
+    survivors alone and never more than ``keep + block`` entries are held. Without ``limit``
+    generated text stays.
+    """
+
+    keep: int
+    limit: int | None
+    num_queries: int
+    block: int | None = None
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return np.zeros_like(num_prompt)
+
+    def next_event(self, rows: RowState) -> IntArray:
+        evicted = rows.num_computed - rows.kv_len
+        over = evicted + self.keep + 1
+        reads = (rows.num_computed < rows.num_prompt) & (over <= rows.num_prompt)
+        cut = rows.num_prompt
+        if self.block is not None:
+            cut = np.minimum(-(-over // self.block) * self.block, cut)
+        later: IntArray | int = NO_EVENT if self.limit is None else evicted + self.limit
+        return np.where(reads, cut, np.maximum(rows.num_prompt, later)).astype(np.int32)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return _last_queries(next_event, self.num_queries)
+
+    def plan(self, rows: RowState) -> EventPlan:
+        def keep(n: IntArray) -> IntArray:
+            return np.full_like(n, self.keep)
+
+        return _whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
+
+
+@dataclass(frozen=True)
 class Periodic:
     """Every ``period`` decode steps of the sequence, once ``window`` tokens are uncompressed.
 
