@@ -16,6 +16,7 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
@@ -64,7 +65,8 @@ class ModelRunner:
         self.policies = policies
         """By ``CompactionTask.policy_id``; the engine appends to it."""
         self.compaction_seconds = 0.0
-        self.compressor = Compressor(cache, model.scale)
+        recomputer = QueryRecomputer(model, cache, batch, attention)
+        self.compressor = Compressor(cache, model.scale, recomputer)
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 

@@ -68,6 +68,13 @@ class RowTable:
         seq.blocks_released = int(self.blocks_released[row])
         seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
 
+    def tokens_from(self, at: IntArray, start: IntArray) -> IntArray:
+        """Computed tokens of rows ``at`` from positions ``start`` on, padded behind: [n, T]."""
+        last = self.num_computed[at] - 1
+        places = start[:, None] + np.arange((last - start).max() + 1)
+        tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
+        return tokens
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         longest = int(max(self.num_tokens[a], self.num_tokens[b]))

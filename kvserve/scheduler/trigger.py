@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -56,10 +56,16 @@ class EventPlan:
 
 
 class Trigger(Protocol):
-    """``num_queries`` is how many queries a window is scored with (0: keys alone)."""
+    """``num_queries`` is how many queries a window has to be scored with (0: keys alone).
+
+    They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
+    """
 
     @property
     def num_queries(self) -> int: ...
+
+    @property
+    def logs(self) -> bool: ...
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``run_start`` of a sequence that has computed nothing."""
@@ -104,6 +110,7 @@ class Budget:
 class Never:
     """The trigger of a policy that never compacts."""
 
+    logs: ClassVar[bool] = True
     num_queries: int = 0
 
     def start(self, num_prompt: IntArray) -> IntArray:
@@ -123,6 +130,7 @@ class Never:
 class AtPrefillEnd:
     """Once, when the prompt is in: the whole row is cut to its budget, if it is longer."""
 
+    logs: ClassVar[bool] = True
     budget: Budget
     num_queries: int
 
@@ -148,6 +156,7 @@ class WhenOver:
     limit is cut at its end, and every event sees the whole row.
     """
 
+    logs: ClassVar[bool] = True
     limit: int
     keep: int
     num_queries: int

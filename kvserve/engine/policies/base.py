@@ -41,6 +41,19 @@ class Policy(Protocol):
         """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
         return None
 
+    @property
+    def recomputed_reduction(self) -> str | None:
+        """As ``query_reduction``, where queries are recomputed at the event instead of logged.
+
+        For triggers that do not log, and whose windows are scored by their own tokens.
+        """
+        return None
+
+    @property
+    def query_places(self) -> range:
+        """Which of a window's ``trigger.num_queries`` queries score it."""
+        return range(self.trigger.num_queries)
+
     def leaders(self, num_layers: int) -> list[int]:
         """For each layer, the layer whose scores and choice it uses."""
         return list(range(num_layers))
