@@ -192,6 +192,7 @@ class Bounded:
     generated text stays.
     """
 
+    logs: ClassVar[bool] = True
     keep: int
     limit: int | None
     num_queries: int

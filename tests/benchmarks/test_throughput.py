@@ -19,8 +19,10 @@ from kvserve.server.cli import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
-SMALL = ("--num-prompts", "16", "--input-len", "16", "--output-len", "128", "--block-size", "4")
-SMALL = (*SMALL, "--max-num-seqs", "16", "--max-model-len", "256")
+SMALL = (
+    *("--num-prompts", "16", "--input-len", "16", "--output-len", "128", "--block-size", "4"),
+    *("--max-num-seqs", "16", "--max-model-len", "256"),
+)
 ROW_KEYS = {
     *("policy", "policy_args", "output_tokens", "wall_s", "output_tok_s", "ratio_to_first"),
     *("mean_running", "peak_running", "held_over_logical", "blocks_released", "compactions"),

@@ -66,6 +66,22 @@ def test_chunks_and_blocks_make_no_difference(llama_dir: Path) -> None:
         assert np.array_equal(found.held, expected.held)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "snapkv", "budget": 24, "window": 8},
+        {"name": "keydiff", "budget": 24, "mode": "block", "block": 16},
+        {"name": "streaming_llm", "budget": 24},
+    ],
+)
+def test_a_prompt_alone_is_compressed_at_its_end(llama_dir: Path, policy: Any) -> None:
+    expected = inspect(llm_of(llama_dir, policy), PROMPT)
+    assert expected.events[-1].seen == 37 and 24 >= expected.held.shape[2] >= 23
+    for settings in ({"block_size": 4}, {"max_num_batched_tokens": 7, "max_num_seqs": 1}):
+        found = inspect(llm_of(llama_dir, policy, **settings), PROMPT)
+        assert np.array_equal(found.held, expected.held)
+
+
 def test_an_event_due_at_the_very_end_has_run(llama_dir: Path) -> None:
     found = inspect(llm_of(llama_dir), PROMPT, CONTINUATION[:20])
     assert [event.seen for event in found.events] == [57]

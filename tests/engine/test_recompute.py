@@ -18,7 +18,6 @@ from tests.checkpoints import random_prompts
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
 (PROMPT,) = random_prompts([11], seed=3)
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def running(directory: Path, tokens: int, **fields: Any) -> LLM:
@@ -62,7 +61,7 @@ def test_without_an_event_they_equal_the_logged_ones(
     positions = list(range(11, 60))
     expected = logged(llm, positions)
     assert expected.abs().amax(dim=(1, 2, 3)).min() > 0.5
-    torch.testing.assert_close(recomputed(llm, positions, heads), expected, **CLOSE)
+    torch.testing.assert_close(recomputed(llm, positions, heads), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("events", [False, True])
@@ -74,7 +73,7 @@ def test_any_subset_equals_the_full_pass(llama_dir: Path, events: bool) -> None:
     for subset in ([start], [77], [start + 1, start + 5, 77], list(range(77, start, -3))):
         found = recomputed(llm, subset, 8)
         places = torch.tensor(subset) - start
-        torch.testing.assert_close(found, full[..., places, :], **CLOSE)
+        torch.testing.assert_close(found, full[..., places, :], atol=1e-4, rtol=1e-4)
 
 
 def test_recomputing_changes_nothing(llama_dir: Path) -> None:
