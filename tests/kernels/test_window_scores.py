@@ -69,7 +69,11 @@ def test_invariants() -> None:
 # ---- scores of the entries before the window ----------------------------------------------------
 
 GQA_SHAPES = [(1, 1), (2, 1), (2, 3), (1, 4), (3, 2)]
-REDUCE = {"mean": lambda x: sum(x) / len(x), "max": max, "sum": sum}
+REDUCE: dict[str, Callable[..., float]] = {
+    "mean": lambda x: sum(x) / len(x),
+    "max": max,
+    "sum": sum,
+}
 
 
 def softmax(row: list[float]) -> list[float]:

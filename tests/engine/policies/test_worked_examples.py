@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -42,14 +41,14 @@ def attention(rows: list[list[list[float]]]) -> Observation:
 
 def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], list[list[int]]]:
     """Store keys [n, D] one by one. Where events ran, and what was held after each key."""
-    one = {"num_prompt": np.array([num_prompt], np.int32)}
+    prompt = np.array([num_prompt], np.int32)
     held: list[int] = []
     events, history = [], []
-    run_start = policy.trigger.start(one["num_prompt"])
+    run_start = policy.trigger.start(prompt)
 
     def rows(computed: int) -> RowState:
-        lengths = (np.array([n], np.int32) for n in (computed, len(held)))
-        return RowState(one["num_prompt"], *lengths, run_start)
+        seen, length = (np.array([n], np.int32) for n in (computed, len(held)))
+        return RowState(prompt, seen, length, run_start)
 
     due = int(policy.trigger.next_event(rows(0))[0])
     for position in range(len(keys)):
@@ -141,7 +140,7 @@ def test_a_long_prompt_is_cut_at_its_end() -> None:
     [
         (SnapKV(ratio=0.2, window=8), 200, 40),  # 39 in binary floats of the removed fraction
         (SnapKV(ratio="1/3", window=8), 100, 33),
-        (SnapKV(ratio=Fraction(1, 3), window=8), 20, 9),  # the window and one more  # type: ignore
+        (SnapKV(ratio="1/3", window=8), 20, 9),  # the window and one more
         (SnapKV(ratio=0.1, window=8), 9, 9),
         (SnapKV(ratio=1, window=8), 77, 77),
         (KeyDiff(ratio=0.1), 10, 1),
