@@ -61,15 +61,27 @@ class BlockManager:
         Returns where the copy of each row must begin: ``start``, or the beginning of the first
         replaced column (its earlier entries move along).
         """
-        size = self.layout.block_size
-        first = start // size
-        counts = -(-end // size) - first
-        owner = np.repeat(np.arange(len(rows)), counts)
-        column = np.repeat(first, counts) + ragged_arange(counts)
+        owner, column = self._columns_of(start, end)
         replaced = self.kv.replace_shared(rows[owner], column)
         copy_start = start.copy()
-        np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
+        np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
+
+    def private_wanted(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
+        """Blocks that ``make_private`` would take for each row."""
+        owner, column = self._columns_of(start, end)
+        shared = self.kv.shared(rows[owner], column)
+        return np.bincount(owner, weights=shared, minlength=len(rows)).astype(np.int32)
+
+    def blocks_between(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
+        """All blocks that hold entries ``[start, end)`` of each row."""
+        owner, column = self._columns_of(start, end)
+        return np.asarray(self.kv.blocks[:, rows[owner], :, column].ravel())
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with the entries of shared ``columns [n, LG, R]``."""
+        self.kv.adopt(row, columns)
+        self.kv_lens[:, row] = len(columns) * self.layout.block_size
 
     def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
         """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given up, ``[rows]``."""
@@ -103,12 +115,19 @@ class BlockManager:
         self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
         self._log_from[[a, b]] = self._log_from[[b, a]]
 
-    def check_integrity(self) -> None:
-        """Reference counts equal the tables; lengths fit their columns."""
-        held = np.concatenate([self.kv.all_held(), self.log.all_held()])
+    def check_integrity(self, cached: IntArray) -> None:
+        """Reference counts equal the tables and ``cached`` blocks; lengths fit their columns."""
+        held = np.concatenate([self.kv.all_held(), self.log.all_held(), cached])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
+
+    def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+        """Owner and column of every column that holds entries ``[start, end)`` of n rows."""
+        first = start // self.layout.block_size
+        counts = -(-end // self.layout.block_size) - first
+        owner = np.repeat(np.arange(len(start)), counts)
+        return owner, np.repeat(first, counts) + ragged_arange(counts)
 
     def _ends(
         self, rows: IntArray, new: IntArray, positions: IntArray

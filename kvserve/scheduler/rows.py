@@ -13,7 +13,9 @@ class RowTable:
 
     ``num_tokens`` counts the token being sampled; ``num_computed`` is the logical length of the
     cache; ``run_start`` the logical position of the oldest token that no event has taken;
-    ``caught_up`` is 1 once the row's next token comes from the sampler.
+    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_identity`` bounds the
+    entries that are still the plain image of their tokens, ``num_published`` counts the columns
+    that the prefix cache has seen.
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
@@ -23,7 +25,7 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
-        self._counters: IntArray = np.zeros((12, max_rows), np.int32)
+        self._counters: IntArray = np.zeros((14, max_rows), np.int32)
         (
             self.num_prompt,
             self.num_tokens,
@@ -37,6 +39,8 @@ class RowTable:
             self.compactions,
             self.blocks_released,
             self.peak_blocks,
+            self.num_identity,
+            self.num_published,
         ) = self._counters
 
     def live(self) -> list[Sequence]:

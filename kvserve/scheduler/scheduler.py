@@ -16,9 +16,10 @@ from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -49,12 +50,14 @@ class Scheduler:
         max_model_len: int,
         log_block_tokens: int,
         chunked_prefill: bool = True,
+        prefix_caching: bool = True,
         admission_reserve: int = 64,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
         self.blocks = BlockManager(layout, self.pool, max_num_seqs, max_model_len, log_block_tokens)
         self.rows = RowTable(max_num_seqs, max_model_len)
+        self.prefix_cache = PrefixCache(self.pool) if prefix_caching else None
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
         self._max_tokens = max_num_batched_tokens
@@ -88,6 +91,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
+            self._publish(seq, int(self.rows.num_computed[seq.row]))
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
@@ -108,6 +112,7 @@ class Scheduler:
         rows = self.rows
         compactions = self._compact_due()
         self._drop_finished()
+        self._demote_due()
         self._promote()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
@@ -122,12 +127,14 @@ class Scheduler:
         sampled = np.concatenate([decoding, prefill.rows[complete]])
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
+        self._publish_prompts(prefill.rows)
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         output = SchedulerOutput(
             compactions=compactions,
             row_swaps=tuple(self._swaps),
             admitted=tuple(self._admitted),
+            admitted_computed=np.array([seq.num_cached_tokens for seq in self._admitted], np.int32),
             admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
@@ -160,7 +167,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
-        self.blocks.check_integrity()
+        cached = np.zeros(0, np.int32) if self.prefix_cache is None else self.prefix_cache.held()
+        self.blocks.check_integrity(cached)
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
@@ -175,10 +183,24 @@ class Scheduler:
     def _compact_due(self) -> tuple[CompactionTask, ...]:
         rows, n = self.rows, self.rows.num_rows
         due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
-        return tuple(
-            self._compact(policy_id, due[rows.policy_id[due] == policy_id])
-            for policy_id in np.unique(rows.policy_id[due]).tolist()
-        )
+        due = due[rows.arrival[due].argsort(kind="stable")]
+        tasks = []
+        for policy_id in np.unique(rows.policy_id[due]).tolist():
+            at = due[rows.policy_id[due] == policy_id]
+            at = at[: self._affordable(at, self._triggers[policy_id].plan(self._row_state(at)))]
+            if len(at):
+                tasks.append(self._compact(policy_id, at))
+        return tuple(tasks)
+
+    def _affordable(self, at: IntArray, plan: EventPlan) -> int:
+        """How many of the events there are private blocks for; the others wait a step."""
+        new = self.blocks.kv_lens[0, at, 0] - plan.evicted
+        wanted = self.blocks.private_wanted(at, plan.region_start, new)
+        if self.prefix_cache is not None and not self._have_free(int(wanted.sum())):
+            # Blocks that only this row and the cache name can be written once the cache lets go.
+            self.prefix_cache.forget(self.blocks.blocks_between(at, plan.region_start, new))
+            wanted = self.blocks.private_wanted(at, plan.region_start, new)
+        return int(np.searchsorted(wanted.cumsum(), self.pool.num_free, side="right"))
 
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
         """Book the events of rows ``at``; lengths and blocks are exact at once."""
@@ -186,6 +208,7 @@ class Scheduler:
         plan = self._triggers[policy_id].plan(self._row_state(at))
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
         new = old - plan.evicted
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
         copy_start = blocks.make_private(at, plan.region_start, new)
         released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
         rows.run_start[at] = plan.run_start
@@ -248,11 +271,19 @@ class Scheduler:
             self._drop_row(seq)
         self._finished.clear()
 
+    def _demote_due(self) -> None:
+        """Decoding rows whose event has to wait for blocks sit the step out."""
+        rows = self.rows
+        waiting = rows.num_computed[: rows.num_decoding] >= rows.next_event[: rows.num_decoding]
+        for row in np.flatnonzero(waiting)[::-1]:
+            rows.num_decoding -= 1
+            self._swap(int(row), rows.num_decoding)
+
     def _promote(self) -> None:
         """Rows that got their first token join the decoding ones."""
         rows = self.rows
         for row in range(rows.num_decoding, rows.num_rows):
-            if rows.caught_up[row]:
+            if rows.caught_up[row] and rows.num_computed[row] < rows.next_event[row]:
                 self._swap(row, rows.num_decoding)
                 rows.num_decoding += 1
 
@@ -282,7 +313,7 @@ class Scheduler:
         while self.rows.num_decoding:
             at = np.arange(self.rows.num_decoding, dtype=np.int32)
             computed = self.rows.num_computed[at]
-            if self.blocks.wanted(at, np.ones_like(at), computed) <= self.pool.num_free:
+            if self._have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
                 return
             self._preempt_newest()
 
@@ -330,30 +361,87 @@ class Scheduler:
             rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
         )
         new = np.array([length], np.int32)
-        if self.blocks.wanted(at, new, rows.num_computed[at]) > self.pool.num_free:
+        if not self._have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
             return 0
         self.blocks.grow(at, new, rows.num_computed[at])
         return length
 
     def _admit(self, budget: int) -> tuple[int, int] | None:
         """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
-        seq = self.waiting[0]
+        seq, rows = self.waiting[0], self.rows
         stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
-        length = self._chunk_length(0, seq.num_tokens, stop, budget)
         target = min(seq.num_tokens, stop)
-        wanted = self._blocks_alone(target, log_from)
-        if not length or wanted + self._expected_growth() > self.pool.num_free:
-            if not self.rows.num_rows and length:
-                self._outgrow(seq)
-            return None
-        self.waiting.popleft()
-        at = np.array([self.rows.add(seq)], np.int32)
-        self.rows.run_start[at] = seq.trigger.start(self.rows.num_prompt[at])
-        self.blocks.start_row(int(at[0]))
-        self._expect_event(seq.policy_id, at)
-        self.blocks.grow(at, np.array([target], np.int32), np.zeros(1, np.int32))
-        self._admitted.append(seq)
-        return int(at[0]), length
+        columns = self._cached_columns(seq, min(target - 1, log_from))
+        cached = len(columns) * self.layout.block_size
+        length = self._chunk_length(cached, seq.num_tokens, stop, budget)
+        self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
+        wanted = self._blocks_alone(target, log_from) - columns.size
+        fits = wanted + self._expected_growth() <= self._headroom() and self._have_free(wanted)
+        if length and fits:
+            self.waiting.popleft()
+            at = np.array([rows.add(seq)], np.int32)
+            rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
+            rows.num_identity[at] = NO_EVENT
+            rows.num_computed[at] = seq.num_cached_tokens = cached
+            rows.num_published[at] = len(columns)
+            self.blocks.start_row(int(at[0]))
+            self.blocks.adopt(int(at[0]), columns)
+            self._expect_event(seq.policy_id, at)
+            self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
+            self._admitted.append(seq)
+        self.pool.release(columns.ravel())
+        if length and not fits and not rows.num_rows:
+            self._outgrow(seq)
+        return (seq.row, length) if length and fits else None
+
+    def _cached_columns(self, seq: Sequence, limit: int) -> IntArray:
+        """Columns ``[n, LG, R]`` of the prefix cache that hold the sequence's first tokens.
+
+        At most ``limit`` tokens: the rest has to be computed, for its logits or its queries.
+        """
+        size, shape = self.layout.block_size, (0, self.layout.layer_groups, self.layout.rows)
+        if self.prefix_cache is None or limit < size:
+            return np.zeros(shape, np.int32)
+        seq.column_hashes = column_hashes(seq.token_ids, size, seq.column_hashes)
+        found = self.prefix_cache.match(seq.column_hashes[: limit // size])
+        return np.stack(found) if found else np.zeros(shape, np.int32)
+
+    def _publish_prompts(self, at: IntArray) -> None:
+        """Offer the prompt columns that rows ``at`` complete in this step to the prefix cache."""
+        rows = self.rows
+        computed = np.minimum(rows.num_computed[at], rows.num_prompt[at])
+        for row in at[computed // self.layout.block_size > rows.num_published[at]]:
+            seq = rows.sequences[row]
+            assert seq is not None
+            self._publish(seq, int(min(rows.num_computed[row], rows.num_prompt[row])))
+
+    def _publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
+        if self.prefix_cache is None:
+            return
+        rows, row, size = self.rows, seq.row, self.layout.block_size
+        first, end = (
+            int(rows.num_published[row]),
+            min(num_tokens, int(rows.num_identity[row])) // size,
+        )
+        if end > first:
+            tokens = rows.token_ids[row, : end * size]
+            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
+            columns = self.blocks.kv.blocks[:, row, :, first:end].transpose(2, 0, 1)
+            self.prefix_cache.publish(seq.column_hashes[first:end], columns)
+            rows.num_published[row] = end
+
+    def _headroom(self) -> int:
+        """Blocks that are free or held by the prefix cache alone."""
+        evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+        return self.pool.num_free + evictable
+
+    def _have_free(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, after evicting cached columns if need be."""
+        missing = count - self.pool.num_free
+        if missing > 0 and self.prefix_cache is not None:
+            self.prefix_cache.evict(missing)
+        return count <= self.pool.num_free
 
     def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
         """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
