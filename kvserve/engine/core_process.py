@@ -113,7 +113,8 @@ class ParentLink:
 
 def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
     """Main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them, and may want to drain
     configure_logging(log_level)
     channel = _SocketChannel(commands, outputs)
     try:

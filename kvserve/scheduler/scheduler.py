@@ -36,8 +36,9 @@ class Counters:
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
 
-    ``admission_reserve`` is how many tokens a running sequence without events is expected to add
-    before blocks come free; a newcomer is admitted only beside everybody's expected growth.
+    A newcomer is admitted only beside ``admission_reserve`` tokens of growth of every running
+    sequence (fewer where its next event or its end comes first): less admits more and preempts
+    more. Waiting for a whole window would keep out what compression makes room for.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scheduler:
         log_block_tokens: int,
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
-        admission_reserve: int = 64,
+        admission_reserve: int = 32,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -105,6 +106,11 @@ class Scheduler:
         """Sequences that hold a row and go on."""
         return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that only the prefix cache names; they make room when needed."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+
     # ---- one step ----------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
@@ -127,7 +133,6 @@ class Scheduler:
         sampled = np.concatenate([decoding, prefill.rows[complete]])
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
-        self._publish_prompts(prefill.rows)
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         output = SchedulerOutput(
@@ -328,12 +333,14 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
+                self._publish_chunk(row, length)
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             admitted = self._admit(budget)
             if admitted is None:
                 break
             chunks.append(admitted)
             budget -= admitted[1]
+            self._publish_chunk(*admitted)
         return chunks
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
@@ -376,7 +383,10 @@ class Scheduler:
         length = self._chunk_length(cached, seq.num_tokens, stop, budget)
         self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
         wanted = self._blocks_alone(target, log_from) - columns.size
-        fits = wanted + self._expected_growth() <= self._headroom() and self._have_free(wanted)
+        fits = (
+            wanted + self._expected_growth() <= self.pool.num_free + self.num_cached_blocks
+            and self._have_free(wanted)
+        )
         if length and fits:
             self.waiting.popleft()
             at = np.array([rows.add(seq)], np.int32)
@@ -406,14 +416,15 @@ class Scheduler:
         found = self.prefix_cache.match(seq.column_hashes[: limit // size])
         return np.stack(found) if found else np.zeros(shape, np.int32)
 
-    def _publish_prompts(self, at: IntArray) -> None:
-        """Offer the prompt columns that rows ``at`` complete in this step to the prefix cache."""
-        rows = self.rows
-        computed = np.minimum(rows.num_computed[at], rows.num_prompt[at])
-        for row in at[computed // self.layout.block_size > rows.num_published[at]]:
-            seq = rows.sequences[row]
-            assert seq is not None
-            self._publish(seq, int(min(rows.num_computed[row], rows.num_prompt[row])))
+    def _publish_chunk(self, row: int, length: int) -> None:
+        """Offer the prompt columns that a chunk completes to sequences admitted after it.
+
+        They may read them in the same step: a layer stores all its new entries before it attends.
+        """
+        seq = self.rows.sequences[row]
+        assert seq is not None
+        end = int(self.rows.num_computed[row]) + length
+        self._publish(seq, min(end, seq.num_prompt_tokens))
 
     def _publish(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
@@ -431,11 +442,6 @@ class Scheduler:
             self.prefix_cache.publish(seq.column_hashes[first:end], columns)
             rows.num_published[row] = end
 
-    def _headroom(self) -> int:
-        """Blocks that are free or held by the prefix cache alone."""
-        evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
-        return self.pool.num_free + evictable
-
     def _have_free(self, count: int) -> bool:
         """Whether ``count`` blocks are free, after evicting cached columns if need be."""
         missing = count - self.pool.num_free
@@ -452,17 +458,13 @@ class Scheduler:
         return blocks
 
     def _expected_growth(self) -> int:
-        """Blocks the running sequences will want before their next event (or the reserve) ends."""
+        """Blocks the running sequences will want until their next event, end, or reserve."""
         rows, n = self.rows, self.rows.num_rows
         if not n:
             return 0
         computed = rows.num_computed[:n]
-        horizon = np.where(
-            rows.next_event[:n] == NO_EVENT,
-            rows.num_tokens[:n] + self._reserve,
-            rows.next_event[:n],
-        )
-        growth = np.maximum(np.minimum(horizon, rows.max_len[:n]) - computed, 0)
+        horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
+        growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
         at = np.arange(n, dtype=np.int32)
         return self.blocks.wanted(at, growth, computed)
 
