@@ -128,7 +128,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             blocks_total=scheduler.pool.capacity,
             blocks_free=scheduler.pool.num_free,
-            blocks_cached=scheduler.num_cached_blocks,
+            blocks_cached=scheduler.blocks.num_cached,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,

@@ -11,6 +11,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 
@@ -24,9 +25,11 @@ class BlockManager:
         max_rows: int,
         max_model_len: int,
         log_block_tokens: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.layout = layout
         self.pool = pool
+        self.prefix_cache = prefix_cache
         self.log_block_tokens = log_block_tokens
         self.kv = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
         self.log = BlockTable(pool, layout, max_rows, -(-max_model_len // log_block_tokens))
@@ -67,21 +70,54 @@ class BlockManager:
         np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
 
-    def private_wanted(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
-        """Blocks that ``make_private`` would take for each row."""
+    def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
+        """For how many of the rows, in order, ``make_private`` would find its blocks."""
         owner, column = self._columns_of(start, end)
         shared = self.kv.shared(rows[owner], column)
-        return np.bincount(owner, weights=shared, minlength=len(rows)).astype(np.int32)
+        if self.prefix_cache is not None and not self.have_free(int(shared.sum())):
+            # Blocks that only a row and the cache name can be written once the cache lets go.
+            self.prefix_cache.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
+            shared = self.kv.shared(rows[owner], column)
+        wanted = np.bincount(owner, weights=shared, minlength=len(rows)).cumsum()
+        return int(np.searchsorted(wanted, self.pool.num_free, side="right"))
 
-    def blocks_between(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
-        """All blocks that hold entries ``[start, end)`` of each row."""
-        owner, column = self._columns_of(start, end)
-        return np.asarray(self.kv.blocks[:, rows[owner], :, column].ravel())
+    # ---- prefix cache ------------------------------------------------------------------------
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache names; they make room when needed."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that are free or can be made so by evicting cached columns."""
+        return self.pool.num_free + self.num_cached
+
+    def have_free(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, after evicting cached columns if need be."""
+        missing = count - self.pool.num_free
+        if missing > 0 and self.prefix_cache is not None:
+            self.prefix_cache.evict(missing)
+        return count <= self.pool.num_free
+
+    def match(self, hashes: list[bytes]) -> IntArray:
+        """Columns ``[n, LG, R]`` of the longest cached prefix."""
+        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
+        shape = (len(found), self.layout.layer_groups, self.layout.rows)
+        return np.array(found, np.int32).reshape(shape)
 
     def adopt(self, row: int, columns: IntArray) -> None:
         """Begin an empty row with the entries of shared ``columns [n, LG, R]``."""
         self.kv.adopt(row, columns)
         self.kv_lens[:, row] = len(columns) * self.layout.block_size
+
+    def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
+        """Offer a row's columns from ``first`` on, one per hash, to later prompts."""
+        if self.prefix_cache is not None:
+            columns = self.kv.blocks[:, row, :, first : first + len(hashes)]
+            self.prefix_cache.publish(hashes, columns.transpose(2, 0, 1))
+
+    # ---- lengths -----------------------------------------------------------------------------
 
     def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
         """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given up, ``[rows]``."""
@@ -115,9 +151,10 @@ class BlockManager:
         self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
         self._log_from[[a, b]] = self._log_from[[b, a]]
 
-    def check_integrity(self, cached: IntArray) -> None:
-        """Reference counts equal the tables and ``cached`` blocks; lengths fit their columns."""
-        held = np.concatenate([self.kv.all_held(), self.log.all_held(), cached])
+    def check_integrity(self) -> None:
+        """Reference counts equal the tables and the cache; lengths fit their columns."""
+        cached = [] if self.prefix_cache is None else [self.prefix_cache.held()]
+        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *cached])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()

@@ -19,7 +19,7 @@ from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutp
 from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -56,9 +56,15 @@ class Scheduler:
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
-        self.blocks = BlockManager(layout, self.pool, max_num_seqs, max_model_len, log_block_tokens)
+        self.blocks = BlockManager(
+            layout,
+            self.pool,
+            max_num_seqs,
+            max_model_len,
+            log_block_tokens,
+            PrefixCache(self.pool) if prefix_caching else None,
+        )
         self.rows = RowTable(max_num_seqs, max_model_len)
-        self.prefix_cache = PrefixCache(self.pool) if prefix_caching else None
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
         self._max_tokens = max_num_batched_tokens
@@ -105,11 +111,6 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Sequences that hold a row and go on."""
         return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that only the prefix cache names; they make room when needed."""
-        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
 
     # ---- one step ----------------------------------------------------------------------------
 
@@ -172,8 +173,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
-        cached = np.zeros(0, np.int32) if self.prefix_cache is None else self.prefix_cache.held()
-        self.blocks.check_integrity(cached)
+        self.blocks.check_integrity()
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
@@ -192,20 +192,12 @@ class Scheduler:
         tasks = []
         for policy_id in np.unique(rows.policy_id[due]).tolist():
             at = due[rows.policy_id[due] == policy_id]
-            at = at[: self._affordable(at, self._triggers[policy_id].plan(self._row_state(at)))]
+            plan = self._triggers[policy_id].plan(self._row_state(at))
+            new = self.blocks.kv_lens[0, at, 0] - plan.evicted
+            at = at[: self.blocks.affordable(at, plan.region_start, new)]
             if len(at):
                 tasks.append(self._compact(policy_id, at))
         return tuple(tasks)
-
-    def _affordable(self, at: IntArray, plan: EventPlan) -> int:
-        """How many of the events there are private blocks for; the others wait a step."""
-        new = self.blocks.kv_lens[0, at, 0] - plan.evicted
-        wanted = self.blocks.private_wanted(at, plan.region_start, new)
-        if self.prefix_cache is not None and not self._have_free(int(wanted.sum())):
-            # Blocks that only this row and the cache name can be written once the cache lets go.
-            self.prefix_cache.forget(self.blocks.blocks_between(at, plan.region_start, new))
-            wanted = self.blocks.private_wanted(at, plan.region_start, new)
-        return int(np.searchsorted(wanted.cumsum(), self.pool.num_free, side="right"))
 
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
         """Book the events of rows ``at``; lengths and blocks are exact at once."""
@@ -318,7 +310,7 @@ class Scheduler:
         while self.rows.num_decoding:
             at = np.arange(self.rows.num_decoding, dtype=np.int32)
             computed = self.rows.num_computed[at]
-            if self._have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
+            if self.blocks.have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
                 return
             self._preempt_newest()
 
@@ -368,7 +360,7 @@ class Scheduler:
             rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
         )
         new = np.array([length], np.int32)
-        if not self._have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
+        if not self.blocks.have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
             return 0
         self.blocks.grow(at, new, rows.num_computed[at])
         return length
@@ -383,9 +375,8 @@ class Scheduler:
         length = self._chunk_length(cached, seq.num_tokens, stop, budget)
         self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
         wanted = self._blocks_alone(target, log_from) - columns.size
-        fits = (
-            wanted + self._expected_growth() <= self.pool.num_free + self.num_cached_blocks
-            and self._have_free(wanted)
+        fits = wanted + self._expected_growth() <= self.blocks.headroom and self.blocks.have_free(
+            wanted
         )
         if length and fits:
             self.waiting.popleft()
@@ -409,12 +400,9 @@ class Scheduler:
 
         At most ``limit`` tokens: the rest has to be computed, for its logits or its queries.
         """
-        size, shape = self.layout.block_size, (0, self.layout.layer_groups, self.layout.rows)
-        if self.prefix_cache is None or limit < size:
-            return np.zeros(shape, np.int32)
+        size = self.layout.block_size
         seq.column_hashes = column_hashes(seq.token_ids, size, seq.column_hashes)
-        found = self.prefix_cache.match(seq.column_hashes[: limit // size])
-        return np.stack(found) if found else np.zeros(shape, np.int32)
+        return self.blocks.match(seq.column_hashes[: max(limit, 0) // size])
 
     def _publish_chunk(self, row: int, length: int) -> None:
         """Offer the prompt columns that a chunk completes to sequences admitted after it.
@@ -428,26 +416,14 @@ class Scheduler:
 
     def _publish(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
-        if self.prefix_cache is None:
-            return
         rows, row, size = self.rows, seq.row, self.layout.block_size
-        first, end = (
-            int(rows.num_published[row]),
-            min(num_tokens, int(rows.num_identity[row])) // size,
-        )
+        first = int(rows.num_published[row])
+        end = min(num_tokens, int(rows.num_identity[row])) // size
         if end > first:
             tokens = rows.token_ids[row, : end * size]
             seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
-            columns = self.blocks.kv.blocks[:, row, :, first:end].transpose(2, 0, 1)
-            self.prefix_cache.publish(seq.column_hashes[first:end], columns)
+            self.blocks.publish(row, first, seq.column_hashes[first:end])
             rows.num_published[row] = end
-
-    def _have_free(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after evicting cached columns if need be."""
-        missing = count - self.pool.num_free
-        if missing > 0 and self.prefix_cache is not None:
-            self.prefix_cache.evict(missing)
-        return count <= self.pool.num_free
 
     def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
         """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""

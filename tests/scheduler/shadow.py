@@ -77,7 +77,7 @@ class ShadowRunner:
             held = [self.memory[self._slot(row, i)] for i in range(len(self.held[row]))]
             assert held == self.held[row]
             assert (self.scheduler.blocks.kv_lens[:, row] == len(held)).all()
-        cache = self.scheduler.prefix_cache
+        cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(column[0, 0]), i] for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"

@@ -101,10 +101,9 @@ def test_random_traffic_keeps_every_row_true(seed: int) -> None:
 
 
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
-    if scheduler.prefix_cache is not None:
-        in_use = scheduler.pool.capacity - scheduler.pool.num_free - scheduler.num_cached_blocks
-        assert in_use == 0
-        scheduler.prefix_cache.clear()
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+    if scheduler.blocks.prefix_cache is not None:
+        scheduler.blocks.prefix_cache.clear()
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
