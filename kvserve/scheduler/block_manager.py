@@ -134,6 +134,11 @@ class BlockManager:
         logged: IntArray = self._log_from[rows]
         return logged
 
+    def columns_in_use(self, rows: IntArray) -> IntArray:
+        """Columns that hold entries of each row, in the longest of its groups."""
+        longest: IntArray = self.kv_lens[:, rows].max(axis=(0, 2), initial=0)
+        return -(-longest // self.layout.block_size)
+
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
         self.kv.release_row(row)

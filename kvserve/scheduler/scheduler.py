@@ -64,7 +64,7 @@ class Scheduler:
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
         )
-        self.rows = RowTable(max_num_seqs, max_model_len)
+        self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
         self._max_tokens = max_num_batched_tokens
@@ -73,7 +73,6 @@ class Scheduler:
         self._triggers: dict[int, Trigger] = {}
         self._arrivals = 0
         # What the next output tells the runner, and what the next update tells the caller.
-        self._swaps: list[tuple[int, int]] = []
         self._admitted: list[Sequence] = []
         self._finished: list[Sequence] = []
         self._outgrown: list[Sequence] = []
@@ -119,8 +118,8 @@ class Scheduler:
         rows = self.rows
         compactions = self._compact_due()
         self._drop_finished()
-        self._demote_due()
-        self._promote()
+        rows.demote_due()
+        rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
         self._compute(decoding, np.ones_like(decoding))
@@ -138,7 +137,7 @@ class Scheduler:
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         output = SchedulerOutput(
             compactions=compactions,
-            row_swaps=tuple(self._swaps),
+            row_swaps=rows.take_swaps(),
             admitted=tuple(self._admitted),
             admitted_computed=np.array([seq.num_cached_tokens for seq in self._admitted], np.int32),
             admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
@@ -146,12 +145,11 @@ class Scheduler:
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self._columns_in_use(np.concatenate([decoding, prefill.rows])),
+            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
             logs_queries=bool(self.blocks.log.held(n).any()),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.sequences[row] for row in sampled),
         )
-        self._swaps.clear()
         self._admitted.clear()
         self.counters.steps += 1
         return output
@@ -178,10 +176,6 @@ class Scheduler:
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
         assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
-
-    def _columns_in_use(self, at: IntArray) -> IntArray:
-        longest: IntArray = self.blocks.kv_lens[:, at].max(axis=(0, 2), initial=0)
-        return -(-longest // self.layout.block_size)
 
     # ---- compaction --------------------------------------------------------------------------
 
@@ -238,12 +232,6 @@ class Scheduler:
 
     # ---- rows --------------------------------------------------------------------------------
 
-    def _swap(self, a: int, b: int) -> None:
-        if a != b:
-            self.rows.swap(a, b)
-            self.blocks.swap(a, b)
-            self._swaps.append((a, b))
-
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self.rows.save(seq)
@@ -254,35 +242,10 @@ class Scheduler:
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row] = NO_EVENT
 
-    def _drop_row(self, seq: Sequence) -> None:
-        """Close the gap that an emptied row leaves, decoding rows staying in front."""
-        rows = self.rows
-        if seq.row < rows.num_decoding:
-            rows.num_decoding -= 1
-            self._swap(seq.row, rows.num_decoding)
-        self._swap(seq.row, rows.num_rows - 1)
-        rows.remove_last()
-
     def _drop_finished(self) -> None:
         for seq in self._finished:
-            self._drop_row(seq)
+            self.rows.drop(seq)
         self._finished.clear()
-
-    def _demote_due(self) -> None:
-        """Decoding rows whose event has to wait for blocks sit the step out."""
-        rows = self.rows
-        waiting = rows.num_computed[: rows.num_decoding] >= rows.next_event[: rows.num_decoding]
-        for row in np.flatnonzero(waiting)[::-1]:
-            rows.num_decoding -= 1
-            self._swap(int(row), rows.num_decoding)
-
-    def _promote(self) -> None:
-        """Rows that got their first token join the decoding ones."""
-        rows = self.rows
-        for row in range(rows.num_decoding, rows.num_rows):
-            if rows.caught_up[row] and rows.num_computed[row] < rows.next_event[row]:
-                self._swap(row, rows.num_decoding)
-                rows.num_decoding += 1
 
     def _preempt_newest(self) -> None:
         """Send the newest sequence back to the queue; the only one left ends instead."""
@@ -293,7 +256,7 @@ class Scheduler:
             self._drop_finished()
             return
         self._empty_row(seq)
-        self._drop_row(seq)
+        rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.counters.preemptions += 1
