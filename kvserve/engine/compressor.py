@@ -16,6 +16,7 @@ from torch import Tensor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.recompute import QueryRecomputer
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
 from kvserve.kernels.slot_mapping import slot_mapping
@@ -65,11 +66,18 @@ def plan_moves(task: CompactionTask, kept: Tensor) -> MovePlan:
 class Compressor:
     """Turns the scheduler's compaction tasks into moves on one cache."""
 
-    def __init__(self, cache: KVCache, scale: float, scratch_bytes: int = _SCRATCH_BYTES) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        scale: float,
+        recomputer: QueryRecomputer,
+        scratch_bytes: int = _SCRATCH_BYTES,
+    ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for those who follow positions."""
         self._cache = cache
         self._scale = scale
+        self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
 
     def run(
@@ -99,62 +107,119 @@ class Compressor:
         self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> Tensor:
         """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
-        plan, cache = task.plan, self._cache
-        length, keep = int(plan.window_len[0]), int(plan.keep[0])
-        num_queries = policy.trigger.num_queries
-        rows = np.repeat(task.rows, plan.windows)
-        physical = _window_starts(plan.region_start, plan)
-        logical = _window_starts(plan.query_start, plan)
+        cache = self._cache
+        length, keep = int(task.plan.window_len[0]), int(task.plan.keep[0])
+        heads = self._query_heads(policy)
         leaders = policy.leaders(cache.layout.num_layers)
         scored = sorted(set(leaders))
         layers = torch.tensor(scored, device=block_tables.device)
-        step = max(1, self._scratch_bytes // self._window_bytes(length, num_queries))
+        windows = _Windows.of(task, policy.query_places)
+        step = max(1, self._scratch_bytes // self._window_bytes(length, heads, windows.num_queries))
         parts = []
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            entries = _Entries(rows[part], physical[part], length)
-            slots = entries.slots(
+        for start in range(0, len(windows.rows), step):
+            part = windows.part(slice(start, start + step))
+            held = _Entries(part.rows, part.entries[:, None] + np.arange(length))
+            slots = held.slots(
                 block_tables, cache.layout, cache.layout.num_kv_heads, cache.layout.block_size
             )
-            keys = entries.by_window(gather_keys(cache.kv, slots[layers], layers))
+            keys = held.by_window(gather_keys(cache.kv, slots[layers], layers))
             queries = keys[..., :0, :]
-            if num_queries:
-                logged = _Entries(rows[part], logical[part], num_queries)
-                slots = logged.slots(
-                    log_tables, cache.layout, cache.log_heads, cache.log_block_tokens
-                )
-                queries = logged.by_window(gather_queries(cache.query_log, slots[layers], layers))
+            if policy.recomputed_reduction is not None:
+                queries = self._recompute(part, heads)[:, layers]
+            elif windows.num_queries:
+                queries = self._logged(part, log_tables, layers)
             scores = policy.score(Observation(queries, keys, self._scale))
             parts.append(policy.select(scores, length, keep))
         where = [scored.index(leader) for leader in leaders]
         return torch.cat(parts)[:, where]
 
-    def _window_bytes(self, length: int, num_queries: int) -> int:
+    def _logged(self, windows: _Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
+        """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
+        cache = self._cache
+        logged = _Entries(windows.rows, windows.query_positions)
+        slots = logged.slots(log_tables, cache.layout, cache.log_heads, cache.log_block_tokens)
+        return logged.by_window(gather_queries(cache.query_log, slots[layers], layers))
+
+    def _recompute(self, windows: _Windows, heads: int) -> Tensor:
+        """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
+        assert windows.token_ids is not None, "the trigger logs queries"
+        entries = windows.entries[:, None] + windows.places
+        return self._recomputer.queries(
+            windows.rows, windows.token_ids, windows.query_positions, entries, heads
+        )
+
+    def _query_heads(self, policy: Policy) -> int:
+        """Query vectors that a token is scored with."""
+        reduction = policy.recomputed_reduction
+        if reduction is None:
+            return self._cache.log_heads
+        return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
+
+    def _window_bytes(self, length: int, heads: int, num_queries: int) -> int:
         """float32 scratch for one window: logits and probabilities of all layers."""
-        layout, log_heads = self._cache.layout, self._cache.log_heads
-        logits = 2 * log_heads * num_queries * length
-        entries = 2 * (layout.num_kv_heads * length + log_heads * num_queries) * layout.head_dim
+        layout = self._cache.layout
+        logits = 2 * heads * num_queries * length
+        entries = 2 * (layout.num_kv_heads * length + heads * num_queries) * layout.head_dim
         return 4 * layout.num_layers * (logits + entries)
 
 
 @dataclass(frozen=True, slots=True)
+class _Windows:
+    """E' windows of equal-shaped events; ``places [Q]`` are those of the queries that score them.
+
+    Each has a table row, a first physical entry and the logical position of its first query;
+    ``token_ids [E', Q]`` are there if queries are recomputed.
+    """
+
+    places: IntArray
+    rows: IntArray
+    entries: IntArray
+    positions: IntArray
+    token_ids: IntArray | None
+
+    @classmethod
+    def of(cls, task: CompactionTask, places: range) -> _Windows:
+        plan, at = task.plan, np.asarray(places, np.int64)
+        positions = _window_starts(plan.query_start, plan)
+        token_ids = None
+        if task.token_ids is not None:
+            first = positions - np.repeat(plan.query_start, plan.windows)
+            event = np.repeat(np.arange(len(task.rows)), plan.windows)
+            token_ids = task.token_ids[event[:, None], first[:, None] + at]
+        rows = np.repeat(task.rows, plan.windows)
+        return cls(at, rows, _window_starts(plan.region_start, plan), positions, token_ids)
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.places)
+
+    @property
+    def query_positions(self) -> IntArray:
+        """Logical: [E', Q]."""
+        positions: IntArray = self.positions[:, None] + self.places
+        return positions
+
+    def part(self, at: slice) -> _Windows:
+        ids = None if self.token_ids is None else self.token_ids[at]
+        return _Windows(self.places, self.rows[at], self.entries[at], self.positions[at], ids)
+
+
+@dataclass(frozen=True, slots=True)
 class _Entries:
-    """``length`` consecutive entries from ``starts [E']`` of table rows ``rows [E']``."""
+    """Entries ``positions [E', S]`` of table rows ``rows [E']``."""
 
     rows: IntArray
-    starts: IntArray
-    length: int
+    positions: IntArray
 
     def slots(self, tables: Tensor, layout: KVLayout, heads: int, block_tokens: int) -> Tensor:
-        """[L, heads, E' * length]."""
-        positions = self.starts[:, None] + np.arange(self.length)
-        lanes = _tensor(positions, tables).view(-1).expand(layout.num_layers, heads, -1)
-        rows = _tensor(np.repeat(self.rows, self.length), tables)
+        """[L, heads, E' * S]."""
+        lanes = _tensor(self.positions, tables).view(-1).expand(layout.num_layers, heads, -1)
+        rows = _tensor(np.repeat(self.rows, self.positions.shape[1]), tables)
         return slot_mapping(tables, rows, lanes, block_tokens)
 
     def by_window(self, x: Tensor) -> Tensor:
-        """[L, heads, E' * length, D] -> [E', L, heads, length, D]."""
-        return x.unflatten(2, (len(self.rows), self.length)).permute(2, 0, 1, 3, 4)
+        """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
+        return x.unflatten(2, self.positions.shape).permute(2, 0, 1, 3, 4)
 
 
 def _window_starts(first: IntArray, plan: EventPlan) -> IntArray:

@@ -88,6 +88,19 @@ class InputBatch:
         spans = (*self._decode_spans(output), *self._chunk_spans(output, before))
         return input_ids, ForwardBatch(positions, slots, query_slots, spans)
 
+    def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
+        """A forward over tokens that are stored already; each sees its row up to its own entry.
+
+        rows: [P]; positions (logical), entries (physical): [P, Q].
+        """
+        at, seen = self._long(rows), self._long(entries)
+        columns = int(entries.max()) // self.layout.block_size + 1
+        tables = self.block_tables[:, at, :, :columns].contiguous()
+        last = seen[None, :, None].expand(*tables.shape[:3], -1)
+        tokens = torch.arange(positions.size, device=self.device).view(positions.shape)
+        span = Span(tokens, None, tables, self._mask(last.flatten(1, 2), columns))
+        return ForwardBatch(self._long(positions).view(-1), tables.new_empty(0), None, (span,))
+
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)

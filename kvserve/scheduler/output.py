@@ -24,7 +24,8 @@ class CompactionTask:
     ``rows`` are those before ``SchedulerOutput.row_swaps``, ``plan`` says what is taken of them and
     ``old_lens`` what they held. Entries from ``copy_start[e]`` on are written again:
     ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards.
-    Queries are logged from ``log_from[e]`` on afterwards.
+    Queries are logged from ``log_from[e]`` on afterwards. Where they are recomputed instead,
+    ``token_ids [E, T]`` are the tokens from ``plan.query_start`` on, padded behind.
     """
 
     policy_id: int
@@ -34,6 +35,7 @@ class CompactionTask:
     copy_start: IntArray
     dst_blocks: IntArray
     log_from: IntArray
+    token_ids: IntArray | None = None
 
     @property
     def new_lens(self) -> IntArray:
@@ -50,6 +52,7 @@ class CompactionTask:
             self.copy_start[at],
             self.dst_blocks[:, at],
             self.log_from[at],
+            None if self.token_ids is None else self.token_ids[at],
         )
 
 

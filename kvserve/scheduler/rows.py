@@ -103,6 +103,13 @@ class RowTable:
         swaps, self._swaps = tuple(self._swaps), []
         return swaps
 
+    def tokens_from(self, at: IntArray, start: IntArray) -> IntArray:
+        """Computed tokens of rows ``at`` from positions ``start`` on, padded behind: [n, T]."""
+        last = self.num_computed[at] - 1
+        places = start[:, None] + np.arange((last - start).max() + 1)
+        tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
+        return tokens
+
     def _swap(self, a: int, b: int) -> None:
         """Exchange two rows with all that belongs to them."""
         if a == b:

@@ -196,7 +196,9 @@ class Scheduler:
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
         """Book the events of rows ``at``; lengths and blocks are exact at once."""
         rows, blocks, size = self.rows, self.blocks, self.layout.block_size
-        plan = self._triggers[policy_id].plan(self._row_state(at))
+        trigger = self._triggers[policy_id]
+        plan = trigger.plan(self._row_state(at))
+        token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
         new = old - plan.evicted
         rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
@@ -214,7 +216,7 @@ class Scheduler:
         columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
         # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
         dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
-        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from)
+        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from, token_ids)
 
     def _expect_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -56,10 +56,16 @@ class EventPlan:
 
 
 class Trigger(Protocol):
-    """``num_queries`` is how many queries a window is scored with (0: keys alone)."""
+    """``num_queries`` is how many queries a window has to be scored with (0: keys alone).
+
+    They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
+    """
 
     @property
     def num_queries(self) -> int: ...
+
+    @property
+    def logs(self) -> bool: ...
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``run_start`` of a sequence that has computed nothing."""
@@ -104,6 +110,7 @@ class Budget:
 class Never:
     """The trigger of a policy that never compacts."""
 
+    logs: ClassVar[bool] = True
     num_queries: int = 0
 
     def start(self, num_prompt: IntArray) -> IntArray:
@@ -123,6 +130,7 @@ class Never:
 class AtPrefillEnd:
     """Once, when the prompt is in: the whole row is cut to its budget, if it is longer."""
 
+    logs: ClassVar[bool] = True
     budget: Budget
     num_queries: int
 
@@ -148,6 +156,7 @@ class WhenOver:
     limit is cut at its end, and every event sees the whole row.
     """
 
+    logs: ClassVar[bool] = True
     limit: int
     keep: int
     num_queries: int
@@ -172,6 +181,44 @@ class WhenOver:
     def _protected(self, rows: RowState) -> IntArray:
         # Before the prompt is in, its entries still to come count as held.
         return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A prompt above ``keep`` is cut at its end, and whatever follows when ``limit`` are held.
+
+    With ``block`` it is cut every ``block`` of its tokens too, so that later ones attend to the
+    survivors alone and never more than ``keep + block`` entries are held. Without ``limit``
+    generated text stays.
+    """
+
+    logs: ClassVar[bool] = True
+    keep: int
+    limit: int | None
+    num_queries: int
+    block: int | None = None
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return np.zeros_like(num_prompt)
+
+    def next_event(self, rows: RowState) -> IntArray:
+        evicted = rows.num_computed - rows.kv_len
+        over = evicted + self.keep + 1
+        reads = (rows.num_computed < rows.num_prompt) & (over <= rows.num_prompt)
+        cut = rows.num_prompt
+        if self.block is not None:
+            cut = np.minimum(-(-over // self.block) * self.block, cut)
+        later: IntArray | int = NO_EVENT if self.limit is None else evicted + self.limit
+        return np.where(reads, cut, np.maximum(rows.num_prompt, later)).astype(np.int32)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return _last_queries(next_event, self.num_queries)
+
+    def plan(self, rows: RowState) -> EventPlan:
+        def keep(n: IntArray) -> IntArray:
+            return np.full_like(n, self.keep)
+
+        return _whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
+    Bounded,
     Budget,
     Never,
     Periodic,
@@ -30,6 +31,9 @@ TRIGGERS: dict[int, Trigger] = {
     6: AtPrefillEnd(Budget(ratio=Fraction(1, 3), least=5), num_queries=0),
     7: WhenOver(24, 15, num_queries=5, protect_prompt=False),
     8: WhenOver(17, 9, num_queries=3, protect_prompt=True),
+    9: Bounded(10, 19, num_queries=4),
+    10: Bounded(7, 15, num_queries=2, block=6),
+    11: Bounded(9, None, num_queries=0, block=5),
 }
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
@@ -40,6 +41,19 @@ class Policy(Protocol):
         """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
         return None
 
+    @property
+    def recomputed_reduction(self) -> str | None:
+        """As ``query_reduction``, where queries are recomputed at the event instead of logged.
+
+        For triggers that do not log, and whose windows are scored by their own tokens.
+        """
+        return None
+
+    @property
+    def query_places(self) -> range:
+        """Which of a window's ``trigger.num_queries`` queries score it."""
+        return range(self.trigger.num_queries)
+
     def leaders(self, num_layers: int) -> list[int]:
         """For each layer, the layer whose scores and choice it uses."""
         return list(range(num_layers))
@@ -53,9 +67,12 @@ class Policy(Protocol):
         ...
 
 
-def argument(default: Any, help: str) -> Any:
-    """A policy field with the text that ``kvserve policies`` prints."""
-    return field(default=default, metadata={"help": help})
+def argument(default: Any, help: str, name: str | None = None) -> Any:
+    """A policy field with the text that ``kvserve policies`` prints.
+
+    ``name`` is what users call it where a method has taken that name (``trigger``).
+    """
+    return field(default=default, metadata={"help": help, "name": name})
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -82,11 +99,34 @@ def integers(policy: Any, **least: int) -> None:
         require(ok, name, value, f"an integer of at least {minimum}")
 
 
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Check an enumeration."""
+    values = tuple(allowed)
+    require(value in values, name, value, " or ".join(map(str, values)))
+
+
+def odd(name: str, value: object) -> None:
+    """Check a pooling kernel."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1 and value % 2 == 1
+    require(ok, name, value, "an odd integer of at least 1")
+
+
+def number(name: str, value: object, least: float, most: float) -> None:
+    """Check a float (not a bool, not NaN) in ``[least, most]``."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    require(ok, name, value, f"a number in [{least:g}, {most:g}]")
+
+
+def field_names(policy: type[Any]) -> dict[str, str]:
+    """Fields by the names that users call them."""
+    return {f.metadata.get("name") or f.name: f.name for f in fields(policy)}
+
+
 def arguments(policy: type[Any]) -> list[dict[str, Any]]:
     """Name, type, default and help of each field, for ``kvserve policies`` and the API."""
     return [
         {
-            "name": f.name,
+            "name": f.metadata.get("name") or f.name,
             "type": f.type,
             "default": f.default,
             "help": f.metadata["help"],
