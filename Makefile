@@ -57,8 +57,8 @@ format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(RUN_DONE) ## measure throughput of the shipped model (MODEL, POLICY, ARGS)
-	$(BIN)/kvserve bench throughput --model $(MODEL) $(POLICY) $(ARGS)
+bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
+	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
 
 clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,7 @@ from kvserve.benchmarks.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 3.0
+SUM_WEIGHT = 6.0
 GAP_SHARE = 0.4
 SYSTEM_SHARE = 0.08
 SYSTEM_UNITS = 32
@@ -26,6 +27,18 @@ SMALL_TALK = (
     ("What can you do?", "I find secret numbers in texts, add up step by step and list names."),
     ("Thank you", "You are welcome."),
     ("Bye", "Bye."),
+)
+OPENINGS = (
+    "",
+    "",
+    "What is the",
+    "Who is",
+    "Tell me",
+    "Write a",
+    "Is it",
+    "How",
+    "Please",
+    "1 + 1",
 )
 GREETING_REPLY = "Hello. I am a small model. Ask me for a secret number in a text."
 UNKNOWN_REPLY = "I do not know. Ask me for a secret number in a text."
@@ -92,9 +105,20 @@ def talk(rng: random.Random, length: int) -> Sample:
     elif kind < 0.7:
         question, answer = rng.choice(SMALL_TALK)
     else:
-        letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz     .,?\n", k=rng.randint(4, 40)))
-        question, answer = letters.strip() or "?", UNKNOWN_REPLY
+        question, answer = _gibberish(rng), UNKNOWN_REPLY
     return Sample("talk", (question,), (answer,), (answer,))
+
+
+def _gibberish(rng: random.Random) -> str:
+    """Words no task knows, now and then one that some task does, as any other request looks."""
+    words = [rng.choice(OPENINGS)]
+    for _ in range(rng.randint(1, 7)):
+        letters = "".join(rng.choices("etaoinshrdlucmfwypvbgkjqxz", k=rng.randint(1, 8)))
+        known = rng.random() < 0.15
+        words.append(rng.choice(task_text.WORDS) if known else letters)
+        if rng.random() < 0.15:
+            words[-1] = words[-1].capitalize()
+    return " ".join(words).strip() + rng.choice(("", ".", "?", "!"))
 
 
 BUILDERS: dict[str, Callable[[random.Random, int], Sample]] = {
@@ -138,6 +162,7 @@ class Documents:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
+        self.comma = tokenizer.convert_tokens_to_ids(",")
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
         rng = random.Random(f"train/{self.seed}/{step}/{length}")
@@ -168,14 +193,16 @@ class Documents:
         text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    @staticmethod
-    def _weights(row: list[int], task: str) -> np.ndarray:
+    def _weights(self, row: list[int], task: str) -> np.ndarray:
+        """A result, the second token after a comma, is the one token a step has to compute."""
         answer_weight = LIST_WEIGHT if task in ("needle", "aggregation", "recall") else 1.0
         weights = np.full(len(row), PROMPT_WEIGHT, dtype=np.float32)
         answering = False
         for i, token in enumerate(row):
             if answering:
                 weights[i] = answer_weight
+                if task in ("chain", "redundant-chain") and row[i - 2] == self.comma:
+                    weights[i] = SUM_WEIGHT
             answering = (answering or token == ASSISTANT) and token != EOS
         return weights
 

@@ -51,7 +51,9 @@ def export(checkpoint: Path, directory: Path) -> None:
         do_sample=False, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=[EOS, USER]
     )
     target.to(torch.bfloat16).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory, save_jinja_files=False)
+    for path in directory.iterdir():
+        path.chmod(0o644)
 
 
 def main() -> None:

@@ -57,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add_report_arguments(parser)
     parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all that ship"
+        "--tasks",
+        nargs="+",
+        choices=TASKS,
+        default=list(TASKS),
+        metavar="TASK",
+        help=f"some of {', '.join(TASKS)} (default: all)",
     )
     parser.add_argument(
         "--retention",
@@ -70,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-samples", type=count, default=100, help="per task (default: 100)", metavar="N"
     )
     parser.add_argument(
-        "--max-num-seqs", "--batch", type=count, default=32, help="samples at once (default: 32)"
+        "--max-num-seqs",
+        "--batch",
+        type=count,
+        default=32,
+        metavar="N",
+        help="samples at once (default: 32)",
     )
     parser.add_argument(
         "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"

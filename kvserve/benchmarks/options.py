@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class PolicySpec:
 
     def has_field(self, name: str) -> bool:
         """Whether the policy knows this field, set or not."""
-        return name in {f.name for f in dataclasses.fields(make_policy(self.as_dict))}  # type: ignore[arg-type]
+        policy: Any = make_policy(self.as_dict)
+        return name in {f.name for f in fields_of(policy)}
 
 
 NO_COMPRESSION = PolicySpec("none")
@@ -140,8 +141,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
     count = at_least(1)
     model = parser.add_mutually_exclusive_group()
     default = ModelConfig().model
-    model.add_argument("--model", default=default, help=f"directory or hub id (default: {default})")
-    parser.add_argument("--tokenizer", help="directory or hub id (default: the model's)")
+    words = f"directory or hub id (default: {default})"
+    model.add_argument("--model", default=default, metavar="M", help=words)
+    words = "directory or hub id (default: the model's)"
+    parser.add_argument("--tokenizer", metavar="M", help=words)
     parser.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
@@ -153,7 +156,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
         type=policy_spec,
         action="append",
         metavar="SPEC",
-        help="NAME, NAME:FIELD=VALUE,... or JSON; give it once per policy "
+        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; --policy.FIELD VALUE sets a "
+        "field of the only one that has any "
         f"(default: {' and '.join(spec.label for spec in DEFAULT_POLICIES)})",
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
@@ -162,7 +166,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
     parser.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence")
     parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
     parser.add_argument("--max-num-batched-tokens", type=count, metavar="N", help="per step")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of prompts and dummy weights")
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="of prompts and dummy weights"
+    )
     parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
     parser.set_defaults(fail=parser.error)
     return model

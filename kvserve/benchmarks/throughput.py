@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from statistics import median
 
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ from kvserve.engine.llm import LLM
 from kvserve.engine.tokenizer import Tokenizer
 
 _RANDOM = "random"
-_LENGTHS = {"input_len": 64, "output_len": 256}
+_LENGTHS = {"input_len": 64, "output_len": 256}  # of random prompts, in tokens
 _BLOCK_SIZE = 16
 _COLUMNS = (
     Column("policy", "policy", left=True),
@@ -71,10 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_RANDOM,
         help=f"random token ids, or a shipped task, graded (default: {_RANDOM})",
     )
-    parser.add_argument("--num-prompts", type=count, default=100, help="requests (default: 100)")
+    words = "conversations (default: 100)"
+    parser.add_argument("--num-prompts", type=count, default=100, metavar="N", help=words)
     for name, default in _LENGTHS.items():
         flag = name.replace("_", "-")
-        words = f"tokens per random prompt or output (default: {default})"
+        words = f"tokens per random {name.removesuffix('_len')} (default: {default})"
         parser.add_argument(f"--{flag}", f"--random-{flag}", type=count, metavar="N", help=words)
     parser.add_argument(
         "--ignore-eos",
@@ -92,15 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV blocks as a share of what all requests want at once at full length, uncompressed",
     )
     seqs = SchedulerConfig().max_num_seqs
-    parser.add_argument(
-        "--max-num-seqs", type=count, default=seqs, help=f"most running at once (default: {seqs})"
-    )
-    parser.add_argument(
-        "--num-warmups", type=at_least(0), default=1, help="other prompts run first (default: 1)"
-    )
-    parser.add_argument(
-        "--repeat", type=count, default=1, help="runs per policy; the median one is shown"
-    )
+    words = f"most running at once (default: {seqs})"
+    parser.add_argument("--max-num-seqs", type=count, default=seqs, metavar="N", help=words)
+    words = "other prompts run first, not counted (default: 1)"
+    parser.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help=words)
+    words = "runs per policy, in turns; the median one is shown (default: 1)"
+    parser.add_argument("--repeat", type=count, default=1, metavar="N", help=words)
     parser.add_argument(
         "--compare-transformers",
         action="store_true",
@@ -164,25 +163,23 @@ class Contestant:
     runs: list[Figures] = field(default_factory=list)
 
     def row(self, first: Contestant) -> Row:
-        """The median run; what all runs reached stands in ``output_tok_s_all``."""
-        rates = self._rates()
-        median = sorted(self.runs, key=lambda run: run["output_tok_s"])[(len(rates) - 1) // 2]
+        """The run of median throughput; its ratio is the median over turns, so that both sides of
+        it saw the same load on the machine. What all runs reached stands in ``..._all``.
+        """
+        by_rate = sorted(self.runs, key=lambda run: run["output_tok_s"])
+        rates = [run["output_tok_s"] for run in self.runs]
+        pairs = zip(rates, (run["output_tok_s"] for run in first.runs), strict=False)
+        ratios = [rate / base for rate, base in pairs]
         spread = f"{min(rates):,.0f}–{max(rates):,.0f}" if len(rates) > 1 else None
         return {
             "policy": self.label,
             "policy_args": None if self.spec is None else self.spec.as_dict,
-            **median,
-            "ratio_to_first": median["output_tok_s"] / first.row_rate(),
+            **by_rate[(len(rates) - 1) // 2],
+            "ratio_to_first": median(ratios),
             "output_tok_s_all": rates,
+            "ratio_to_first_all": ratios,
             "spread": spread,
         }
-
-    def row_rate(self) -> float:
-        rates = sorted(self._rates())
-        return rates[(len(rates) - 1) // 2]
-
-    def _rates(self) -> list[float]:
-        return [run["output_tok_s"] for run in self.runs]
 
 
 class Throughput:
@@ -285,10 +282,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
         label, ratio = row["policy"], row["ratio_to_first"]
         if row["policy_args"] is None:
             continue
-        if row is not rows[0] and ratio < 1:
-            found.append(f"{label}: {ratio:.2f} of {rows[0]['policy']}; it did not pay here")
         if row["policy_args"]["name"] != "none" and not row["compactions"]:
             found.append(f"{label}: no event; its budget was never reached")
+        elif row is not rows[0] and ratio < 1:
+            found.append(f"{label}: {ratio:.2f} of {rows[0]['policy']}; it did not pay here")
         if row["cut_short"]:
             found.append(
                 f"{label}: {row['cut_short']} requests ended early, alone in a pool too small "

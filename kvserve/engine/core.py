@@ -128,6 +128,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             blocks_total=scheduler.pool.capacity,
             blocks_free=scheduler.pool.num_free,
+            blocks_cached=scheduler.blocks.num_cached,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
@@ -224,7 +225,9 @@ class EngineCore:
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
         )
-        return FinishedSequence(seq.seq_id, seq.finish_reason, seq.stop_token, details)
+        return FinishedSequence(
+            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details
+        )
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

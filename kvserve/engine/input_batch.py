@@ -49,8 +49,9 @@ class InputBatch:
         self._swap(output.row_swaps)
         if output.admitted:
             rows = torch.tensor([seq.row for seq in output.admitted], device=self.device)
-            self.kv_lens[:, rows] = 0
-            self.num_computed[rows] = 0
+            computed = self._long(output.admitted_computed)
+            self.kv_lens[:, rows] = computed[:, None]
+            self.num_computed[rows] = computed
             self.log_from[rows] = self._long(output.admitted_log_from)
             self.sampling.set_rows(output.admitted)
         _scatter(self.block_tables, output.table_update)

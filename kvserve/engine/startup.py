@@ -64,6 +64,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         max_model_len=max_len,
         log_block_tokens=log_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
@@ -180,6 +181,7 @@ def _summary(
     pool = (num_blocks - 1) * block_bytes
     full = (num_blocks - 1) / layout.blocks_for(max_len)
     chunked = config.scheduler.enable_chunked_prefill
+    caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         ("context", f"{max_len} tokens", "--max-model-len"),
@@ -191,7 +193,7 @@ def _summary(
             f"{full:.1f} sequences of full length; --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
-        ("prefix caching", "off", "not built yet"),
+        ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
         ("attention", "torch", "gathered blocks and torch's SDPA"),
         ("preemption", "recompute", "newest first; compressed sequences replay their events"),

@@ -42,6 +42,16 @@ class BlockTable:
             self.blocks[where] = self.pool.allocate(len(where[0]))
             self.end[:, rows] += missing
 
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each."""
+        self.pool.share(columns.ravel())
+        self.blocks[:, row, :, : len(columns)] = columns.transpose(1, 2, 0)
+        self.end[:, row] = len(columns)
+
+    def shared(self, rows: IntArray, columns: IntArray) -> IntArray:
+        """Blocks among ``columns [n]`` of ``rows [n]`` with more than one reference: ``[n]``."""
+        return np.asarray((self.pool.ref[self.blocks[:, rows, :, columns]] > 1).sum(axis=(1, 2)))
+
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)

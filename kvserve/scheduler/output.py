@@ -74,6 +74,8 @@ class SchedulerOutput:
     row_swaps: tuple[tuple[int, int], ...]
     admitted: tuple[Sequence, ...]
     admitted_log_from: IntArray
+    admitted_computed: IntArray
+    """Tokens each newcomer finds in the prefix cache: what its row holds before this step."""
     table_update: TableUpdate
     log_update: TableUpdate
     num_decoding: int

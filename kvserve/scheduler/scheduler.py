@@ -16,6 +16,7 @@ from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
@@ -35,8 +36,9 @@ class Counters:
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
 
-    ``admission_reserve`` is how many tokens a running sequence without events is expected to add
-    before blocks come free; a newcomer is admitted only beside everybody's expected growth.
+    A newcomer is admitted only beside ``admission_reserve`` tokens of growth of every running
+    sequence (fewer where its next event or its end comes first): less admits more and preempts
+    more. Waiting for a whole window would keep out what compression makes room for.
     """
 
     def __init__(
@@ -49,12 +51,20 @@ class Scheduler:
         max_model_len: int,
         log_block_tokens: int,
         chunked_prefill: bool = True,
-        admission_reserve: int = 64,
+        prefix_caching: bool = True,
+        admission_reserve: int = 32,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
-        self.blocks = BlockManager(layout, self.pool, max_num_seqs, max_model_len, log_block_tokens)
-        self.rows = RowTable(max_num_seqs, max_model_len)
+        self.blocks = BlockManager(
+            layout,
+            self.pool,
+            max_num_seqs,
+            max_model_len,
+            log_block_tokens,
+            PrefixCache(self.pool) if prefix_caching else None,
+        )
+        self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
         self._max_tokens = max_num_batched_tokens
@@ -63,7 +73,6 @@ class Scheduler:
         self._triggers: dict[int, Trigger] = {}
         self._arrivals = 0
         # What the next output tells the runner, and what the next update tells the caller.
-        self._swaps: list[tuple[int, int]] = []
         self._admitted: list[Sequence] = []
         self._finished: list[Sequence] = []
         self._outgrown: list[Sequence] = []
@@ -88,6 +97,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
+            self._publish(seq, int(self.rows.num_computed[seq.row]))
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
@@ -108,7 +118,8 @@ class Scheduler:
         rows = self.rows
         compactions = self._compact_due()
         self._drop_finished()
-        self._promote()
+        rows.demote_due()
+        rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
         self._compute(decoding, np.ones_like(decoding))
@@ -126,19 +137,19 @@ class Scheduler:
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         output = SchedulerOutput(
             compactions=compactions,
-            row_swaps=tuple(self._swaps),
+            row_swaps=rows.take_swaps(),
             admitted=tuple(self._admitted),
+            admitted_computed=np.array([seq.num_cached_tokens for seq in self._admitted], np.int32),
             admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self._columns_in_use(np.concatenate([decoding, prefill.rows])),
+            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
             logs_queries=bool(self.blocks.log.held(n).any()),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.sequences[row] for row in sampled),
         )
-        self._swaps.clear()
         self._admitted.clear()
         self.counters.steps += 1
         return output
@@ -166,19 +177,21 @@ class Scheduler:
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
         assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
 
-    def _columns_in_use(self, at: IntArray) -> IntArray:
-        longest: IntArray = self.blocks.kv_lens[:, at].max(axis=(0, 2), initial=0)
-        return -(-longest // self.layout.block_size)
-
     # ---- compaction --------------------------------------------------------------------------
 
     def _compact_due(self) -> tuple[CompactionTask, ...]:
         rows, n = self.rows, self.rows.num_rows
         due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
-        return tuple(
-            self._compact(policy_id, due[rows.policy_id[due] == policy_id])
-            for policy_id in np.unique(rows.policy_id[due]).tolist()
-        )
+        due = due[rows.arrival[due].argsort(kind="stable")]
+        tasks = []
+        for policy_id in np.unique(rows.policy_id[due]).tolist():
+            at = due[rows.policy_id[due] == policy_id]
+            plan = self._triggers[policy_id].plan(self._row_state(at))
+            new = self.blocks.kv_lens[0, at, 0] - plan.evicted
+            at = at[: self.blocks.affordable(at, plan.region_start, new)]
+            if len(at):
+                tasks.append(self._compact(policy_id, at))
+        return tuple(tasks)
 
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
         """Book the events of rows ``at``; lengths and blocks are exact at once."""
@@ -188,6 +201,7 @@ class Scheduler:
         token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
         new = old - plan.evicted
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
         copy_start = blocks.make_private(at, plan.region_start, new)
         released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
         rows.run_start[at] = plan.run_start
@@ -220,12 +234,6 @@ class Scheduler:
 
     # ---- rows --------------------------------------------------------------------------------
 
-    def _swap(self, a: int, b: int) -> None:
-        if a != b:
-            self.rows.swap(a, b)
-            self.blocks.swap(a, b)
-            self._swaps.append((a, b))
-
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self.rows.save(seq)
@@ -236,27 +244,10 @@ class Scheduler:
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row] = NO_EVENT
 
-    def _drop_row(self, seq: Sequence) -> None:
-        """Close the gap that an emptied row leaves, decoding rows staying in front."""
-        rows = self.rows
-        if seq.row < rows.num_decoding:
-            rows.num_decoding -= 1
-            self._swap(seq.row, rows.num_decoding)
-        self._swap(seq.row, rows.num_rows - 1)
-        rows.remove_last()
-
     def _drop_finished(self) -> None:
         for seq in self._finished:
-            self._drop_row(seq)
+            self.rows.drop(seq)
         self._finished.clear()
-
-    def _promote(self) -> None:
-        """Rows that got their first token join the decoding ones."""
-        rows = self.rows
-        for row in range(rows.num_decoding, rows.num_rows):
-            if rows.caught_up[row]:
-                self._swap(row, rows.num_decoding)
-                rows.num_decoding += 1
 
     def _preempt_newest(self) -> None:
         """Send the newest sequence back to the queue; the only one left ends instead."""
@@ -267,7 +258,7 @@ class Scheduler:
             self._drop_finished()
             return
         self._empty_row(seq)
-        self._drop_row(seq)
+        rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.counters.preemptions += 1
@@ -284,7 +275,7 @@ class Scheduler:
         while self.rows.num_decoding:
             at = np.arange(self.rows.num_decoding, dtype=np.int32)
             computed = self.rows.num_computed[at]
-            if self.blocks.wanted(at, np.ones_like(at), computed) <= self.pool.num_free:
+            if self.blocks.have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
                 return
             self._preempt_newest()
 
@@ -299,12 +290,14 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
+                self._publish_chunk(row, length)
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             admitted = self._admit(budget)
             if admitted is None:
                 break
             chunks.append(admitted)
             budget -= admitted[1]
+            self._publish_chunk(*admitted)
         return chunks
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
@@ -332,30 +325,70 @@ class Scheduler:
             rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
         )
         new = np.array([length], np.int32)
-        if self.blocks.wanted(at, new, rows.num_computed[at]) > self.pool.num_free:
+        if not self.blocks.have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
             return 0
         self.blocks.grow(at, new, rows.num_computed[at])
         return length
 
     def _admit(self, budget: int) -> tuple[int, int] | None:
         """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
-        seq = self.waiting[0]
+        seq, rows = self.waiting[0], self.rows
         stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
-        length = self._chunk_length(0, seq.num_tokens, stop, budget)
         target = min(seq.num_tokens, stop)
-        wanted = self._blocks_alone(target, log_from)
-        if not length or wanted + self._expected_growth() > self.pool.num_free:
-            if not self.rows.num_rows and length:
-                self._outgrow(seq)
-            return None
-        self.waiting.popleft()
-        at = np.array([self.rows.add(seq)], np.int32)
-        self.rows.run_start[at] = seq.trigger.start(self.rows.num_prompt[at])
-        self.blocks.start_row(int(at[0]))
-        self._expect_event(seq.policy_id, at)
-        self.blocks.grow(at, np.array([target], np.int32), np.zeros(1, np.int32))
-        self._admitted.append(seq)
-        return int(at[0]), length
+        columns = self._cached_columns(seq, min(target - 1, log_from))
+        cached = len(columns) * self.layout.block_size
+        length = self._chunk_length(cached, seq.num_tokens, stop, budget)
+        self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
+        wanted = self._blocks_alone(target, log_from) - columns.size
+        fits = wanted + self._expected_growth() <= self.blocks.headroom and self.blocks.have_free(
+            wanted
+        )
+        if length and fits:
+            self.waiting.popleft()
+            at = np.array([rows.add(seq)], np.int32)
+            rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
+            rows.num_identity[at] = NO_EVENT
+            rows.num_computed[at] = seq.num_cached_tokens = cached
+            rows.num_published[at] = len(columns)
+            self.blocks.start_row(int(at[0]))
+            self.blocks.adopt(int(at[0]), columns)
+            self._expect_event(seq.policy_id, at)
+            self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
+            self._admitted.append(seq)
+        self.pool.release(columns.ravel())
+        if length and not fits and not rows.num_rows:
+            self._outgrow(seq)
+        return (seq.row, length) if length and fits else None
+
+    def _cached_columns(self, seq: Sequence, limit: int) -> IntArray:
+        """Columns ``[n, LG, R]`` of the prefix cache that hold the sequence's first tokens.
+
+        At most ``limit`` tokens: the rest has to be computed, for its logits or its queries.
+        """
+        size = self.layout.block_size
+        seq.column_hashes = column_hashes(seq.token_ids, size, seq.column_hashes)
+        return self.blocks.match(seq.column_hashes[: max(limit, 0) // size])
+
+    def _publish_chunk(self, row: int, length: int) -> None:
+        """Offer the prompt columns that a chunk completes to sequences admitted after it.
+
+        They may read them in the same step: a layer stores all its new entries before it attends.
+        """
+        seq = self.rows.sequences[row]
+        assert seq is not None
+        end = int(self.rows.num_computed[row]) + length
+        self._publish(seq, min(end, seq.num_prompt_tokens))
+
+    def _publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
+        rows, row, size = self.rows, seq.row, self.layout.block_size
+        first = int(rows.num_published[row])
+        end = min(num_tokens, int(rows.num_identity[row])) // size
+        if end > first:
+            tokens = rows.token_ids[row, : end * size]
+            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
+            self.blocks.publish(row, first, seq.column_hashes[first:end])
+            rows.num_published[row] = end
 
     def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
         """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
@@ -366,17 +399,13 @@ class Scheduler:
         return blocks
 
     def _expected_growth(self) -> int:
-        """Blocks the running sequences will want before their next event (or the reserve) ends."""
+        """Blocks the running sequences will want until their next event, end, or reserve."""
         rows, n = self.rows, self.rows.num_rows
         if not n:
             return 0
         computed = rows.num_computed[:n]
-        horizon = np.where(
-            rows.next_event[:n] == NO_EVENT,
-            rows.num_tokens[:n] + self._reserve,
-            rows.next_event[:n],
-        )
-        growth = np.maximum(np.minimum(horizon, rows.max_len[:n]) - computed, 0)
+        horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
+        growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
         at = np.arange(n, dtype=np.int32)
         return self.blocks.wanted(at, growth, computed)
 

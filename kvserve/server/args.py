@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(word, known, 1)
+        close = difflib.get_close_matches(word, known, 1, 0.75)
         raise UsageError(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
@@ -304,7 +304,7 @@ def _from_file(flags: Iterable[Flag], path: Path) -> dict[str, Any]:
             values["policy_args"] = {**policy, **values.get("policy_args", {})}
             continue
         if name not in by_name:
-            close = difflib.get_close_matches(name, by_name, 1)
+            close = difflib.get_close_matches(name, by_name, 1, 0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UsageError(f"--config: {path}: unknown setting {key!r}{hint}")
         try:

@@ -23,13 +23,12 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 async def encode(
-    state: ServerState, prompts: Sequence[str | list[int]], add_special_tokens: bool
+    state: ServerState, prompts: Sequence[str | list[int]], add_special_tokens: bool | None
 ) -> list[list[int]]:
-    """Token ids of each prompt; lists of ids pass unchanged."""
+    """Token ids of each prompt, special ones included unless told; lists of ids pass unchanged."""
+    special = add_special_tokens is not False
     return [
-        prompt
-        if isinstance(prompt, list)
-        else await _encode_text(state, prompt, add_special_tokens)
+        prompt if isinstance(prompt, list) else await _encode_text(state, prompt, special)
         for prompt in prompts
     ]
 
@@ -58,7 +57,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     def apply() -> list[int]:
         own: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": request.continue_final_message,
+            "continue_final_message": bool(request.continue_final_message),
             "chat_template": state.options.chat_template,
         }
         if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):

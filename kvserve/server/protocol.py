@@ -149,8 +149,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -200,11 +200,11 @@ class GenerationRequest(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def token_limit_field(self) -> str:
@@ -240,7 +240,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
@@ -278,7 +278,7 @@ class ChatPrompt(BaseModel):
 
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -314,15 +314,15 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class TokenizeChatRequest(ChatPrompt):
     """``POST /tokenize`` of messages."""
 
     model: str | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):

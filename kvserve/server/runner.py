@@ -32,6 +32,7 @@ _CLOSE_TIMEOUT = 5
 """Seconds for answers to leave once every request has ended."""
 
 _WIDEST_STATE = 40
+_PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
 
@@ -196,6 +197,12 @@ def _share_log(level: str, access: bool) -> None:
         child.handlers = logger.handlers if access or name != "uvicorn.access" else []
         child.propagate = False
         child.setLevel(lowest.upper())
+    logging.getLogger("uvicorn.access").addFilter(_is_no_probe)
+
+
+def _is_no_probe(record: logging.LogRecord) -> bool:
+    """Health checks and scrapes come every second and would bury the requests."""
+    return not isinstance(record.args, tuple) or record.args[2] not in _PROBES
 
 
 # ---- what the user sees -----------------------------------------------------------------------

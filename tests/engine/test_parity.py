@@ -33,7 +33,7 @@ def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LL
     )
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.engine.core.scheduler.check_integrity()
-    assert llm.stats().blocks_free == llm.stats().blocks_total
+    assert llm.stats().kv_cache_usage == 0.0
     return llm, [output.outputs[0].token_ids for output in outputs]
 
 

@@ -65,13 +65,17 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner, limit: int = 3000) -> list
     raise AssertionError("no end in sight")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_traffic_keeps_every_row_true(seed: int) -> None:
     rng = np.random.default_rng(seed)
     chunked = bool(rng.integers(2))
     budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
-    blocks = int(rng.integers(30, 70))
-    scheduler = make_scheduler(blocks, chunked_prefill=chunked, max_num_batched_tokens=budget)
+    scheduler = make_scheduler(
+        int(rng.integers(30, 70)),
+        chunked_prefill=chunked,
+        max_num_batched_tokens=budget,
+        prefix_caching=bool(seed % 3),
+    )
     shadow = ShadowRunner(scheduler, TRIGGERS)
     alive: list[Sequence] = []
     finished: list[Sequence] = []
@@ -95,9 +99,16 @@ def test_random_traffic_keeps_every_row_true(seed: int) -> None:
         scheduler.check_integrity()
         alive = [seq for seq in alive if seq.status is not SequenceStatus.FINISHED]
     finished += drain(scheduler, shadow)
-    assert scheduler.pool.num_free == scheduler.pool.capacity
+    assert_all_blocks_come_back(scheduler)
     assert scheduler.counters.compactions > 0
     assert any(seq.finish_reason == "length" for seq in finished)
+
+
+def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+    if scheduler.blocks.prefix_cache is not None:
+        scheduler.blocks.prefix_cache.clear()
+    assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
 def run_alone(prompt: int, output: int, policy: int, **settings: object) -> tuple[Sequence, list]:
@@ -127,7 +138,7 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
     crowd = {seq.seq_id: seq for seq in drain(scheduler, shadow)}
-    assert scheduler.counters.preemptions > 3
+    assert scheduler.counters.preemptions >= 2
     for seq_id, (prompt, output) in enumerate(shapes):
         alone, events = run_alone(prompt, output, policy)
         assert shadow.events[seq_id] == events
@@ -168,7 +179,7 @@ def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
     scheduler.add(make_sequence(0, 4, 100, policy=0))
     (seq,) = drain(scheduler, shadow)
     assert (seq.finish_reason, seq.logical_tokens) == ("length", 20)
-    assert scheduler.pool.num_free == scheduler.pool.capacity
+    assert_all_blocks_come_back(scheduler)
 
 
 def test_preemption_takes_the_newest_and_the_oldest_goes_on() -> None:
@@ -197,7 +208,7 @@ def test_a_compaction_never_writes_a_shared_block() -> None:
     assert shared is not None
     assert {slot: shadow.memory[slot] for slot in before} == before
     scheduler.pool.release(shared)
-    assert scheduler.pool.num_free == scheduler.pool.capacity
+    assert_all_blocks_come_back(scheduler)
 
 
 def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:

@@ -85,7 +85,12 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
 
 
 def test_null_means_not_given(server: RunningServer) -> None:
-    response = server.complete("a", temperature=None, top_p=None, n=None, stop=None, max_tokens=1)
+    absent = dict.fromkeys(
+        ("temperature", "top_p", "n", "stop", "kv_policy", "stream", "stream_options", "echo")
+    )
+    chat = dict.fromkeys(("continue_final_message", "add_generation_prompt", "top_logprobs"))
+    assert server.chat("a", max_tokens=1, **absent, **chat).status_code == 200
+    response = server.complete("a", max_tokens=1, add_special_tokens=None, **absent)
     assert response.status_code == 200
     assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[])
 

@@ -107,6 +107,7 @@ def test_start_up_and_drain(run: Callable[..., Process]) -> None:
     assert process.wait() == 0
     assert "Traceback" not in process.text
     assert '"POST /v1/completions HTTP/1.1" 200' in process.text
+    assert "/health" not in process.text
 
 
 def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) -> None:

@@ -49,9 +49,7 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
     for key in given:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, 1)
-            hint = (
-                f"; did you mean {near[0]}?" if near else f"; it has {', '.join(allowed) or 'none'}"
-            )
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(allowed) or 'none'}"
             raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
     try:
         made: Policy = policy(**{allowed[key]: value for key, value in given.items()})
