@@ -19,15 +19,16 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.trigger import EventPlan
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One ``select``: scores [E', L', Hkv, S'], what was chosen of ``length`` places."""
+    """One event: scores [W, L', Hkv, S'] of its W windows, and what was kept of each."""
 
+    plan: EventPlan
     scores: Tensor
     kept: Tensor
-    length: int
 
 
 @dataclass
@@ -47,23 +48,22 @@ class Record:
 class _Watched:
     """A policy whose choices are written down."""
 
-    def __init__(self, policy: Policy, choices: list[Choice]) -> None:
+    def __init__(self, policy: Policy, choices: list[tuple[Tensor, Tensor]]) -> None:
         self._policy = policy
         self._choices = choices
-        self._scores = torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
     def score(self, obs: Observation) -> Tensor:
-        self._scores = self._policy.score(obs)
-        assert self._scores.dtype == torch.float32
-        return self._scores
+        scores = self._policy.score(obs)
+        assert scores.dtype == torch.float32
+        return scores
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         kept = self._policy.select(scores, length, keep)
         assert kept.shape == (*scores.shape[:3], keep)
-        self._choices.append(Choice(scores, kept, length))
+        self._choices.append((scores, kept))
         return kept
 
 
@@ -76,7 +76,7 @@ class Recorder:
         self.logits: dict[int, list[Tensor]] = defaultdict(list)
         self._runner = runner = llm.engine.core.runner
         self._owner: dict[int, int] = {}
-        self._choices: list[Choice] = []
+        self._choices: list[tuple[Tensor, Tensor]] = []
         self._sampled: list[int] = []
         self._sources: dict[int, Tensor] = {}
         self._launch, self._run = runner.launch, runner.compressor.run
@@ -140,18 +140,17 @@ class Recorder:
 
     def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
         """One group of equal-shaped events; its choices were made since the last group."""
-        scores = torch.cat([choice.scores for choice in self._choices])
-        kept = torch.cat([choice.kept for choice in self._choices])
-        length = self._choices[0].length
+        scores, kept = (torch.cat(parts) for parts in zip(*self._choices, strict=True))
         self._choices.clear()
         windows = np.cumsum([0, *task.plan.windows])
         for e, row in enumerate(task.rows):
             record = self.records[self._owner[int(row)]]
             mine = plan.events == e
             one = MovePlan(plan.events[mine], plan.src[..., mine], plan.dst[mine])
-            record.kept.on_moves(task.part(np.array([e])), one)
+            part = task.part(np.array([e]))
+            record.kept.on_moves(part, one)
             at = slice(windows[e], windows[e + 1])
-            record.choices.append(Choice(scores[at], kept[at], length))
+            record.choices.append(Choice(part.plan, scores[at], kept[at]))
             self._sources[int(row)] = one.src
 
     def _entries(self, table: Tensor, length: int) -> Tensor:

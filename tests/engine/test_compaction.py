@@ -19,7 +19,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.trigger import EventPlan
 from tests.checkpoints import random_prompts
-from tests.engine.dense_reference import dense_logits, load_dense
+from tests.engine.dense_reference import dense_pass, load_dense
 
 POLICY = {
     "name": "kara",
@@ -56,7 +56,7 @@ def test_decoding_equals_dense_attention_under_the_kept_set(
     (prompt,) = random_prompts([11], seed=3)
     tokens, logits, kept = run_one(directory, prompt)
     model = load_dense(directory)
-    dense = dense_logits(model, prompt + tokens[:-1], kept.events)[len(prompt) - 1 :]
+    dense = dense_pass(model, prompt + tokens[:-1], kept.events).logits[len(prompt) - 1 :]
     torch.testing.assert_close(torch.cat(logits), dense, atol=2e-4, rtol=2e-4)
     held = kept.events[-1].held
     assert (held[..., : len(prompt)] == np.arange(len(prompt))).all(), "the prompt was touched"

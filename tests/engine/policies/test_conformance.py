@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from kvserve import LLM, SamplingParams
 from kvserve.engine.inspect import Event
 from kvserve.engine.policies import registry
+from kvserve.engine.policies.scoring import Observation
 from kvserve.outputs import KVCacheDetails
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.dense_reference import dense_logits, load_dense
+from tests.engine.dense_reference import DensePass, dense_pass, load_dense
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongestKeys
 from tests.engine.recorder import Choice, Record, Recorder
 
@@ -36,6 +37,7 @@ class Run:
     tokens: list[int]
     logits: Tensor
     details: KVCacheDetails
+    cached: int
     record: Record
 
     @property
@@ -48,22 +50,22 @@ class Run:
 
 
 def generate(recorder: Recorder, requests: Sequence[tuple[list[int], Any]]) -> list[Run]:
-    """Run (prompt, policy) requests together; the pool must be as free afterwards as before."""
+    """Run (prompt, policy) requests together; nobody but the prefix cache holds blocks then."""
     recorder.clear()
     core = recorder.llm.engine.core
-    free = core.scheduler.pool.num_free
     params = [
         SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
         for _, policy in requests
     ]
     outputs = recorder.llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
     core.scheduler.check_integrity()
-    assert core.scheduler.pool.num_free == free == core.scheduler.pool.capacity
+    assert core.scheduler.blocks.headroom == core.scheduler.pool.capacity
     return [
         Run(
             output.outputs[0].token_ids,
             torch.stack(recorder.logits[seq_id]),
             output.kv_cache_details,
+            output.num_cached_tokens,
             recorder.records[seq_id],
         )
         for output, seq_id in zip(outputs, sorted(recorder.records), strict=True)
@@ -76,6 +78,7 @@ class Lab:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.alone = cache(self._alone)
+        self.dense = cache(self._dense)
 
     def engine(self, **settings: Any) -> Recorder:
         """All heads' queries are logged, so that requests may choose any of the cases."""
@@ -85,12 +88,12 @@ class Lab:
         return Recorder(llm)
 
     @cached_property
-    def dense(self) -> PreTrainedModel:
+    def _model(self) -> PreTrainedModel:
         return load_dense(self.directory)
 
     @cached_property
     def _one(self) -> Recorder:
-        return self.engine()
+        return self.engine(enable_prefix_caching=False)
 
     def _alone(self, label: str, roomy: bool = False) -> Run:
         case = CASES[LABELS.index(label)]
@@ -98,14 +101,24 @@ class Lab:
         (run,) = generate(self._one, [(IDS, spec)])
         return run
 
+    def _dense(self, label: str) -> DensePass:
+        """What a run alone must equal, given its tokens and kept sets."""
+        run = self.alone(label)
+        return dense_pass(self._model, IDS + run.tokens[:-1], run.events)
+
     @cached_property
     def crowd(self) -> dict[str, Run]:
-        """All cases at once, beside requests of other lengths, in small blocks and chunks."""
+        """All cases at once, beside requests of other lengths, in small blocks and chunks.
+
+        Every second one has the same prompt, so the prefix cache has them share its blocks.
+        """
         engine = self.engine(block_size=4, max_num_batched_tokens=41)
         mates = [(ids, case.spec) for ids, case in zip(MATES * 9, CASES, strict=False)]
         mine = [(IDS, case.spec) for case in CASES]
         requests = [one for pair in zip(mates, mine, strict=True) for one in pair]
-        return dict(zip(LABELS, generate(engine, requests)[1::2], strict=True))
+        runs = generate(engine, requests)[1::2]
+        assert any(run.cached for run in runs)
+        return dict(zip(LABELS, runs, strict=True))
 
     @cached_property
     def preempted(self) -> dict[str, Run]:
@@ -214,9 +227,33 @@ def test_logical_positions_go_on(lab: Lab, case: Case) -> None:
 
 @EACH
 def test_logits_are_those_of_dense_attention_over_the_kept_set(lab: Lab, case: Case) -> None:
-    run = lab.alone(case.label)
-    dense = dense_logits(lab.dense, IDS + run.tokens[:-1], run.events)[PROMPT - 1 :]
-    torch.testing.assert_close(run.logits, dense, atol=2e-4, rtol=2e-4)
+    expected = lab.dense(case.label).logits[PROMPT - 1 :]
+    torch.testing.assert_close(lab.alone(case.label).logits, expected, atol=2e-4, rtol=2e-4)
+
+
+@EACH
+def test_scores_are_those_of_the_true_queries_and_keys(lab: Lab, case: Case) -> None:
+    run, dense, policy = lab.alone(case.label), lab.dense(case.label), case.make()
+    layers, kv_heads, _, dim = dense.keys.shape
+    reduction = policy.query_reduction or policy.recomputed_reduction
+    queries = dense.queries
+    if reduction == "group_mean":
+        queries = queries.unflatten(1, (kv_heads, -1)).mean(2)
+    leaders = sorted(set(policy.leaders(layers)))
+    held, seen = np.zeros((layers, kv_heads, 0), np.int32), 0
+    for event, choice in zip(run.events, run.choices, strict=True):
+        new = np.arange(seen, event.seen)
+        held = np.concatenate([held, np.broadcast_to(new, (*held.shape[:2], len(new)))], axis=2)
+        plan = choice.plan
+        for window, scores in enumerate(choice.scores):
+            offset = window * int(plan.window_len[0])
+            start = int(plan.region_start[0]) + offset
+            at = torch.as_tensor(held[..., start : start + int(plan.window_len[0])]).long()
+            keys = dense.keys.gather(2, at[..., None].expand(-1, -1, -1, dim))
+            asked = [int(plan.query_start[0]) + offset + place for place in policy.query_places]
+            obs = Observation(queries[None, leaders][..., asked, :], keys[None, leaders], dim**-0.5)
+            torch.testing.assert_close(policy.score(obs)[0], scores, atol=1e-4, rtol=1e-4)
+        held, seen = event.held, event.seen
 
 
 def same(a: Run, b: Run) -> None:
