@@ -72,7 +72,9 @@ class CacheConfig:
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
     )
-    enable_prefix_caching: bool | None = setting(None, "reuse cached prompt blocks")
+    enable_prefix_caching: bool = setting(
+        True, "keep computed prompt blocks and reuse them for prompts that begin alike"
+    )
     kv_layout: str = setting(
         "auto",
         "which lengths may differ; auto is what --policy needs",
@@ -179,7 +181,6 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
-        (cache.enable_prefix_caching is not True, "--enable-prefix-caching is not built yet"),
         (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
         (cache.kv_layout in ("auto", "model"), "--kv-layout: only auto and model are built"),

@@ -85,7 +85,10 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's state and counters (totals since start)."""
+    """The engine's state and counters (totals since start).
+
+    ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -106,5 +109,7 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the pool's blocks in use, 0 to 1."""
-        return 1.0 - self.blocks_free / self.blocks_total if self.blocks_total else 0.0
+        """Share of the pool's blocks in use, 0 to 1; what only the prefix cache holds is not."""
+        if not self.blocks_total:
+            return 0.0
+        return 1.0 - (self.blocks_free + self.blocks_cached) / self.blocks_total

@@ -18,6 +18,7 @@ from kvserve.benchmarks.options import (
     Checkpoint,
     PolicySpec,
     add_engine_arguments,
+    add_report_arguments,
     at_least,
     chosen_policies,
     fraction,
@@ -54,6 +55,7 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = at_least(1)
     add_engine_arguments(parser)
+    add_report_arguments(parser)
     parser.add_argument(
         "--tasks",
         nargs="+",

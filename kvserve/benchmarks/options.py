@@ -137,7 +137,7 @@ def fraction(text: str) -> float:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Model, policies, pool and output; returns the group that ``--model`` stands in."""
+    """Model, policies and pool; returns the group that ``--model`` stands in."""
     count = at_least(1)
     model = parser.add_mutually_exclusive_group()
     default = ModelConfig().model
@@ -170,10 +170,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
         "--seed", type=at_least(0), default=0, metavar="N", help="of prompts and dummy weights"
     )
     parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
-    parser.add_argument("--save-result", type=_json_path, metavar="FILE.json", help="write JSON")
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
     parser.set_defaults(fail=parser.error)
     return model
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results go besides the terminal."""
+    parser.add_argument("--save-result", type=_json_path, metavar="FILE.json", help="write JSON")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
 
 
 def _json_path(text: str) -> Path:

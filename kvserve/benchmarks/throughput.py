@@ -22,6 +22,7 @@ from kvserve.benchmarks.options import (
     Checkpoint,
     PolicySpec,
     add_engine_arguments,
+    add_report_arguments,
     at_least,
     chosen_policies,
     fraction,
@@ -63,6 +64,7 @@ _COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = at_least(1)
     model = add_engine_arguments(parser)
+    add_report_arguments(parser)
     model.add_argument("--shape", choices=SHAPES, help="a Llama of this size with random weights")
     parser.add_argument(
         "--dataset",

@@ -17,7 +17,6 @@ from kvserve.engine.startup import build_engine
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import Periodic
 
 _STATS_INTERVAL = 0.05
 
@@ -129,6 +128,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             blocks_total=scheduler.pool.capacity,
             blocks_free=scheduler.pool.num_free,
+            blocks_cached=scheduler.blocks.num_cached,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
@@ -165,16 +165,16 @@ class EngineCore:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
-        if policy.query_reduce not in (None, self._query_reduce):
+        if policy.query_reduction not in (None, self._query_reduce):
             raise RequestError(
                 f"query_reduce is {self._query_reduce} on this server (its query log was laid out "
                 "for that at start)",
                 param="kv_policy.query_reduce",
             )
-        trigger = policy.trigger
-        if isinstance(trigger, Periodic) and trigger.window > self.info.max_model_len:
+        window = policy.trigger.num_queries
+        if window > self.info.max_model_len:
             raise RequestError(
-                f"window {trigger.window} exceeds the context of {self.info.max_model_len} tokens",
+                f"window {window} exceeds the context of {self.info.max_model_len} tokens",
                 param="kv_policy.window",
             )
         return policy
@@ -225,7 +225,9 @@ class EngineCore:
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
         )
-        return FinishedSequence(seq.seq_id, seq.finish_reason, seq.stop_token, details)
+        return FinishedSequence(
+            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details
+        )
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

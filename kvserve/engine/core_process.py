@@ -30,6 +30,7 @@ _KINDS: dict[bytes, type] = {
 _REFUSED, _FAILED = b"refused", b"failed"
 _IDLE_POLL_MS = 500
 _EXIT_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 0.5
 
 
 class ParentLink:
@@ -92,6 +93,8 @@ class ParentLink:
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait((frames, died), return_when=asyncio.FIRST_COMPLETED)
         died.cancel()
+        # Its last words may still be on their way when the process is gone.
+        await asyncio.wait((frames,), timeout=_LAST_WORDS_S)
         if not frames.done():
             frames.cancel()
             raise EngineDeadError(

@@ -16,9 +16,7 @@ from kvserve.engine.sampler import SamplingRows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SchedulerOutput, TableUpdate
-
-_NO_LOG = 2**62
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
 
 
 class InputBatch:
@@ -43,28 +41,36 @@ class InputBatch:
         self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.log_from = torch.full((max_rows,), _NO_LOG, dtype=torch.int64, device=device)
+        self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(max_rows, device)
+        self._kept_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
         self._swap(output.row_swaps)
         if output.admitted:
             rows = torch.tensor([seq.row for seq in output.admitted], device=self.device)
-            log_from = [
-                seq.num_prompt_tokens if seq.trigger.logs_queries else _NO_LOG
-                for seq in output.admitted
-            ]
-            self.kv_lens[:, rows] = 0
-            self.num_computed[rows] = 0
-            self.log_from[rows] = torch.tensor(log_from, device=self.device)
+            computed = self._long(output.admitted_computed)
+            self.kv_lens[:, rows] = computed[:, None]
+            self.num_computed[rows] = computed
+            self.log_from[rows] = self._long(output.admitted_log_from)
             self.sampling.set_rows(output.admitted)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
 
-    def set_kv_lens(self, rows: IntArray, lengths: IntArray) -> None:
-        """After a compaction: all groups of each row hold ``lengths`` entries."""
-        self.kv_lens[:, self._long(rows)] = self._long(lengths)[:, None]
+    def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
+        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
+        if count and policy_id not in self._kept_scores:
+            lanes = self.layout.num_layers, self.layout.num_kv_heads
+            shape = (len(self.last_token), *lanes, count)
+            self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
+        return self._kept_scores.get(policy_id)
+
+    def after_compaction(self, task: CompactionTask) -> None:
+        """All groups of each row hold what the task left them."""
+        rows = self._long(task.rows)
+        self.kv_lens[:, rows] = self._long(task.new_lens)[:, None]
+        self.log_from[rows] = self._long(task.log_from)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""
@@ -90,6 +96,19 @@ class InputBatch:
         self.num_computed[chunk_rows] += lengths
         spans = (*self._decode_spans(output), *self._chunk_spans(output, before))
         return input_ids, ForwardBatch(positions, slots, query_slots, spans)
+
+    def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
+        """A forward over tokens that are stored already; each sees its row up to its own entry.
+
+        rows: [P]; positions (logical), entries (physical): [P, Q].
+        """
+        at, seen = self._long(rows), self._long(entries)
+        columns = int(entries.max()) // self.layout.block_size + 1
+        tables = self.block_tables[:, at, :, :columns].contiguous()
+        last = seen[None, :, None].expand(*tables.shape[:3], -1)
+        tokens = torch.arange(positions.size, device=self.device).view(positions.shape)
+        span = Span(tokens, None, tables, self._mask(last.flatten(1, 2), columns))
+        return ForwardBatch(self._long(positions).view(-1), tables.new_empty(0), None, (span,))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
@@ -155,7 +174,8 @@ class InputBatch:
             order[a], order[b] = order[b], order[a]
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
-        for by_row in (self.num_computed, self.last_token, self.log_from):
+        kept_scores = self._kept_scores.values()
+        for by_row in (self.num_computed, self.last_token, self.log_from, *kept_scores):
             by_row[to] = by_row[source]
         for by_group in (self.block_tables, self.log_tables, self.kv_lens):
             by_group[:, to] = by_group[:, source]

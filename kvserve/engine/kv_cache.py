@@ -43,13 +43,18 @@ class KVCache:
         group, place = divmod(layer, self.layout.layers_per_block)
         store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:
-            reduced = q.unflatten(1, (self.log_heads, -1)).mean(dim=2)
+            reduced = reduce_queries(q, self.log_heads)
             store_queries(self.query_log, place, batch.query_slots[group], reduced)
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         group, place = divmod(layer, self.layout.layers_per_block)
         return self.kv[:, place, 0], self.kv[:, place, 1], group
+
+
+def reduce_queries(q: Tensor, heads: int) -> Tensor:
+    """q: [T, Hq, D] -> [T, heads, D], means over neighbours; all of them where heads is Hq."""
+    return q.unflatten(1, (heads, -1)).mean(dim=2)
 
 
 def log_block_tokens(layout: KVLayout, log_heads: int) -> int:

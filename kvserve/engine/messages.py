@@ -31,11 +31,15 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
-    """How a sequence ended: ``reason`` is stop, length or abort."""
+    """How a sequence ended: ``reason`` is stop, length or abort.
+
+    ``num_cached_tokens`` of its tokens were found in the prefix cache.
+    """
 
     seq_id: int
     reason: str
     stop_token: int | None
+    num_cached_tokens: int
     details: KVCacheDetails
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
@@ -63,7 +65,10 @@ class ModelRunner:
         self.policies = policies
         """By ``CompactionTask.policy_id``; the engine appends to it."""
         self.compaction_seconds = 0.0
-        self.compressor = Compressor(cache, model.scale)
+        recomputer = QueryRecomputer(model, cache, batch, attention)
+        self.compressor = Compressor(cache, model.scale, recomputer)
+        self.force: Callable[[Tensor], Tensor] | None = None
+        """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -81,7 +86,10 @@ class ModelRunner:
             return LaunchedStep(None, rows)
         at = torch.as_tensor(last, device=hidden.device).long()
         logits = self.model.logits(hidden[at])
-        sampled = self.batch.sampling.sample(logits, rows, batch.positions[at] + 1)
+        positions = batch.positions[at] + 1
+        sampled = self.batch.sampling.sample(logits, rows, positions)
+        if self.force is not None:
+            sampled = SampledTokens(self.force(positions))
         where = torch.as_tensor(rows, device=hidden.device).long()
         self.batch.last_token[where] = sampled.token_ids
         return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows))
@@ -93,8 +101,9 @@ class ModelRunner:
         for task in output.compactions:
             policy = self.policies[task.policy_id]
             tables = self.batch.block_tables, self.batch.log_tables
-            self.compressor.run(task, policy, *tables)
-            self.batch.set_kv_lens(task.rows, task.new_lens)
+            scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
+            self.compressor.run(task, policy, *tables, scores)
+            self.batch.after_compaction(task)
         self.compaction_seconds += time.perf_counter() - started
 
 

@@ -130,6 +130,8 @@ class OutputProcessor:
             branch.detokenizer.flush()
             choice.text = branch.detokenizer.text
         request.kv_cache_details = _add(request.kv_cache_details, finished.details)
+        if choice.index == 0:
+            request.num_cached_tokens = finished.num_cached_tokens
         if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
             request.finished = True
             del self._by_request[request.request_id]

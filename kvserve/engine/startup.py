@@ -21,7 +21,6 @@ from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import Periodic
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
@@ -46,7 +45,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, max_len)
-    query_reduce = policy.query_reduce or "group_mean"
+    query_reduce = policy.query_reduction or "group_mean"
     layout = KVLayout(
         spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
     )
@@ -65,6 +64,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         max_model_len=max_len,
         log_block_tokens=log_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
@@ -112,11 +112,9 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _check_policy(policy: Policy, max_len: int) -> None:
-    trigger = policy.trigger
-    if isinstance(trigger, Periodic) and trigger.window > max_len:
-        raise ConfigError(
-            f"--policy.window: {trigger.window} exceeds the context of {max_len} tokens"
-        )
+    window = policy.trigger.num_queries
+    if window > max_len:
+        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
 
 def _num_blocks(
@@ -183,6 +181,7 @@ def _summary(
     pool = (num_blocks - 1) * block_bytes
     full = (num_blocks - 1) / layout.blocks_for(max_len)
     chunked = config.scheduler.enable_chunked_prefill
+    caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         ("context", f"{max_len} tokens", "--max-model-len"),
@@ -194,7 +193,7 @@ def _summary(
             f"{full:.1f} sequences of full length; --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
-        ("prefix caching", "off", "not built yet"),
+        ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
         ("attention", "torch", "gathered blocks and torch's SDPA"),
         ("preemption", "recompute", "newest first; compressed sequences replay their events"),

@@ -11,8 +11,8 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
-
-NOT_LOGGING = 2**31 - 1
+from kvserve.scheduler.prefix_cache import PrefixCache
+from kvserve.scheduler.trigger import NOT_LOGGING
 
 
 class BlockManager:
@@ -25,21 +25,23 @@ class BlockManager:
         max_rows: int,
         max_model_len: int,
         log_block_tokens: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.layout = layout
         self.pool = pool
+        self.prefix_cache = prefix_cache
         self.log_block_tokens = log_block_tokens
         self.kv = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
         self.log = BlockTable(pool, layout, max_rows, -(-max_model_len // log_block_tokens))
         self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
 
-    def start_row(self, row: int, log_from: int) -> None:
-        """An empty row whose queries are logged from a logical position on (or NOT_LOGGING)."""
+    def start_row(self, row: int) -> None:
+        """An empty row that logs no queries."""
         self.kv.start(row, 0)
-        self.log.start(row, 0 if log_from == NOT_LOGGING else log_from // self.log_block_tokens)
+        self.log.start(row, 0)
         self.kv_lens[:, row] = 0
-        self._log_from[row] = log_from
+        self._log_from[row] = NOT_LOGGING
 
     def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
@@ -62,30 +64,86 @@ class BlockManager:
         Returns where the copy of each row must begin: ``start``, or the beginning of the first
         replaced column (its earlier entries move along).
         """
-        size = self.layout.block_size
-        first = start // size
-        counts = -(-end // size) - first
-        owner = np.repeat(np.arange(len(rows)), counts)
-        column = np.repeat(first, counts) + ragged_arange(counts)
+        owner, column = self._columns_of(start, end)
         replaced = self.kv.replace_shared(rows[owner], column)
         copy_start = start.copy()
-        np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
+        np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
+
+    def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
+        """For how many of the rows, in order, ``make_private`` would find its blocks."""
+        owner, column = self._columns_of(start, end)
+        shared = self.kv.shared(rows[owner], column)
+        if self.prefix_cache is not None and not self.have_free(int(shared.sum())):
+            # Blocks that only a row and the cache name can be written once the cache lets go.
+            self.prefix_cache.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
+            shared = self.kv.shared(rows[owner], column)
+        wanted = np.bincount(owner, weights=shared, minlength=len(rows)).cumsum()
+        return int(np.searchsorted(wanted, self.pool.num_free, side="right"))
+
+    # ---- prefix cache ------------------------------------------------------------------------
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache names; they make room when needed."""
+        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that are free or can be made so by evicting cached columns."""
+        return self.pool.num_free + self.num_cached
+
+    def have_free(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, after evicting cached columns if need be."""
+        missing = count - self.pool.num_free
+        if missing > 0 and self.prefix_cache is not None:
+            self.prefix_cache.evict(missing)
+        return count <= self.pool.num_free
+
+    def match(self, hashes: list[bytes]) -> IntArray:
+        """Columns ``[n, LG, R]`` of the longest cached prefix."""
+        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
+        shape = (len(found), self.layout.layer_groups, self.layout.rows)
+        return np.array(found, np.int32).reshape(shape)
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with the entries of shared ``columns [n, LG, R]``."""
+        self.kv.adopt(row, columns)
+        self.kv_lens[:, row] = len(columns) * self.layout.block_size
+
+    def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
+        """Offer a row's columns from ``first`` on, one per hash, to later prompts."""
+        if self.prefix_cache is not None:
+            columns = self.kv.blocks[:, row, :, first : first + len(hashes)]
+            self.prefix_cache.publish(hashes, columns.transpose(2, 0, 1))
+
+    # ---- lengths -----------------------------------------------------------------------------
 
     def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
         """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given up, ``[rows]``."""
         self.kv_lens[:, rows] = kv_lens
         return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
 
-    def trim_log(self, rows: IntArray, positions: IntArray) -> None:
-        """Give back logged queries in front of logical ``positions``."""
-        self.log.trim_front(rows, positions // self.log_block_tokens)
+    def log_from(self, rows: IntArray, positions: IntArray) -> None:
+        """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
+        self.log.move_front(rows, positions // self.log_block_tokens)
+        self._log_from[rows] = positions
+
+    def logged_from(self, rows: list[int]) -> IntArray:
+        """From which logical positions rows log queries."""
+        logged: IntArray = self._log_from[rows]
+        return logged
+
+    def columns_in_use(self, rows: IntArray) -> IntArray:
+        """Columns that hold entries of each row, in the longest of its groups."""
+        longest: IntArray = self.kv_lens[:, rows].max(axis=(0, 2), initial=0)
+        return -(-longest // self.layout.block_size)
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
         self.kv.release_row(row)
         self.log.release_row(row)
-        self.start_row(row, NOT_LOGGING)
+        self.start_row(row)
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
@@ -99,11 +157,19 @@ class BlockManager:
         self._log_from[[a, b]] = self._log_from[[b, a]]
 
     def check_integrity(self) -> None:
-        """Reference counts equal the tables; lengths fit their columns."""
-        held = np.concatenate([self.kv.all_held(), self.log.all_held()])
+        """Reference counts equal the tables and the cache; lengths fit their columns."""
+        cached = [] if self.prefix_cache is None else [self.prefix_cache.held()]
+        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *cached])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
+
+    def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+        """Owner and column of every column that holds entries ``[start, end)`` of n rows."""
+        first = start // self.layout.block_size
+        counts = -(-end // self.layout.block_size) - first
+        owner = np.repeat(np.arange(len(start)), counts)
+        return owner, np.repeat(first, counts) + ragged_arange(counts)
 
     def _ends(
         self, rows: IntArray, new: IntArray, positions: IntArray

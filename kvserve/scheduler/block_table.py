@@ -42,6 +42,16 @@ class BlockTable:
             self.blocks[where] = self.pool.allocate(len(where[0]))
             self.end[:, rows] += missing
 
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each."""
+        self.pool.share(columns.ravel())
+        self.blocks[:, row, :, : len(columns)] = columns.transpose(1, 2, 0)
+        self.end[:, row] = len(columns)
+
+    def shared(self, rows: IntArray, columns: IntArray) -> IntArray:
+        """Blocks among ``columns [n]`` of ``rows [n]`` with more than one reference: ``[n]``."""
+        return np.asarray((self.pool.ref[self.blocks[:, rows, :, columns]] > 1).sum(axis=(1, 2)))
+
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)
@@ -51,11 +61,14 @@ class BlockTable:
         per_row: IntArray = surplus.sum(axis=(0, 2), dtype=np.int32)
         return per_row
 
-    def trim_front(self, rows: IntArray, first: IntArray) -> None:
-        """Give back the columns before ``first [rows]``."""
-        surplus = np.maximum(first[None, :, None] - self.first[:, rows], 0)
+    def move_front(self, rows: IntArray, first: IntArray) -> None:
+        """Give back the columns before ``first [rows]``; a row without others goes on there."""
+        first = np.minimum(first, self.blocks.shape[3])[None, :, None]
+        surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
         self.pool.release(self.blocks[_entries(rows, self.first[:, rows], surplus)])
-        self.first[:, rows] += surplus
+        self.first[:, rows] = first
+        for array in (self.end, self._synced):
+            array[:, rows] = np.maximum(array[:, rows], first)
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""

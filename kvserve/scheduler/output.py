@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import EventPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +19,41 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CompactionTask:
-    """Events of one policy, ``E`` of them; rows are those before ``SchedulerOutput.row_swaps``.
+    """E events of one policy; all arrays ``[E]`` but ``dst_blocks``.
 
-    Event e takes ``windows[e]`` windows from physical entry ``region_start[e]``, the entry of the
-    logical position ``log_start[e]``. Entries from ``copy_start[e]`` on are written again:
+    ``rows`` are those before ``SchedulerOutput.row_swaps``, ``plan`` says what is taken of them and
+    ``old_lens`` what they held. Entries from ``copy_start[e]`` on are written again:
     ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards.
+    Queries are logged from ``log_from[e]`` on afterwards. Where they are recomputed instead,
+    ``token_ids [E, T]`` are the tokens from ``plan.query_start`` on, padded behind.
     """
 
     policy_id: int
     rows: IntArray
-    region_start: IntArray
-    log_start: IntArray
-    windows: IntArray
+    plan: EventPlan
     old_lens: IntArray
-    new_lens: IntArray
     copy_start: IntArray
     dst_blocks: IntArray
+    log_from: IntArray
+    token_ids: IntArray | None = None
+
+    @property
+    def new_lens(self) -> IntArray:
+        return self.old_lens - self.plan.evicted
+
+    def part(self, at: IntArray) -> CompactionTask:
+        """The events ``at`` alone."""
+        plan = EventPlan(*(getattr(self.plan, f.name)[at] for f in fields(EventPlan)))
+        return CompactionTask(
+            self.policy_id,
+            self.rows[at],
+            plan,
+            self.old_lens[at],
+            self.copy_start[at],
+            self.dst_blocks[:, at],
+            self.log_from[at],
+            None if self.token_ids is None else self.token_ids[at],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,9 @@ class SchedulerOutput:
     compactions: tuple[CompactionTask, ...]
     row_swaps: tuple[tuple[int, int], ...]
     admitted: tuple[Sequence, ...]
+    admitted_log_from: IntArray
+    admitted_computed: IntArray
+    """Tokens each newcomer finds in the prefix cache: what its row holds before this step."""
     table_update: TableUpdate
     log_update: TableUpdate
     num_decoding: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 
@@ -13,17 +14,21 @@ class RowTable:
 
     ``num_tokens`` counts the token being sampled; ``num_computed`` is the logical length of the
     cache; ``run_start`` the logical position of the oldest token that no event has taken;
-    ``caught_up`` is 1 once the row's next token comes from the sampler.
+    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_identity`` bounds the
+    entries that are still the plain image of their tokens, ``num_published`` counts the columns
+    that the prefix cache has seen.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
         self.max_rows = max_rows
+        self._blocks = blocks
+        self._swaps: list[tuple[int, int]] = []
         self.num_rows = 0
         self.num_decoding = 0
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
-        self._counters: IntArray = np.zeros((12, max_rows), np.int32)
+        self._counters: IntArray = np.zeros((14, max_rows), np.int32)
         (
             self.num_prompt,
             self.num_tokens,
@@ -37,6 +42,8 @@ class RowTable:
             self.compactions,
             self.blocks_released,
             self.peak_blocks,
+            self.num_identity,
+            self.num_published,
         ) = self._counters
 
     def live(self) -> list[Sequence]:
@@ -51,10 +58,9 @@ class RowTable:
         seq.row, seq.status = row, SequenceStatus.RUNNING
         self._counters[:, row] = 0
         self.token_ids[row, : seq.num_tokens] = seq.token_ids
-        self.num_prompt[row] = self.run_start[row] = seq.num_prompt_tokens
+        self.num_prompt[row] = seq.num_prompt_tokens
         self.num_tokens[row] = seq.num_tokens
         self.max_len[row] = seq.max_len
-        self.next_event[row] = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
         self.arrival[row] = seq.arrival
         self.policy_id[row] = seq.policy_id
         self._set_stop_ids(row, seq.stop_token_ids)
@@ -69,8 +75,47 @@ class RowTable:
         seq.blocks_released = int(self.blocks_released[row])
         seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
 
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
+    def drop(self, seq: Sequence) -> None:
+        """Give an emptied row away; the decoding rows stay in front."""
+        if seq.row < self.num_decoding:
+            self.num_decoding -= 1
+            self._swap(seq.row, self.num_decoding)
+        self.num_rows -= 1
+        self._swap(seq.row, self.num_rows)
+        self.sequences[self.num_rows], seq.row = None, -1
+
+    def promote_ready(self) -> None:
+        """Rows that got their first token, and have no event waiting, join the decoding ones."""
+        for row in range(self.num_decoding, self.num_rows):
+            if self.caught_up[row] and self.num_computed[row] < self.next_event[row]:
+                self._swap(row, self.num_decoding)
+                self.num_decoding += 1
+
+    def demote_due(self) -> None:
+        """Decoding rows whose event has to wait for blocks sit the step out."""
+        decoding = slice(0, self.num_decoding)
+        for row in np.flatnonzero(self.num_computed[decoding] >= self.next_event[decoding])[::-1]:
+            self.num_decoding -= 1
+            self._swap(int(row), self.num_decoding)
+
+    def take_swaps(self) -> tuple[tuple[int, int], ...]:
+        """Rows exchanged since the last call, in order."""
+        swaps, self._swaps = tuple(self._swaps), []
+        return swaps
+
+    def tokens_from(self, at: IntArray, start: IntArray) -> IntArray:
+        """Computed tokens of rows ``at`` from positions ``start`` on, padded behind: [n, T]."""
+        last = self.num_computed[at] - 1
+        places = start[:, None] + np.arange((last - start).max() + 1)
+        tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
+        return tokens
+
+    def _swap(self, a: int, b: int) -> None:
+        """Exchange two rows with all that belongs to them."""
+        if a == b:
+            return
+        self._swaps.append((a, b))
+        self._blocks.swap(a, b)
         longest = int(max(self.num_tokens[a], self.num_tokens[b]))
         self.token_ids[[a, b], :longest] = self.token_ids[[b, a], :longest]
         self._counters[:, [a, b]] = self._counters[:, [b, a]]
@@ -80,13 +125,6 @@ class RowTable:
             seq = self.sequences[row]
             if seq is not None:
                 seq.row = row
-
-    def remove_last(self) -> None:
-        """Take the last row's sequence away."""
-        self.num_rows -= 1
-        seq = self.sequences[self.num_rows]
-        assert seq is not None
-        self.sequences[self.num_rows], seq.row = None, -1
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import NOT_LOGGING, BlockManager
+from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, Periodic, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -50,12 +51,20 @@ class Scheduler:
         max_model_len: int,
         log_block_tokens: int,
         chunked_prefill: bool = True,
+        prefix_caching: bool = True,
         admission_reserve: int = 32,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
-        self.blocks = BlockManager(layout, self.pool, max_num_seqs, max_model_len, log_block_tokens)
-        self.rows = RowTable(max_num_seqs, max_model_len)
+        self.blocks = BlockManager(
+            layout,
+            self.pool,
+            max_num_seqs,
+            max_model_len,
+            log_block_tokens,
+            PrefixCache(self.pool) if prefix_caching else None,
+        )
+        self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.waiting: deque[Sequence] = deque()
         self.counters = Counters()
         self._max_tokens = max_num_batched_tokens
@@ -64,7 +73,6 @@ class Scheduler:
         self._triggers: dict[int, Trigger] = {}
         self._arrivals = 0
         # What the next output tells the runner, and what the next update tells the caller.
-        self._swaps: list[tuple[int, int]] = []
         self._admitted: list[Sequence] = []
         self._finished: list[Sequence] = []
         self._outgrown: list[Sequence] = []
@@ -73,9 +81,9 @@ class Scheduler:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """Blocks without which a sequence cannot get past its prompt and its first event."""
-        first_event = trigger.next_event(num_prompt, num_prompt)
+        first_event, log_from = _first_event(num_prompt, trigger)
         tokens = num_prompt + 1 if first_event == NO_EVENT else min(first_event, max_len)
-        return self._blocks_alone(num_prompt, tokens, trigger)
+        return self._blocks_alone(tokens, log_from)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""
@@ -89,6 +97,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
+            self._publish(seq, int(self.rows.num_computed[seq.row]))
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
@@ -109,7 +118,8 @@ class Scheduler:
         rows = self.rows
         compactions = self._compact_due()
         self._drop_finished()
-        self._promote()
+        rows.demote_due()
+        rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
         self._compute(decoding, np.ones_like(decoding))
@@ -127,18 +137,19 @@ class Scheduler:
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         output = SchedulerOutput(
             compactions=compactions,
-            row_swaps=tuple(self._swaps),
+            row_swaps=rows.take_swaps(),
             admitted=tuple(self._admitted),
+            admitted_computed=np.array([seq.num_cached_tokens for seq in self._admitted], np.int32),
+            admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self._columns_in_use(np.concatenate([decoding, prefill.rows])),
-            logs_queries=bool(self.blocks.log.end[:, :n].any()),
+            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
+            logs_queries=bool(self.blocks.log.held(n).any()),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.sequences[row] for row in sampled),
         )
-        self._swaps.clear()
         self._admitted.clear()
         self.counters.steps += 1
         return output
@@ -166,65 +177,62 @@ class Scheduler:
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
         assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
 
-    def _columns_in_use(self, at: IntArray) -> IntArray:
-        longest: IntArray = self.blocks.kv_lens[:, at].max(axis=(0, 2), initial=0)
-        return -(-longest // self.layout.block_size)
-
     # ---- compaction --------------------------------------------------------------------------
 
     def _compact_due(self) -> tuple[CompactionTask, ...]:
         rows, n = self.rows, self.rows.num_rows
         due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
-        return tuple(
-            self._compact(policy_id, due[rows.policy_id[due] == policy_id])
-            for policy_id in np.unique(rows.policy_id[due]).tolist()
-        )
+        due = due[rows.arrival[due].argsort(kind="stable")]
+        tasks = []
+        for policy_id in np.unique(rows.policy_id[due]).tolist():
+            at = due[rows.policy_id[due] == policy_id]
+            plan = self._triggers[policy_id].plan(self._row_state(at))
+            new = self.blocks.kv_lens[0, at, 0] - plan.evicted
+            at = at[: self.blocks.affordable(at, plan.region_start, new)]
+            if len(at):
+                tasks.append(self._compact(policy_id, at))
+        return tuple(tasks)
 
     def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
-        """Take all pending windows of rows ``at``; lengths and blocks are exact at once."""
+        """Book the events of rows ``at``; lengths and blocks are exact at once."""
         rows, blocks, size = self.rows, self.blocks, self.layout.block_size
         trigger = self._triggers[policy_id]
-        assert isinstance(trigger, Periodic)
-        log_start = rows.run_start[at]
-        run = rows.num_computed[at] - log_start
-        windows = trigger.pending_windows(run)
-        evicted = windows * (trigger.compressible - trigger.keep)
+        plan = trigger.plan(self._row_state(at))
+        token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
-        new = old - evicted
-        region = old - run
-        copy_start = blocks.make_private(at, region, new)
+        new = old - plan.evicted
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
+        copy_start = blocks.make_private(at, plan.region_start, new)
         released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
-        rows.run_start[at] = log_start + windows * trigger.compressible
-        rows.next_event[at] = trigger.next_event(rows.num_prompt[at], rows.run_start[at])
-        blocks.trim_log(at, rows.run_start[at])
+        rows.run_start[at] = plan.run_start
+        log_from = self._expect_event(policy_id, at)
         rows.compactions[at] += 1
         rows.blocks_released[at] += released
         self.counters.compactions += len(at)
         self.counters.blocks_released += int(released.sum())
-        self.counters.tokens_evicted += int(evicted.sum())
+        self.counters.tokens_evicted += int(plan.evicted.sum())
         first = copy_start // size
         width = int((-(-new // size) - first).max())
         columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
-        return CompactionTask(
-            policy_id=policy_id,
-            rows=at,
-            region_start=region,
-            log_start=log_start,
-            windows=windows,
-            old_lens=old,
-            new_lens=new,
-            copy_start=copy_start,
-            # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
-            dst_blocks=blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1),
-        )
+        # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
+        dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
+        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from, token_ids)
+
+    def _expect_event(self, policy_id: int, at: IntArray) -> IntArray:
+        """Work out when rows ``at`` are due next; returns from where they log queries."""
+        trigger, state = self._triggers[policy_id], self._row_state(at)
+        next_event = trigger.next_event(state)
+        log_from = trigger.log_from(state, next_event)
+        self.rows.next_event[at] = next_event
+        self.blocks.log_from(at, log_from)
+        return log_from
+
+    def _row_state(self, at: IntArray) -> RowState:
+        rows = self.rows
+        lengths = self.blocks.kv_lens[0, at, 0]
+        return RowState(rows.num_prompt[at], rows.num_computed[at], lengths, rows.run_start[at])
 
     # ---- rows --------------------------------------------------------------------------------
-
-    def _swap(self, a: int, b: int) -> None:
-        if a != b:
-            self.rows.swap(a, b)
-            self.blocks.swap(a, b)
-            self._swaps.append((a, b))
 
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
@@ -236,27 +244,10 @@ class Scheduler:
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row] = NO_EVENT
 
-    def _drop_row(self, seq: Sequence) -> None:
-        """Close the gap that an emptied row leaves, decoding rows staying in front."""
-        rows = self.rows
-        if seq.row < rows.num_decoding:
-            rows.num_decoding -= 1
-            self._swap(seq.row, rows.num_decoding)
-        self._swap(seq.row, rows.num_rows - 1)
-        rows.remove_last()
-
     def _drop_finished(self) -> None:
         for seq in self._finished:
-            self._drop_row(seq)
+            self.rows.drop(seq)
         self._finished.clear()
-
-    def _promote(self) -> None:
-        """Rows that got their first token join the decoding ones."""
-        rows = self.rows
-        for row in range(rows.num_decoding, rows.num_rows):
-            if rows.caught_up[row]:
-                self._swap(row, rows.num_decoding)
-                rows.num_decoding += 1
 
     def _preempt_newest(self) -> None:
         """Send the newest sequence back to the queue; the only one left ends instead."""
@@ -267,7 +258,7 @@ class Scheduler:
             self._drop_finished()
             return
         self._empty_row(seq)
-        self._drop_row(seq)
+        rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.counters.preemptions += 1
@@ -284,7 +275,7 @@ class Scheduler:
         while self.rows.num_decoding:
             at = np.arange(self.rows.num_decoding, dtype=np.int32)
             computed = self.rows.num_computed[at]
-            if self.blocks.wanted(at, np.ones_like(at), computed) <= self.pool.num_free:
+            if self.blocks.have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
                 return
             self._preempt_newest()
 
@@ -299,12 +290,14 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
+                self._publish_chunk(row, length)
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             admitted = self._admit(budget)
             if admitted is None:
                 break
             chunks.append(admitted)
             budget -= admitted[1]
+            self._publish_chunk(*admitted)
         return chunks
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
@@ -332,37 +325,77 @@ class Scheduler:
             rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
         )
         new = np.array([length], np.int32)
-        if self.blocks.wanted(at, new, rows.num_computed[at]) > self.pool.num_free:
+        if not self.blocks.have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
             return 0
         self.blocks.grow(at, new, rows.num_computed[at])
         return length
 
     def _admit(self, budget: int) -> tuple[int, int] | None:
         """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
-        seq = self.waiting[0]
-        stop = seq.trigger.next_event(seq.num_prompt_tokens, seq.num_prompt_tokens)
-        length = self._chunk_length(0, seq.num_tokens, stop, budget)
+        seq, rows = self.waiting[0], self.rows
+        stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
         target = min(seq.num_tokens, stop)
-        wanted = self._blocks_alone(seq.num_prompt_tokens, target, seq.trigger)
-        if not length or wanted + self._expected_growth() > self.pool.num_free:
-            if not self.rows.num_rows and length:
-                self._outgrow(seq)
-            return None
-        self.waiting.popleft()
-        row = self.rows.add(seq)
-        log_from = seq.num_prompt_tokens if seq.trigger.logs_queries else NOT_LOGGING
-        self.blocks.start_row(row, log_from)
-        at = np.array([row], np.int32)
-        self.blocks.grow(at, np.array([target], np.int32), np.zeros(1, np.int32))
-        self._admitted.append(seq)
-        return row, length
+        columns = self._cached_columns(seq, min(target - 1, log_from))
+        cached = len(columns) * self.layout.block_size
+        length = self._chunk_length(cached, seq.num_tokens, stop, budget)
+        self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
+        wanted = self._blocks_alone(target, log_from) - columns.size
+        fits = wanted + self._expected_growth() <= self.blocks.headroom and self.blocks.have_free(
+            wanted
+        )
+        if length and fits:
+            self.waiting.popleft()
+            at = np.array([rows.add(seq)], np.int32)
+            rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
+            rows.num_identity[at] = NO_EVENT
+            rows.num_computed[at] = seq.num_cached_tokens = cached
+            rows.num_published[at] = len(columns)
+            self.blocks.start_row(int(at[0]))
+            self.blocks.adopt(int(at[0]), columns)
+            self._expect_event(seq.policy_id, at)
+            self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
+            self._admitted.append(seq)
+        self.pool.release(columns.ravel())
+        if length and not fits and not rows.num_rows:
+            self._outgrow(seq)
+        return (seq.row, length) if length and fits else None
 
-    def _blocks_alone(self, num_prompt: int, num_tokens: int, trigger: Trigger) -> int:
-        """Blocks of a sequence that holds ``num_tokens`` and has logged those behind its prompt."""
+    def _cached_columns(self, seq: Sequence, limit: int) -> IntArray:
+        """Columns ``[n, LG, R]`` of the prefix cache that hold the sequence's first tokens.
+
+        At most ``limit`` tokens: the rest has to be computed, for its logits or its queries.
+        """
+        size = self.layout.block_size
+        seq.column_hashes = column_hashes(seq.token_ids, size, seq.column_hashes)
+        return self.blocks.match(seq.column_hashes[: max(limit, 0) // size])
+
+    def _publish_chunk(self, row: int, length: int) -> None:
+        """Offer the prompt columns that a chunk completes to sequences admitted after it.
+
+        They may read them in the same step: a layer stores all its new entries before it attends.
+        """
+        seq = self.rows.sequences[row]
+        assert seq is not None
+        end = int(self.rows.num_computed[row]) + length
+        self._publish(seq, min(end, seq.num_prompt_tokens))
+
+    def _publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
+        rows, row, size = self.rows, seq.row, self.layout.block_size
+        first = int(rows.num_published[row])
+        end = min(num_tokens, int(rows.num_identity[row])) // size
+        if end > first:
+            tokens = rows.token_ids[row, : end * size]
+            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
+            self.blocks.publish(row, first, seq.column_hashes[first:end])
+            rows.num_published[row] = end
+
+    def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
         blocks = self.layout.blocks_for(num_tokens)
-        if trigger.logs_queries and num_tokens > num_prompt:
+        if num_tokens > log_from:
             size = self.blocks.log_block_tokens
-            blocks += -(-num_tokens // size) - num_prompt // size
+            blocks += (-(-num_tokens // size) - log_from // size) * self.layout.groups
         return blocks
 
     def _expected_growth(self) -> int:
@@ -380,3 +413,11 @@ class Scheduler:
         """End a sequence that the whole pool cannot hold any longer."""
         self.finish(seq, "length")
         self._outgrown.append(seq)
+
+
+def _first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
+    """Where a fresh sequence's first event is due, and from where it logs queries until then."""
+    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
+    state = RowState(prompt, zero, zero, trigger.start(prompt))
+    next_event = trigger.next_event(state)
+    return int(next_event[0]), int(trigger.log_from(state, next_event)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
@@ -32,6 +32,8 @@ class Sequence:
     policy_id: int
     trigger: Trigger
     sampling: Any = None
+    column_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
     arrival: int = 0
     row: int = -1
     status: SequenceStatus = SequenceStatus.WAITING

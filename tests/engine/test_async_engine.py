@@ -46,7 +46,7 @@ async def collect(engine: AsyncEngine, name: str, **params: object) -> tuple[lis
 
 async def all_free(engine: AsyncEngine) -> None:
     for _ in range(100):
-        if engine.stats.blocks_free == engine.stats.blocks_total and not engine.stats.num_running:
+        if engine.stats.kv_cache_usage == 0.0 and not engine.stats.num_running:
             return
         await asyncio.sleep(0.02)
     raise AssertionError(engine.stats)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.compressor import MovePlan, plan_moves
+from kvserve.engine.inspect import KeptPositions
 from kvserve.engine.llm_engine import LLMEngine
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask
-from kvserve.scheduler.trigger import Periodic
+from kvserve.scheduler.trigger import EventPlan
 from tests.checkpoints import random_prompts
+from tests.engine.dense_reference import dense_pass, load_dense
 
 POLICY = {
     "name": "kara",
@@ -31,63 +33,19 @@ POLICY = {
 TOKENS = 90
 
 
-class KeptSets:
-    """Follows the plans of a single sequence: positions held per layer and KV head."""
-
-    def __init__(self, layers: int, heads: int) -> None:
-        self.held: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(layers)]
-        self.known = 0
-        self.masks: list[tuple[int, list[list[set[int]]]]] = []
-
-    def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
-        start, stop = int(task.copy_start[0]), int(task.new_lens[0])
-        for layer, heads in enumerate(self.held):
-            for head, held in enumerate(heads):
-                missing = int(task.old_lens[0]) - len(held)
-                held += range(self.known, self.known + missing)
-                heads[head] = held[:start] + [held[i] for i in plan.src[layer, head].tolist()]
-                assert len(heads[head]) == stop
-        self.known += missing
-        self.masks.append((self.known, [[set(held) for held in heads] for heads in self.held]))
-
-
-def run_one(directory: Path, prompt: list[int]) -> tuple[list[int], list[Tensor], KeptSets]:
+def run_one(directory: Path, prompt: list[int]) -> tuple[list[int], list[Tensor], KeptPositions]:
     """Generate greedily with Kara; returns tokens, each step's logits, and the kept sets."""
     llm = LLM(str(directory), policy=POLICY, dtype="float32", skip_tokenizer_init=True)
     runner = llm.engine.core.runner
-    kept = KeptSets(runner.cache.layout.num_layers, runner.cache.layout.num_kv_heads)
+    kept = KeptPositions(runner.cache.layout.num_layers, runner.cache.layout.num_kv_heads)
     runner.compressor.on_moves = kept.on_moves
     logits: list[Tensor] = []
     original = runner.model.logits
     runner.model.logits = lambda hidden: logits.append(original(hidden)) or logits[-1]  # type: ignore[func-returns-value,method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert output.kv_cache_details.compactions == len(kept.masks) > 3
+    assert output.kv_cache_details.compactions == len(kept.events) > 3
     return output.outputs[0].token_ids, logits, kept
-
-
-def dense_logits(directory: Path, tokens: list[int], kept: KeptSets) -> Tensor:
-    """One dense pass of transformers; every query sees what its layer and head then held."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    length, heads = len(tokens), model.config.num_attention_heads
-    group = heads // model.config.num_key_value_heads
-    for layer, block in enumerate(model.model.layers):
-        mask = torch.full((1, heads, length, length), -torch.inf)
-        for query in range(length):
-            event = [sets for known, sets in kept.masks if known <= query]
-            for head in range(heads):
-                seen = list(range(query + 1))
-                if event:
-                    known = [known for known, _ in kept.masks if known <= query][-1]
-                    survivors = event[-1][layer][head // group]
-                    seen = [p for p in range(query + 1) if p >= known or p in survivors]
-                mask[0, head, query, seen] = 0.0
-        block.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
-            with_kwargs=True,
-        )
-    with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0]
 
 
 @pytest.mark.parametrize("checkpoint", ["llama_dir", "qwen3_dir"])
@@ -97,12 +55,12 @@ def test_decoding_equals_dense_attention_under_the_kept_set(
     directory: Path = request.getfixturevalue(checkpoint)
     (prompt,) = random_prompts([11], seed=3)
     tokens, logits, kept = run_one(directory, prompt)
-    dense = dense_logits(directory, prompt + tokens[:-1], kept)[len(prompt) - 1 :]
+    model = load_dense(directory)
+    dense = dense_pass(model, prompt + tokens[:-1], kept.events).logits[len(prompt) - 1 :]
     torch.testing.assert_close(torch.cat(logits), dense, atol=2e-4, rtol=2e-4)
-    for heads in kept.held:
-        for held in heads:
-            assert held[: len(prompt)] == list(range(len(prompt))), "the prompt was touched"
-            assert held == sorted(set(held))
+    held = kept.events[-1].held
+    assert (held[..., : len(prompt)] == np.arange(len(prompt))).all(), "the prompt was touched"
+    assert (np.diff(held, axis=2) > 0).all()
 
 
 def step_until_event(engine: LLMEngine) -> Iterator[None]:
@@ -142,10 +100,12 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
             continue
         events = len(plans)
         task, plan = plans[-1]
-        start, old, new = int(task.region_start[0]), int(task.old_lens[0]), int(task.new_lens[0])
+        start, old, new = (
+            int(x[0]) for x in (task.plan.region_start, task.old_lens, task.new_lens)
+        )
         after = entries(new)
         assert torch.equal(after[:, :, :, :start], before["entries"][:, :, :, :start])
-        tail = old - start - int(task.windows[0]) * 16
+        tail = old - start - int(task.plan.windows[0]) * 16
         assert torch.equal(after[..., new - tail :, :], before["entries"][..., old - tail :, :])
         index = plan.src[None, ..., None].expand(2, -1, -1, -1, layout.head_dim)
         copied = before["entries"].gather(3, index)
@@ -157,23 +117,11 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
 def test_plan_follows_the_worked_example() -> None:
     """b=4, prompt 5, 14 entries, W=8, U=2, N=3: two heads keep different places."""
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
-    task = CompactionTask(
-        policy_id=0,
-        **{
-            name: torch.tensor([value], dtype=torch.int32).numpy()
-            for name, value in {
-                "rows": 0,
-                "region_start": 5,
-                "log_start": 5,
-                "windows": 1,
-                "old_lens": 14,
-                "new_lens": 11,
-                "copy_start": 5,
-                "dst_blocks": 0,
-            }.items()
-        },
-    )
-    plan = plan_moves(task, Periodic(window=8, buffer=2, keep=3, period=1), kept)
+    one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
+    events = EventPlan(five, one, six, three, five, eight, five)
+    task = CompactionTask(0, np.zeros(1, int), events, np.array([14]), five, one, five)
+    assert task.new_lens.tolist() == [11]
+    plan = plan_moves(task, kept)
     assert plan.dst.tolist() == [5, 6, 7, 8, 9, 10]
     assert plan.src[0, 0].tolist() == [5, 7, 10, 11, 12, 13]
     assert plan.src[0, 1].tolist() == [6, 7, 8, 11, 12, 13]

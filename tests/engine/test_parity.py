@@ -33,7 +33,7 @@ def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LL
     )
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.engine.core.scheduler.check_integrity()
-    assert llm.stats().blocks_free == llm.stats().blocks_total
+    assert llm.stats().kv_cache_usage == 0.0
     return llm, [output.outputs[0].token_ids for output in outputs]
 
 
@@ -91,9 +91,20 @@ def test_keeping_everything_is_none(llama_dir: Path) -> None:
     assert tokens == generate(llama_dir)[1]
 
 
-@pytest.mark.parametrize("reduce", ["group_mean", "heads"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"query_reduce": "heads"},
+        {"query_source": "recompute"},
+        {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},
+        {"queries": "buffer"},
+        {"protect_prompt": False},
+        {"protect_prompt": False, "query_source": "recompute", "query_reduce": "heads"},
+    ],
+)
 def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(
-    llama_dir: Path, reduce: str
+    llama_dir: Path, fields: dict[str, Any]
 ) -> None:
     policy = {
         "name": "kara",
@@ -103,7 +114,7 @@ def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(
         "chunk_budget": 2,
         "max_chunk": 4,
         "period": 3,
-        "query_reduce": reduce,
+        **fields,
     }
     ample, expected = generate(llama_dir, policy)
     assert ample.stats().compactions_total > len(PROMPTS)

@@ -43,7 +43,7 @@ def test_refusals_name_the_field(llm: LLM, prompt: Any, params: Any, field: str)
     assert refused.value.param == field
     (output,) = answer(llm, "next", max_tokens=3, temperature=0.0, ignore_eos=True)
     assert len(output.outputs[0].token_ids) == 3
-    assert llm.stats().blocks_free == 40
+    assert llm.stats().kv_cache_usage == 0.0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     (stopped,) = answer(llm, "x", temperature=0.0, max_tokens=20, ignore_eos=True, stop=stop)
     assert stopped.outputs[0].text == choice.text[: choice.text.index(stop)]
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
-    assert stopped.finished and llm.stats().blocks_free == 40
+    assert stopped.finished and llm.stats().kv_cache_usage == 0.0
 
 
 def test_a_request_may_bring_its_own_policy(llm: LLM) -> None:
@@ -134,7 +134,6 @@ def test_a_request_may_bring_its_own_policy(llm: LLM) -> None:
         ({"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override"),
         ({"kv_cache_memory": 100}, "--kv-cache-memory"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
-        ({"enable_prefix_caching": True}, "--enable-prefix-caching"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-batched-tokens"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "--max-num-batched"),
         ({"windowing": 3}, "windowing"),

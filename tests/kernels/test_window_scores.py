@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvserve.kernels.window_scores import AGGREGATES, window_scores
+from kvserve.kernels.window_scores import (
+    AGGREGATES,
+    GQA_REDUCTIONS,
+    causal_scores,
+    past_scores,
+    window_scores,
+)
 
 KEYS = torch.tensor([[[0.0], [math.log(2)], [math.log(3)]]])
 QUERIES = torch.tensor([[[1.0], [0.0], [-1.0], [1.0]], [[0.0]] * 4])
@@ -57,3 +64,97 @@ def test_invariants() -> None:
     torch.testing.assert_close(window_scores(shuffled, k, 0.3), scores)
     order = torch.randperm(6)
     torch.testing.assert_close(window_scores(q, k[:, order], 0.3), scores[:, order])
+
+
+# ---- scores of the entries before the window ----------------------------------------------------
+
+GQA_SHAPES = [(1, 1), (2, 1), (2, 3), (1, 4), (3, 2)]
+REDUCE: dict[str, Callable[..., float]] = {
+    "mean": lambda x: sum(x) / len(x),
+    "max": max,
+    "sum": sum,
+}
+
+
+def softmax(row: list[float]) -> list[float]:
+    powers = [math.exp(x - max(row)) for x in row]
+    return [x / sum(powers) for x in powers]
+
+
+def naive_causal(q: torch.Tensor, k: torch.Tensor, scale: float, reduce: str) -> list[list[float]]:
+    """q: [Hq, W, D]; k: [Hkv, n, D]; one query, one key at a time."""
+    heads, window, length = q.shape[0], q.shape[1], k.shape[1]
+    group = heads // k.shape[0]
+    means = []
+    for head in range(heads):
+        votes = [0.0] * (length - window)
+        for i in range(window):
+            seen = range(length - window + i + 1)
+            row = softmax([float(q[head, i] @ k[head // group, j]) * scale for j in seen])
+            votes = [vote + row[j] / window for j, vote in enumerate(votes)]
+        means.append(votes)
+    groups = [means[at : at + group] for at in range(0, heads, group)]
+    return [[REDUCE[reduce](column) for column in zip(*rows, strict=True)] for rows in groups]
+
+
+def naive_past(q: torch.Tensor, k: torch.Tensor, scale: float, reduce: str) -> list[list[float]]:
+    heads, window, length = q.shape[0], q.shape[1], k.shape[1]
+    group = heads // k.shape[0]
+    out = []
+    for kv_head in range(k.shape[0]):
+        votes = [0.0] * (length - window)
+        for i in range(window):
+            logits = []
+            for j in range(length - window):
+                mine = range(kv_head * group, (kv_head + 1) * group)
+                dots = [float(q[head, i] @ k[kv_head, j]) * scale for head in mine]
+                logits.append(REDUCE[reduce](dots))
+            votes = [a + b / window for a, b in zip(votes, softmax(logits), strict=True)]
+        out.append(votes)
+    return out
+
+
+@pytest.mark.parametrize("reduce", GQA_REDUCTIONS)
+@pytest.mark.parametrize(("kv_heads", "group"), GQA_SHAPES)
+@pytest.mark.parametrize(
+    ("scores", "naive"), [(causal_scores, naive_causal), (past_scores, naive_past)]
+)
+def test_scores_before_the_window_against_naive_loops(
+    scores: Callable[..., torch.Tensor],
+    naive: Callable[..., list[list[float]]],
+    kv_heads: int,
+    group: int,
+    reduce: str,
+) -> None:
+    torch.manual_seed(kv_heads * 10 + group)
+    for window, length in ((1, 2), (4, 5), (3, 11)):
+        q = torch.randn(2, 2, kv_heads * group, window, 4)
+        k = torch.randn(2, 2, kv_heads, length, 4)
+        got = scores(q, k, 0.7, reduce)
+        assert got.shape == (2, 2, kv_heads, length - window)
+        for e in range(2):
+            for layer in range(2):
+                expected = torch.tensor(naive(q[e, layer], k[e, layer], 0.7, reduce))
+                torch.testing.assert_close(got[e, layer], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_two_scopes_differ_on_the_worked_example() -> None:
+    """Two grouped queries: past prefers what one of them likes, causal what both do."""
+    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.8, 0.8], [0.0, 0.0]]])
+    queries = torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]])
+    scale = 1 / math.sqrt(2)
+    past = past_scores(queries, keys, scale)
+    torch.testing.assert_close(past, torch.tensor([[0.363, 0.363, 0.274]]), atol=5e-4, rtol=0)
+    causal = causal_scores(queries, keys, scale)
+    torch.testing.assert_close(causal, torch.tensor([[0.278, 0.278, 0.337]]), atol=1e-3, rtol=0)
+
+
+def test_window_queries_do_not_see_later_keys() -> None:
+    """Numbers of ChunkKV's example: numerators 3 3 1 8 1 1 1 over 18, then 3 3 1 8 1 1 1 1 / 19."""
+    keys = torch.zeros(1, 8, 4)
+    keys[0, :, 0] = torch.log(torch.tensor([3.0, 3.0, 1.0, 8.0, 1.0, 1.0, 1.0, 1.0]))
+    queries = torch.zeros(1, 2, 4)
+    queries[..., 0] = 2.0
+    total = 2 * causal_scores(queries, keys, scale=0.5)
+    expected = torch.tensor([[0.3246, 0.3246, 0.1082, 0.8655, 0.1082, 0.1082]])
+    torch.testing.assert_close(total, expected, atol=5e-5, rtol=0)

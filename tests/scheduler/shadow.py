@@ -1,7 +1,9 @@
 """A runner without tensors: follows the scheduler's messages and remembers what is where.
 
-Every slot holds (sequence, logical position), so a wrong table, a freed block in use, a shared
-block written or a misplaced move shows as a row whose entries are not what they should be.
+Every slot holds the *content* of an entry: a hash of its token and of all that its row held when it
+was computed. Two entries are equal only if they saw the same past, evictions included. So a wrong
+table, a freed block in use, a shared block written, a misplaced move, or a cached column that was
+computed after an eviction shows as a row that does not hold what it should.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import Periodic, Trigger
+from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
 
-Entry = tuple[int, int]
+Slot = tuple[int, int]
 
 
 class ShadowRunner:
@@ -28,91 +30,105 @@ class ShadowRunner:
         self.log_size = scheduler.blocks.log_block_tokens
         self.tables: IntArray = np.zeros_like(scheduler.blocks.kv.blocks)
         self.log_tables: IntArray = np.zeros_like(scheduler.blocks.log.blocks)
-        self.memory: dict[tuple[int, int], Entry] = {}
-        self.log_memory: dict[tuple[int, int], Entry] = {}
+        self.memory: dict[Slot, int] = {}
+        self.log_memory: dict[Slot, tuple[int, int]] = {}
         rows = scheduler.rows.max_rows
         self.owner = np.full(rows, -1)
-        self.entries: list[list[int]] = [[] for _ in range(rows)]
+        self.held: list[list[int]] = [[] for _ in range(rows)]
         self.computed = np.zeros(rows, int)
-        self.prompt = np.zeros(rows, int)
-        self.logs = np.zeros(rows, bool)
+        self.log_from = np.zeros(rows, int)
+        self.last_token = np.zeros(rows, int)
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._published: dict[bytes, list[int]] = {}
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
         for task in output.compactions:
             self._compact(task)
         for a, b in output.row_swaps:
-            for array in (self.owner, self.computed, self.prompt, self.logs):
+            for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
-            self.entries[a], self.entries[b] = self.entries[b], self.entries[a]
+            self.held[a], self.held[b] = self.held[b], self.held[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
-        for seq in output.admitted:
-            self.owner[seq.row], self.entries[seq.row] = seq.seq_id, []
-            self.computed[seq.row], self.prompt[seq.row] = 0, seq.num_prompt_tokens
-            self.logs[seq.row] = seq.trigger.logs_queries
+        for i, seq in enumerate(output.admitted):
+            cached = int(output.admitted_computed[i])
+            self.owner[seq.row], self.held[seq.row] = seq.seq_id, []
+            for token in seq.token_ids[:cached]:
+                self.held[seq.row].append(content(self.held[seq.row], int(token)))
+            self.computed[seq.row], self.log_from[seq.row] = cached, output.admitted_log_from[i]
             self.events[seq.seq_id] = []
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         for row in range(output.num_decoding):
-            self._store(row, 1)
+            self._store(row, [int(self.last_token[row])])
+        first = 0
         for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
-            self._store(row, length)
-        self.check_rows()
-        return np.array([self.token(seq.seq_id, seq.row) for seq in output.sampled], np.int32)
+            self._store(row, output.prefill.token_ids[first : first + length].tolist())
+            first += length
+        self.check()
+        for seq in output.sampled:
+            self.last_token[seq.row] = content(self.held[seq.row], 0) % 97 + 2
+        return np.array([self.last_token[seq.row] for seq in output.sampled], np.int32)
 
-    def token(self, seq_id: int, row: int) -> int:
-        """A token that depends on the sequence's own past alone."""
-        return int((seq_id * 31 + self.computed[row] * 7) % 97 + 2)
-
-    def check_rows(self) -> None:
+    def check(self) -> None:
+        """Rows and cached columns hold what they should."""
         for row in range(self.scheduler.rows.num_rows):
-            held = [self.memory[self._slot(row, i)] for i in range(len(self.entries[row]))]
-            assert held == [(self.owner[row], p) for p in self.entries[row]]
+            held = [self.memory[self._slot(row, i)] for i in range(len(self.held[row]))]
+            assert held == self.held[row]
             assert (self.scheduler.blocks.kv_lens[:, row] == len(held)).all()
+        cache = self.scheduler.blocks.prefix_cache
+        for digest, column in cache._columns.items() if cache is not None else ():
+            now = [self.memory[int(column[0, 0]), i] for i in range(self.size)]
+            assert self._published.setdefault(digest, now) == now, "a cached column was written"
 
-    def _store(self, row: int, count: int) -> None:
-        for _ in range(count):
+    def _store(self, row: int, tokens: list[int]) -> None:
+        for token in tokens:
+            slot = self._slot(row, len(self.held[row]))
+            assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
+            self.memory[slot] = content(self.held[row], token)
+            self.held[row].append(self.memory[slot])
             position = int(self.computed[row])
-            slot = self._slot(row, len(self.entries[row]))
-            assert self.scheduler.pool.ref[slot[0]] == 1, "a shared or free block is written"
-            self.memory[slot] = (self.owner[row], position)
-            self.entries[row].append(position)
-            if self.logs[row] and position >= self.prompt[row]:
+            if position >= self.log_from[row]:
                 block = self.log_tables[0, row, 0, position // self.log_size]
                 assert self.scheduler.pool.ref[block] == 1
                 self.log_memory[block, position % self.log_size] = (self.owner[row], position)
             self.computed[row] += 1
 
     def _compact(self, task: CompactionTask) -> None:
-        trigger = self.triggers[task.policy_id]
-        assert isinstance(trigger, Periodic)
+        plan = task.plan
         for e, row in enumerate(task.rows):
-            start, log_start, windows = task.region_start[e], task.log_start[e], task.windows[e]
-            old, size = self.entries[row], self.size
-            for position in range(log_start, log_start + windows * trigger.compressible):
+            start, windows, length = plan.region_start[e], plan.windows[e], plan.window_len[e]
+            old, size, first_query = self.held[row], self.size, plan.query_start[e]
+            last_query = first_query + (windows - 1) * length + plan.num_queries[e]
+            if self.log_from[row] == NOT_LOGGING:
+                first_query = last_query  # this trigger's queries are recomputed, or not needed
+            for position in range(first_query, last_query):
                 block = self.log_tables[0, row, 0, position // self.log_size]
-                assert self.log_memory[block, position % self.log_size] == (
-                    self.owner[row],
-                    position,
-                ), "a query that the event needs is not in the log"
+                logged = self.log_memory[block, position % self.log_size]
+                assert logged == (self.owner[row], position), "a needed query is not in the log"
             kept = []
             for w in range(windows):
-                first = start + w * trigger.compressible
-                kept += old[first : first + trigger.compressible][::-1][: trigger.keep][::-1]
-            new = old[:start] + kept + old[start + windows * trigger.compressible :]
+                first = start + w * length
+                kept += old[first : first + length][-plan.keep[e] :]
+            new = old[:start] + kept + old[start + windows * length :]
             assert len(old) == task.old_lens[e] and len(new) == task.new_lens[e]
             first_column = task.copy_start[e] // size
             for i in range(task.copy_start[e], len(new)):
                 block = task.dst_blocks[0, e, 0, i // size - first_column]
-                self.memory[block, i % size] = (self.owner[row], new[i])
-            self.entries[row] = new
+                self.memory[block, i % size] = new[i]
+            self.held[row] = new
+            self.log_from[row] = task.log_from[e]
             self.events[self.owner[row]].append((int(self.computed[row]), int(windows)))
 
-    def _slot(self, row: int, index: int) -> tuple[int, int]:
+    def _slot(self, row: int, index: int) -> Slot:
         return int(self.tables[0, row, 0, index // self.size]), index % self.size
 
 
 def _scatter(tables: IntArray, update: TableUpdate) -> None:
     tables.reshape(-1)[update.indices] = update.blocks
+
+
+def content(past: list[int], token: int) -> int:
+    """What an entry is: its token and everything it could attend to."""
+    return hash((*past, token)) & 0xFFFFFFFFFF

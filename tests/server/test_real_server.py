@@ -71,7 +71,8 @@ class Server:
 
     def idle(self) -> bool:
         stats = self.stats()
-        return stats["blocks_free"] == stats["blocks_total"] and not stats["requests"]
+        back = stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+        return back and not stats["requests"]
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +194,7 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
-    before = server.stats()
     wait_until(server.idle, 2.0)
-    assert before["blocks_free"] <= server.stats()["blocks_free"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvserve.engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +37,21 @@ class ForwardBatch:
     spans: tuple[Span, ...]
 
 
+class LayerCache(Protocol):
+    """What a layer needs of a cache. ``KVCache`` writes what it is given; others may not."""
+
+    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take one layer's new entries. q: [T, Hq, D]; k, v: [T, Hkv, D]."""
+        ...
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Attention of new tokens over the paged cache they were just stored in."""
 
-    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         ...

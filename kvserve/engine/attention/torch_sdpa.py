@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, Span
-from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.attention.base import ForwardBatch, LayerCache, Span
 
 
 class TorchAttention:
@@ -21,7 +20,7 @@ class TorchAttention:
         self._scale = scale
         self._buffers: list[Tensor] = []
 
-    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
         if len(batch.spans) == 1 and batch.spans[0].tokens is None:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
-from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from kvserve.engine.models.rotary import Rotary, apply_rotary
 from kvserve.engine.models.spec import ModelSpec
 
@@ -50,7 +49,7 @@ class Layer(nn.Module):
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
-        cache: KVCache,
+        cache: LayerCache,
         attention: AttentionBackend,
         index: int,
     ) -> Tensor:
@@ -86,7 +85,7 @@ class Transformer(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def forward(
-        self, input_ids: Tensor, batch: ForwardBatch, cache: KVCache, attention: AttentionBackend
+        self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
     ) -> Tensor:
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
         hidden = F.embedding(input_ids, self.embedding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
@@ -22,10 +23,13 @@ class PolicyError(ValueError):
 
 
 class Policy(Protocol):
-    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact."""
+    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact.
+
+    Subclass it: what a policy does not need has a default.
+    """
 
     name: ClassVar[str]
-    granularity: ClassVar[Granularity]
+    granularity: ClassVar[Granularity] = Granularity.MODEL
 
     @property
     def trigger(self) -> Trigger:
@@ -33,22 +37,46 @@ class Policy(Protocol):
         ...
 
     @property
-    def query_reduce(self) -> str | None:
-        """How logged queries are reduced over a GQA group, or ``None`` if none are needed."""
-        ...
+    def query_reduction(self) -> str | None:
+        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
+        return None
+
+    @property
+    def recomputed_reduction(self) -> str | None:
+        """As ``query_reduction``, where queries are recomputed at the event instead of logged.
+
+        For triggers that do not log, and whose windows are scored by their own tokens.
+        """
+        return None
+
+    @property
+    def kept_scores(self) -> int:
+        """Entries per head whose scores go on to the next event (0: scores are made anew)."""
+        return 0
+
+    def query_places(self, num_queries: int) -> range:
+        """Which of a window's queries score it."""
+        return range(num_queries)
+
+    def leaders(self, num_layers: int) -> list[int]:
+        """For each layer, the layer whose scores and choice it uses."""
+        return list(range(num_layers))
 
     def score(self, obs: Observation) -> Tensor:
-        """float32 [E, L, Hkv, n]; higher is kept."""
+        """float32 [E, L', Hkv, S'] for the leaders; higher is kept."""
         ...
 
-    def select(self, scores: Tensor) -> Tensor:
-        """Kept places inside the region, ascending int64 [E, L, Hkv, keep]."""
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep]."""
         ...
 
 
-def argument(default: Any, help: str) -> Any:
-    """A policy field with the text that ``kvserve policies`` prints."""
-    return field(default=default, metadata={"help": help})
+def argument(default: Any, help: str, name: str | None = None) -> Any:
+    """A policy field with the text that ``kvserve policies`` prints.
+
+    ``name`` is what users call it where a method has taken that name (``trigger``).
+    """
+    return field(default=default, metadata={"help": help, "name": name})
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -75,11 +103,34 @@ def integers(policy: Any, **least: int) -> None:
         require(ok, name, value, f"an integer of at least {minimum}")
 
 
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Check an enumeration."""
+    values = tuple(allowed)
+    require(value in values, name, value, " or ".join(map(str, values)))
+
+
+def odd(name: str, value: object) -> None:
+    """Check a pooling kernel."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1 and value % 2 == 1
+    require(ok, name, value, "an odd integer of at least 1")
+
+
+def number(name: str, value: object, least: float, most: float) -> None:
+    """Check a float (not a bool, not NaN) in ``[least, most]``."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+    require(ok, name, value, f"a number in [{least:g}, {most:g}]")
+
+
+def field_names(policy: type[Any]) -> dict[str, str]:
+    """Fields by the names that users call them."""
+    return {f.metadata.get("name") or f.name: f.name for f in fields(policy)}
+
+
 def arguments(policy: type[Any]) -> list[dict[str, Any]]:
     """Name, type, default and help of each field, for ``kvserve policies`` and the API."""
     return [
         {
-            "name": f.name,
+            "name": f.metadata.get("name") or f.name,
             "type": f.type,
             "default": f.default,
             "help": f.metadata["help"],

@@ -3,7 +3,8 @@
 Every full window of generated tokens is scored by the window's own queries, without a causal mask
 (Eq. 4); single tokens and the text between them are kept (Eqs. 5-8); the rest is evicted and the
 window slides on. As kvserve runs it: windows start at the oldest uncompressed token, all pending
-ones are taken in one event, and queries come from the log written during decoding.
+ones are taken in one event, and queries come from the log written during decoding, or from one more
+pass over the window's tokens, as in the paper.
 """
 
 from __future__ import annotations
@@ -14,15 +15,32 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import argument, exact_ratio, integers, require
+from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
 from kvserve.engine.policies.scoring import AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Periodic, Trigger
+
+_LEAST_QUERIES = 8
+_CHOICES = {
+    "query_source": ("log", "recompute"),
+    "query_reduce": ("group_mean", "heads"),
+    "query_dtype": ("auto", "model"),
+    "query_aggregate": AGGREGATES,
+    "queries": ("window", "buffer"),
+}
+_NOT_BUILT = {
+    "query_source": " (log_host, a log in host memory, is not built)",
+    "query_dtype": " (fp8 wants a GPU of compute capability 8.9 and a log that is not built yet)",
+}
+_NO_PRESET = (
+    "the paper's run takes trailing full blocks of at most 30 sequences, first come first served, "
+    "every 128 steps of the engine, which is not built; what is: window=768, budget=257, "
+    "period=128, query_source=recompute, query_reduce=heads"
+)
 
 
 @dataclass(frozen=True)
-class Kara:
+class Kara(Policy):
     """Keep a fixed share of every window of generated tokens; the prompt is left alone.
 
     Use it for long generations on a pool that is too small for them. With room for everything it
@@ -30,7 +48,6 @@ class Kara:
     """
 
     name: ClassVar[str] = "kara"
-    granularity: ClassVar[Granularity] = Granularity.MODEL
 
     window: int = argument(512, "W: generated tokens per window, above buffer")
     buffer: int = argument(32, "U: newest tokens of a window, always kept; they open the next one")
@@ -45,28 +62,55 @@ class Kara:
         16, "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off"
     )
     max_chunk: int = argument(8, "gamma: longest chunk, both ends included, at least 3")
-    query_reduce: str = argument(
-        "group_mean", "which queries are logged: group_mean (mean over each GQA group) or heads"
+    query_source: str = argument(
+        "log", "log: queries are kept while decoding; recompute: computed again at the event"
     )
+    query_reduce: str = argument(
+        "group_mean", "which queries score: group_mean (mean over each GQA group) or heads"
+    )
+    query_dtype: str = argument("auto", "how queries are logged: auto or model (the model's dtype)")
     query_aggregate: str = argument(
         "sum", "over the window's queries: sum (Eq. 4), sum_squares or max"
     )
+    query_stride: int = argument(
+        1, "score with every s-th query of the window and always the last one; at least 8 remain"
+    )
+    queries: str = argument(
+        "window", "whose queries score: the window's, or the buffer's alone (Table 1's ablation)"
+    )
+    protect_prompt: bool = argument(
+        True, "leave the prompt alone; otherwise its windows are compressed too, at its end"
+    )
+    preset: str | None = argument(None, "not built: the paper's serving run; see the message")
 
     def __post_init__(self) -> None:
-        integers(self, window=1, buffer=0, period=1, chunk_budget=0, max_chunk=3)
+        require(self.preset is None, "preset", self.preset, f"left out ({_NO_PRESET})")
+        integers(self, window=1, buffer=0, period=1, chunk_budget=0, max_chunk=3, query_stride=1)
         require(self.buffer < self.window, "buffer", self.buffer, f"below window ({self.window})")
+        protects = isinstance(self.protect_prompt, bool)
+        require(protects, "protect_prompt", self.protect_prompt, "true or false")
+        self._check_queries()
+        self._check_counts()
+
+    def _check_queries(self) -> None:
+        for name, allowed in _CHOICES.items():
+            reason = _NOT_BUILT.get(name, "")
+            require(
+                getattr(self, name) in allowed,
+                name,
+                getattr(self, name),
+                " or ".join(allowed) + reason,
+            )
+        count = self.window if self.queries == "window" else self.buffer
+        require(count > 0, "queries", self.queries, "window where buffer is 0")
         require(
-            self.query_reduce in ("group_mean", "heads"),
-            "query_reduce",
-            self.query_reduce,
-            "group_mean or heads",
+            self.query_stride == 1 or count // self.query_stride >= _LEAST_QUERIES,
+            "query_stride",
+            self.query_stride,
+            f"such that {_LEAST_QUERIES} of the {count} queries remain",
         )
-        require(
-            self.query_aggregate in AGGREGATES,
-            "query_aggregate",
-            self.query_aggregate,
-            " or ".join(AGGREGATES),
-        )
+
+    def _check_counts(self) -> None:
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
             integers(self, budget=1)
@@ -88,13 +132,27 @@ class Kara:
         return ceil(ratio * (self.window - self.buffer))
 
     @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce if self.query_source == "log" else None
+
+    @property
+    def recomputed_reduction(self) -> str | None:
+        return self.query_reduce if self.query_source == "recompute" else None
+
+    def query_places(self, num_queries: int) -> range:
+        """Every ``query_stride``-th place, counted back from the window's last one."""
+        first = 0 if self.queries == "window" else self.window - self.buffer
+        return range(self.window - 1, first - 1, -self.query_stride)[::-1]
+
+    @property
     def trigger(self) -> Trigger:
-        return Periodic(self.window, self.buffer, self.keep, self.period)
+        logs = self.query_source == "log"
+        return Periodic(self.window, self.buffer, self.keep, self.period, self.protect_prompt, logs)
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
         return obs.mass(self.query_aggregate)
 
-    def select(self, scores: Tensor) -> Tensor:
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""
-        return token_to_chunk(scores, self.keep, self.chunk_budget, self.max_chunk)
+        return token_to_chunk(scores, keep, self.chunk_budget, self.max_chunk)

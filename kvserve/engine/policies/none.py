@@ -7,28 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Never, Trigger
 
 
 @dataclass(frozen=True)
-class NoCompression:
+class NoCompression(Policy):
     """Full KV cache, exact; no event is ever due."""
 
     name: ClassVar[str] = "none"
-    granularity: ClassVar[Granularity] = Granularity.MODEL
 
     @property
     def trigger(self) -> Trigger:
         return Never()
 
-    @property
-    def query_reduce(self) -> str | None:
-        return None
-
     def score(self, obs: Observation) -> Tensor:
         raise AssertionError("none has no events")
 
-    def select(self, scores: Tensor) -> Tensor:
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         raise AssertionError("none has no events")

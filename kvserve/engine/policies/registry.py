@@ -5,16 +5,21 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvserve.engine.policies.base import Policy, PolicyError, arguments
+from kvserve.engine.policies.base import Policy, PolicyError, arguments, field_names
+from kvserve.engine.policies.chunkkv import ChunkKV
+from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
+from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
+from kvserve.engine.policies.rkv import RKV
+from kvserve.engine.policies.snapkv import SnapKV
+from kvserve.engine.policies.streaming_llm import StreamingLLM
 
-_BUILT_IN = (NoCompression, Kara)
+_BUILT_IN = (NoCompression, Kara, StreamingLLM, H2O, SnapKV, RKV, KeyDiff, ChunkKV)
 
 
 @cache
@@ -41,14 +46,14 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
     if name not in known:
         raise PolicyError(f"unknown policy {name!r}; there are {', '.join(known)}", "name")
     policy = known[name]
-    allowed = [f.name for f in fields(policy)]
+    allowed = field_names(policy)
     for key in given:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(allowed) or 'none'}"
             raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
     try:
-        made: Policy = policy(**given)
+        made: Policy = policy(**{allowed[key]: value for key, value in given.items()})
     except PolicyError as error:
         raise PolicyError(f"policy {name}: {error}", error.argument) from None
     return made

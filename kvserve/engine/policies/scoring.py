@@ -6,9 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvserve.kernels.window_scores import AGGREGATES, window_scores
+from kvserve.kernels.key_similarity import anchor_similarity, redundancy
+from kvserve.kernels.pooling import POOLINGS, pool_scores
+from kvserve.kernels.window_scores import (
+    AGGREGATES,
+    GQA_REDUCTIONS,
+    causal_scores,
+    past_scores,
+    received_mass,
+    window_scores,
+)
 
-__all__ = ["AGGREGATES", "Observation"]
+__all__ = ["AGGREGATES", "GQA_REDUCTIONS", "POOLINGS", "Observation", "pool_scores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +25,38 @@ class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
 
     Hlog is Hkv where the logged query is a group's mean, else Hq. ``scale`` multiplies q . k.
+    ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
+    for policies that keep them (m = 0 before the first).
     """
 
     queries: Tensor
     keys: Tensor
     scale: float
+    earlier: Tensor | None = None
 
     def mass(self, aggregate: str) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4)."""
         return window_scores(self.queries, self.keys, self.scale, aggregate)
+
+    def causal(self, gqa_reduce: str) -> Tensor:
+        """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W]."""
+        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce)
+
+    def past(self, gqa_reduce: str) -> Tensor:
+        """The same with the softmax over the earlier keys alone, of logits reduced first."""
+        return past_scores(self.queries, self.keys, self.scale, gqa_reduce)
+
+    def accumulated_mass(self) -> Tensor:
+        """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
+        mass = received_mass(self.queries, self.keys, self.scale)
+        if self.earlier is not None:
+            mass[..., : self.earlier.shape[-1]] += self.earlier
+        return mass
+
+    def redundancy(self, threshold: float) -> Tensor:
+        """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""
+        return redundancy(self.keys, threshold)
+
+    def anchor_similarity(self) -> Tensor:
+        """Each key's cosine with the mean direction: float32 [E, L, Hkv, n] (KeyDiff)."""
+        return anchor_similarity(self.keys)

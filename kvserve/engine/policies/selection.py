@@ -48,3 +48,42 @@ def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int)
     inside = chosen.gather(-1, segment.clamp(min=0)) & (segment >= 0)
     ranked = scores.masked_fill(selected | inside, torch.inf)
     return mask_to_indices(top_mask(ranked, keep), keep)
+
+
+def best_and_newest(scores: Tensor, length: int, keep: int) -> Tensor:
+    """The best of the scored places, and every place of ``length`` behind them.
+
+    scores: float32 [..., n], of the first n of ``length`` places. Returns ascending int64
+    [..., keep], whose last ``length - n`` are the unscored ones.
+    """
+    scored = scores.shape[-1]
+    best = stable_order(scores)[..., : keep - (length - scored)].sort(dim=-1).values
+    newest = torch.arange(scored, length, device=scores.device)
+    return torch.cat([best, newest.expand(*best.shape[:-1], -1)], dim=-1)
+
+
+def chunks_and_newest(
+    scores: Tensor, length: int, keep: int, chunk_size: int, chunk_reduce: str
+) -> Tensor:
+    """As ``best_and_newest`` with whole chunks of ``chunk_size`` places, from place 0 on.
+
+    Chunks rank by the sum (or mean) of their scores; the last may be short. They are taken by rank
+    while they fit, then the first places of the next one fill up (ChunkKV, arXiv 2502.00299,
+    Algorithm 1, with an exact budget). Returns ascending int64 [..., keep].
+    """
+    scored = scores.shape[-1]
+    chunks = -(-scored // chunk_size)
+    padded = torch.nn.functional.pad(scores, (0, chunks * chunk_size - scored))
+    worth = padded.reshape(*scores.shape[:-1], chunks, chunk_size).sum(dim=-1)
+    first = torch.arange(chunks, device=scores.device) * chunk_size
+    size = (scored - first).clamp(max=chunk_size)
+    if chunk_reduce == "mean":
+        worth = worth / size
+    order = stable_order(worth)
+    sizes = size.expand_as(worth).gather(-1, order)
+    room = keep - (length - scored) - (sizes.cumsum(-1) - sizes)
+    taken = torch.empty_like(order).scatter_(-1, order, room)
+    place = torch.arange(length, device=scores.device)
+    chunk = (place // chunk_size).clamp(max=chunks - 1)
+    kept = (place - first[chunk] < taken[..., chunk]) | (place >= scored)
+    return mask_to_indices(kept, keep)

@@ -48,6 +48,15 @@ def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) 
         ({"chunk_budget": 144}, "chunk_budget"),
         ({"query_reduce": "mean"}, "query_reduce"),
         ({"query_aggregate": "median"}, "query_aggregate"),
+        ({"query_source": "log_host"}, "query_source"),
+        ({"query_dtype": "fp8"}, "query_dtype"),
+        ({"query_stride": 0}, "query_stride"),
+        ({"query_stride": 65}, "query_stride"),
+        ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
+        ({"queries": "prompt"}, "queries"),
+        ({"queries": "buffer", "buffer": 0}, "queries"),
+        ({"protect_prompt": 1}, "protect_prompt"),
+        ({"protect_prompt": "no"}, "protect_prompt"),
         ({"windov": 64}, "windov"),
         ({"preset": "paper"}, "preset"),
     ],
@@ -56,6 +65,41 @@ def test_bad_arguments_are_named(fields: dict[str, Any], argument: str) -> None:
     with pytest.raises(PolicyError, match=argument) as refused:
         make_policy({"name": "kara", **fields})
     assert refused.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"window": 6}, [0, 1, 2, 3, 4, 5]),
+        ({"window": 27, "query_stride": 3}, [2, 5, 8, 11, 14, 17, 20, 23, 26]),
+        ({"window": 26, "query_stride": 3}, [1, 4, 7, 10, 13, 16, 19, 22, 25]),
+        ({"window": 9, "buffer": 3, "queries": "buffer"}, [6, 7, 8]),
+        (
+            {"window": 40, "buffer": 17, "queries": "buffer", "query_stride": 2},
+            [23, 25, 27, 29, 31, 33, 35, 37, 39],
+        ),
+    ],
+)
+def test_the_last_query_always_scores(fields: dict[str, Any], places: list[int]) -> None:
+    policy = Kara(**{"buffer": 2, "chunk_budget": 0, **fields})
+    assert list(policy.query_places(policy.window)) == places
+
+
+def test_what_is_not_built_is_said() -> None:
+    for fields, reason in (
+        ({"query_source": "log_host"}, "log_host.*not built"),
+        ({"query_dtype": "fp8"}, "fp8.*8.9"),
+        ({"preset": "paper"}, "window=768, budget=257, period=128, query_source=recompute"),
+    ):
+        with pytest.raises(PolicyError, match=reason):
+            make_policy({"name": "kara", **fields})
+
+
+def test_recomputed_queries_need_no_log() -> None:
+    log, recompute = Kara(query_reduce="heads"), Kara(query_source="recompute")
+    assert (log.query_reduction, log.recomputed_reduction) == ("heads", None)
+    assert (recompute.query_reduction, recompute.recomputed_reduction) == (None, "group_mean")
+    assert log.trigger.logs and not recompute.trigger.logs
 
 
 def test_unknown_policy_lists_the_known_ones() -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.engine.policies.selection import mask_to_indices, token_to_chunk, top_mask
+from kvserve.engine.policies.selection import (
+    best_and_newest,
+    chunks_and_newest,
+    mask_to_indices,
+    token_to_chunk,
+    top_mask,
+)
 
 EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]
 
@@ -85,3 +91,54 @@ def test_ties_go_to_the_older_entry() -> None:
         True,
         False,
     ]
+
+
+def naive_best(scores: list[float], length: int, keep: int) -> list[int]:
+    newest = list(range(len(scores), length))
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
+    return sorted(order[: keep - len(newest)]) + newest
+
+
+def naive_chunks(scores: list[float], length: int, keep: int, size: int, reduce: str) -> list[int]:
+    """ChunkKV with an exact budget: whole chunks by rank, then the front of the next one."""
+    chunks = [range(at, min(at + size, len(scores))) for at in range(0, len(scores), size)]
+    worth = [sum(scores[j] for j in chunk) for chunk in chunks]
+    if reduce == "mean":
+        worth = [one / len(chunk) for one, chunk in zip(worth, chunks, strict=True)]
+    room = keep - (length - len(scores))
+    kept = list(range(len(scores), length))
+    for i in sorted(range(len(chunks)), key=lambda i: (-worth[i], i)):
+        kept += list(chunks[i])[:room]
+        room = max(room - len(chunks[i]), 0)
+    return sorted(kept)
+
+
+def test_whole_rows_against_brute_force() -> None:
+    """Random scores with many ties, in batches of equal shape, with and without a window."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for _ in range(150):
+        scored, window, size = draw(1, 40), draw(0, 6), draw(1, 12)
+        length, keep = scored + window, window + draw(1, scored + 1)
+        scores = torch.randint(0, 9, (2, 2, 5, scored), generator=generator).float() / 8
+        best = best_and_newest(scores, length, keep).view(20, keep).tolist()
+        for row, one in zip(scores.view(20, scored).tolist(), best, strict=True):
+            assert one == naive_best(row, length, keep)
+        for reduce in ("sum", "mean"):
+            chunks = chunks_and_newest(scores, length, keep, size, reduce).view(20, keep).tolist()
+            for row, one in zip(scores.view(20, scored).tolist(), chunks, strict=True):
+                assert one == naive_chunks(row, length, keep, size, reduce), (row, keep, size)
+
+
+def test_chunks_are_whole_but_for_one() -> None:
+    scores = torch.rand(8, 43)
+    for kept in chunks_and_newest(scores, 50, 29, 6, "sum").tolist():
+        counts = [sum(place // 6 == chunk for place in kept if place < 43) for chunk in range(8)]
+        sizes = [6] * 7 + [1]
+        cut = [c for c, s in zip(counts, sizes, strict=True) if c not in (0, s)]
+        assert len(cut) <= 1 and kept[-7:] == list(range(43, 50))
+    one_each = chunks_and_newest(scores, 50, 29, 1, "sum")
+    assert torch.equal(one_each, best_and_newest(scores, 50, 29))

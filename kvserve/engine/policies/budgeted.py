@@ -1,0 +1,112 @@
+"""What policies share that cut a whole row to a budget: how much stays, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvserve.engine.policies.base import (
+    Policy,
+    argument,
+    exact_ratio,
+    one_of,
+    require,
+)
+from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
+
+DEFAULT_GAP = 128
+
+
+@dataclass(frozen=True)
+class BudgetedPolicy(Policy):
+    """``budget`` or ``ratio`` of the entries stay, the newest ``protected`` ones among them."""
+
+    budget: int | None = argument(
+        None, "entries kept per head, the protected newest ones among them; give this or ratio"
+    )
+    ratio: float | str | None = argument(
+        None, "fraction of the prompt's entries that is kept (trigger prefill only)"
+    )
+    when: str = argument(
+        "prefill",
+        "prefill: once, when the prompt is in; threshold: whenever threshold entries are held",
+        name="trigger",
+    )
+    threshold: int | None = argument(
+        None, f"entries held when trigger threshold fires (default budget + {DEFAULT_GAP})"
+    )
+    protect_prompt: bool = argument(
+        True, "trigger threshold: the prompt neither counts nor takes part"
+    )
+
+    nearest: ClassVar[bool] = False
+    """A ratio is rounded to the nearest, not down."""
+
+    @property
+    def protected(self) -> int:
+        """Newest entries that are always kept."""
+        raise NotImplementedError
+
+    @property
+    def num_queries(self) -> int:
+        """Newest queries that scores need."""
+        return 0
+
+    @property
+    def least(self) -> int:
+        """Smallest budget: the protected entries and a choice of one."""
+        return self.protected + 1
+
+    @property
+    def trigger(self) -> Trigger:
+        if self.when == "prefill":
+            return AtPrefillEnd(self.entries, self.num_queries)
+        assert self.budget is not None
+        limit = threshold_or_default(self.threshold, self.budget)
+        return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
+
+    @property
+    def entries(self) -> Budget:
+        """Entries kept of a prompt."""
+        if self.ratio is None:
+            return Budget(tokens=self.budget)
+        ratio = exact_ratio(self.ratio, "ratio")
+        return Budget(ratio=ratio, least=self.least, nearest=self.nearest)
+
+    def check_budget(self, allowed: str) -> None:
+        """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
+        one_of("trigger", self.when, ("prefill", "threshold"))
+        one_of("protect_prompt", self.protect_prompt, (True, False))
+        if self.ratio is not None:
+            require(self.budget is None, "budget", self.budget, "left out where ratio is given")
+            exact_ratio(self.ratio, "ratio")
+            prefill = self.when == "prefill"
+            require(prefill, "ratio", self.ratio, "left out where trigger is threshold")
+        else:
+            check_budget(self.budget, self.least, f"{allowed} (or give ratio)")
+        if self.when == "prefill":
+            fixed = self.threshold is None
+            require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")
+        else:
+            assert self.budget is not None
+            check_threshold(self.threshold, self.budget)
+
+
+def check_budget(budget: int | None, least: int, allowed: str) -> None:
+    """Check a number of entries; ``allowed`` words the bound."""
+    ok = isinstance(budget, int) and not isinstance(budget, bool) and budget >= least
+    require(ok, "budget", budget, f"an integer {allowed}")
+
+
+def check_threshold(threshold: int | None, budget: int, gap: int = 1) -> None:
+    """Check that an event has at least ``gap`` entries to evict."""
+    if threshold is None:
+        return
+    ok = isinstance(threshold, int) and not isinstance(threshold, bool)
+    allowed = f"an integer of at least {budget + gap} (budget + {gap})"
+    require(ok and threshold >= budget + gap, "threshold", threshold, allowed)
+
+
+def threshold_or_default(threshold: int | None, budget: int) -> int:
+    """Entries held when an event is due."""
+    return budget + DEFAULT_GAP if threshold is None else threshold

@@ -1,0 +1,89 @@
+"""ChunkKV: keep whole chunks of neighbouring entries (arXiv 2502.00299).
+
+Attention of the last ``window`` queries is summed over chunks of ``chunk_size`` entries, and the
+best chunks stay whole (section 3, Algorithm 1); a group of layers can share one layer's choice
+(section 3, layer-wise index reuse). As kvserve runs it: the window is no part of any chunk, its
+attention is a softmax probability, and the chunk on which the budget ends is cut, so that every
+layer keeps exactly the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvserve.engine.policies.base import argument, integers, odd, one_of
+from kvserve.engine.policies.budgeted import BudgetedPolicy, check_threshold
+from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
+from kvserve.engine.policies.selection import chunks_and_newest
+
+
+@dataclass(frozen=True)
+class ChunkKV(BudgetedPolicy):
+    """Keep the chunks of a prompt that its last tokens attend to; with trigger threshold, bound
+    what a long generation holds.
+
+    Use it where an answer needs whole phrases of a long prompt. A ratio is rounded to the nearest
+    and leaves the window and one chunk at least. With trigger threshold the chunks are of cache
+    entries, which may stand far apart in the text.
+    """
+
+    name: ClassVar[str] = "chunkkv"
+    nearest: ClassVar[bool] = True
+
+    chunk_size: int = argument(10, "c: entries per chunk, counted from the oldest one")
+    window: int = argument(8, "newest entries: always kept, and their queries score")
+    head_mode: str = argument(
+        "shared", "shared: one choice for the KV heads of a layer; kv_head: each has its own"
+    )
+    chunk_reduce: str = argument("sum", "over a chunk's scores: sum, or mean (for the short last)")
+    reuse_layers: int = argument(1, "neighbouring layers that use the choice of their first one")
+    pooling: str = argument("none", "over scores before chunks are summed: none, avg or max")
+    kernel_size: int = argument(5, "entries over which scores are pooled, odd")
+    query_reduce: str = argument(
+        "heads", "which queries are logged: heads, or group_mean (mean over each GQA group)"
+    )
+
+    def __post_init__(self) -> None:
+        integers(self, window=1, chunk_size=1, reuse_layers=1)
+        odd("kernel_size", self.kernel_size)
+        one_of("pooling", self.pooling, POOLINGS)
+        one_of("head_mode", self.head_mode, ("shared", "kv_head"))
+        one_of("chunk_reduce", self.chunk_reduce, ("sum", "mean"))
+        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        self.check_budget(f"of at least {self.least} (window + chunk_size)")
+        if self.budget is not None:
+            check_threshold(self.threshold, self.budget, gap=self.chunk_size)
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def least(self) -> int:
+        return self.window + self.chunk_size
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+    def leaders(self, num_layers: int) -> list[int]:
+        """The first layer of each group of ``reuse_layers``."""
+        return [layer - layer % self.reuse_layers for layer in range(num_layers)]
+
+    def score(self, obs: Observation) -> Tensor:
+        """Attention to each entry before the window: float32 [E, L', Hkv, n - window]."""
+        mass = obs.causal("sum")
+        if self.head_mode == "shared":
+            mass = mass.sum(dim=-2, keepdim=True).expand_as(mass)
+        return pool_scores(mass, self.kernel_size, self.pooling)
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The best chunks, as many as fit, and the window: [E, L', Hkv, keep]."""
+        return chunks_and_newest(scores, length, keep, self.chunk_size, self.chunk_reduce)

@@ -1,0 +1,69 @@
+"""KeyDiff: keep the keys that are unlike the others (arXiv 2504.15364).
+
+A key far from the mean direction of its head tends to draw attention, so keys alone say what to
+keep (section 3). With mode block the prompt is cut while it is read, as in the paper: memory stays
+bounded, and later blocks never see what was dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvserve.engine.policies.base import argument, integers, one_of, require
+from kvserve.engine.policies.budgeted import BudgetedPolicy, threshold_or_default
+from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.selection import best_and_newest
+from kvserve.scheduler.trigger import Bounded, Trigger
+
+
+@dataclass(frozen=True)
+class KeyDiff(BudgetedPolicy):
+    """Keep the prompt's most distinctive keys; no queries are needed or logged.
+
+    Use mode block for prompts that do not fit the pool: they never hold more than budget + block
+    entries. With trigger threshold generated text is bounded too.
+    """
+
+    name: ClassVar[str] = "keydiff"
+
+    protect_prompt: bool = argument(
+        False, "trigger threshold, mode once: the prompt neither counts nor takes part"
+    )
+    mode: str = argument("once", "once: the whole prompt at its end; block: while it is read")
+    block: int = argument(128, "mode block: prompt tokens between evictions")
+    recent: int = argument(0, "newest entries that are always kept")
+
+    def __post_init__(self) -> None:
+        integers(self, block=1, recent=0)
+        one_of("mode", self.mode, ("once", "block"))
+        self.check_budget(f"above recent ({self.recent})")
+        if self.mode == "block":
+            require(self.ratio is None, "ratio", self.ratio, "left out where mode is block")
+            apart = self.protect_prompt is False
+            require(apart, "protect_prompt", self.protect_prompt, "False where mode is block")
+
+    @property
+    def protected(self) -> int:
+        return self.recent
+
+    @property
+    def trigger(self) -> Trigger:
+        if self.mode == "once":
+            return super().trigger
+        assert self.budget is not None
+        limit = None
+        if self.when == "threshold":
+            limit = threshold_or_default(self.threshold, self.budget)
+        return Bounded(self.budget, limit, num_queries=0, block=self.block)
+
+    def score(self, obs: Observation) -> Tensor:
+        """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""
+        similarity = obs.anchor_similarity()
+        return -similarity[..., : similarity.shape[-1] - self.recent]
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The best ``keep - recent`` and the recent ones: [E, L, Hkv, keep]."""
+        return best_and_newest(scores, length, keep)

@@ -1,0 +1,85 @@
+"""SnapKV: keep what the end of the prompt attends to (arXiv 2404.14469).
+
+The last ``window`` queries vote for earlier entries; votes are smoothed along the text, so that a
+chosen token brings its neighbours (section 4, Listing 1). As kvserve runs it: one choice per KV
+head, the votes of its query heads reduced first, so that no key is repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvserve.engine.policies.base import argument, integers, odd, one_of
+from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.scoring import (
+    GQA_REDUCTIONS,
+    POOLINGS,
+    Observation,
+    pool_scores,
+)
+from kvserve.engine.policies.selection import best_and_newest
+
+
+@dataclass(frozen=True)
+class SnapKV(BudgetedPolicy):
+    """Keep the prompt's entries that its last tokens attend to; with trigger threshold, bound
+    what a long generation holds.
+
+    Use it for long prompts whose question stands at their end. A ratio is rounded down and leaves
+    the window and one more entry at least. Prompts not longer than the budget stay as they are.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    window: int = argument(32, "newest entries: always kept, and their queries vote")
+    kernel_size: int = argument(5, "entries over which votes are pooled, odd")
+    pooling: str = argument("avg", "avg, max or none")
+    gqa_reduce: str | None = argument(
+        None,
+        "over the query heads of a KV head: mean, max or sum (default: mean; with scope past, "
+        "where it reduces logits, max)",
+    )
+    scope: str = argument(
+        "causal",
+        "softmax over all that a query sees (causal), or over entries before the window "
+        "alone (past, as in R-KV's decode-time SnapKV)",
+    )
+    query_reduce: str = argument(
+        "heads", "which queries are logged: heads, or group_mean (mean over each GQA group)"
+    )
+
+    def __post_init__(self) -> None:
+        integers(self, window=1)
+        odd("kernel_size", self.kernel_size)
+        one_of("pooling", self.pooling, POOLINGS)
+        one_of("gqa_reduce", self.gqa_reduce, (None, *GQA_REDUCTIONS))
+        one_of("scope", self.scope, ("causal", "past"))
+        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        self.check_budget(f"above window ({self.window})")
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+    def score(self, obs: Observation) -> Tensor:
+        """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        if self.scope == "past":
+            votes = obs.past(self.gqa_reduce or "max")
+        else:
+            votes = obs.causal(self.gqa_reduce or "mean")
+        return pool_scores(votes, self.kernel_size, self.pooling)
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The best ``keep - window`` and the window: [E, L, Hkv, keep]."""
+        return best_and_newest(scores, length, keep)

@@ -1,0 +1,65 @@
+"""StreamingLLM: the first entries and the newest ones (arXiv 2309.17453).
+
+Attention sinks keep a sliding window stable (section 3.2). As kvserve runs it: keys keep the angle
+of their original position, where the authors rotate by cache slot; a prompt is read whole and cut
+at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import Policy, argument, integers, require
+from kvserve.engine.policies.budgeted import check_budget
+from kvserve.engine.policies.scoring import Observation
+from kvserve.scheduler.trigger import Trigger, WhenOver
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keep the sinks and the newest entries; nothing is scored, no queries are logged.
+
+    The baseline for endless chats: cheap, and blind to everything in between. No step holds more
+    than budget entries after its prompt; with period 1 every step after that holds exactly budget.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+
+    budget: int | None = argument(None, "entries held, sinks among them; required")
+    sinks: int = argument(4, "oldest entries that are always kept")
+    period: int = argument(
+        1,
+        "entries evicted at once when the budget is full: larger costs less, and holds between "
+        "budget - period + 1 and budget entries",
+    )
+
+    def __post_init__(self) -> None:
+        integers(self, sinks=0, period=1)
+        least = max(self.sinks + 1, 2)
+        check_budget(self.budget, least, f"of at least {least} and above sinks ({self.sinks})")
+        assert self.budget is not None
+        most = self.budget - max(self.sinks, 1)
+        require(self.period <= most, "period", self.period, f"in [1, {most}] (budget - sinks)")
+
+    @property
+    def trigger(self) -> Trigger:
+        # An event comes before the step that stores one more entry.
+        assert self.budget is not None
+        return WhenOver(self.budget, self.budget - self.period, 0, protect_prompt=False)
+
+    def score(self, obs: Observation) -> Tensor:
+        """Age decides: float32 [E, L, Hkv, n], +inf for the sinks."""
+        keys = obs.keys
+        age = torch.arange(keys.shape[-2], dtype=torch.float32, device=keys.device)
+        age[: self.sinks] = torch.inf
+        return age.expand(keys.shape[:-1])
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The sinks and the newest ``keep - sinks``: [E, L, Hkv, keep]."""
+        place = torch.arange(keep, device=scores.device)
+        kept = torch.where(place < self.sinks, place, place + (length - keep))
+        return kept.expand(*scores.shape[:-1], keep)

@@ -1,0 +1,45 @@
+"""What keys alone tell: how much of a head's direction, or of a later key, one repeats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROWS = 32
+_SMALLEST_NORM = 1e-8
+
+
+def anchor_similarity(key: Tensor) -> Tensor:
+    """Cosine between each key and the mean of all keys' directions.
+
+    key: [..., n, D]. Returns float32 [..., n]. KeyDiff, arXiv 2504.15364, section 3.
+    """
+    unit = _directions(key)
+    anchor = _directions(unit.mean(dim=-2, keepdim=True))
+    return (unit @ anchor.transpose(-1, -2)).squeeze(-1)
+
+
+def redundancy(key: Tensor, threshold: float) -> Tensor:
+    """How much of the other keys each key repeats; softmax, so each row adds to 1.
+
+    key: [..., n, D]. Returns float32 [..., n]: column means of the cosine matrix with an empty
+    diagonal, after every row has forgiven the last column above ``threshold`` (its newest
+    near-copy). A row without one forgives column 0, which shelters the first token; the released
+    code does so. R-KV, arXiv 2505.24133, section 3. Rows are taken some at a time, so that the
+    n x n matrix never exists.
+    """
+    unit = _directions(key)
+    length = key.shape[-2]
+    column = torch.arange(length, device=key.device)
+    total = torch.zeros(key.shape[:-1], dtype=torch.float32, device=key.device)
+    for start in range(0, length, _ROWS):
+        row = column[start : start + _ROWS, None]
+        cosine = unit[..., start : start + _ROWS, :] @ unit.transpose(-1, -2)
+        cosine.masked_fill_(column == row, 0.0)
+        newest = torch.where(cosine > threshold, column, 0).amax(dim=-1, keepdim=True)
+        total += cosine.scatter_(-1, newest, 0.0).sum(dim=-2)
+    return torch.softmax(total / length, dim=-1)
+
+
+def _directions(x: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(x.float(), dim=-1, eps=_SMALLEST_NORM)

@@ -1,0 +1,98 @@
+"""Prompt blocks that outlive their sequence: block columns by the hash of all tokens up to them.
+
+A *column* is block j of all KV groups. It is found by the chained hash of tokens [0, (j+1)B), so a
+hit is always a whole prefix. The cache holds one reference per block; a column whose blocks nobody
+else names is the first thing to go when blocks run out, least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+
+_SEED = b"kvserve"
+
+
+def column_hashes(token_ids: IntArray, block_size: int, known: list[bytes]) -> list[bytes]:
+    """Chained hashes of all full columns; ``known`` are those of the first ones."""
+    hashes = list(known)
+    tokens = np.ascontiguousarray(token_ids, np.int32)
+    for start in range(len(known) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else _SEED
+        digest = hashlib.blake2b(parent, digest_size=16)
+        digest.update(tokens[start : start + block_size].tobytes())
+        hashes.append(digest.digest())
+    return hashes
+
+
+class PrefixCache:
+    """Hash to block column, in order of use."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.queries = 0
+        self.hits = 0
+        self._columns: OrderedDict[bytes, IntArray] = OrderedDict()
+        self._hash_of = np.zeros(pool.num_blocks, object)
+        self._cached = np.zeros(pool.num_blocks, bool)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that only the cache names."""
+        return int(np.count_nonzero(self._cached & (self.pool.ref == 1)))
+
+    def match(self, hashes: list[bytes]) -> list[IntArray]:
+        """Columns ``[LG, R]`` of the longest cached prefix, marked as used."""
+        found = []
+        for digest in hashes:
+            column = self._columns.get(digest)
+            if column is None:
+                break
+            found.append(column)
+        # Parents after their children: a column without its parents could never be hit again.
+        for digest in reversed(hashes[: len(found)]):
+            self._columns.move_to_end(digest)
+        return found
+
+    def publish(self, hashes: list[bytes], columns: IntArray) -> None:
+        """Cache ``columns [n, LG, R]`` under their hashes; those already there stay as they are."""
+        for digest, column in zip(reversed(hashes), columns[::-1], strict=True):
+            if digest not in self._columns:
+                blocks = column.copy()
+                self.pool.share(blocks.ravel())
+                self._columns[digest] = blocks
+                self._cached[blocks] = True
+                self._hash_of[blocks] = digest
+            self._columns.move_to_end(digest)
+
+    def evict(self, count: int) -> None:
+        """Free at least ``count`` blocks, or all that only the cache names."""
+        for digest in list(self._columns):
+            if count <= 0:
+                return
+            if (self.pool.ref[self._columns[digest]] == 1).any():
+                count -= self._drop(digest)
+
+    def forget(self, blocks: IntArray) -> None:
+        """Drop the columns that hold any of ``blocks``, so that their owner may write them."""
+        for digest in set(self._hash_of[blocks[self._cached[blocks]]]):
+            self._drop(digest)
+
+    def clear(self) -> None:
+        """Drop every column."""
+        for digest in list(self._columns):
+            self._drop(digest)
+
+    def held(self) -> IntArray:
+        """Every block the cache names, once per reference."""
+        parts = [column.ravel() for column in self._columns.values()]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def _drop(self, digest: bytes) -> int:
+        blocks = self._columns.pop(digest).ravel()
+        self._cached[blocks] = False
+        return self.pool.release(blocks)

@@ -1,0 +1,77 @@
+"""What decoding over a compacted cache must equal: dense attention that sees the kept sets only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvserve.engine.inspect import Event
+
+
+@dataclass(frozen=True)
+class DensePass:
+    """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE."""
+
+    logits: Tensor
+    queries: Tensor
+    keys: Tensor
+
+
+def load_dense(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+def dense_pass(model: PreTrainedModel, tokens: list[int], events: Sequence[Event]) -> DensePass:
+    """One dense pass of transformers; every query sees what its layer and head then held."""
+    heads = model.config.num_attention_heads
+    group = heads // model.config.num_key_value_heads
+    hooks = []
+    for layer, block in enumerate(model.model.layers):
+        visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
+        for event in events:
+            # Later events overwrite the rows they share.
+            for head in range(heads):
+                visible[head, event.seen :, : event.seen] = False
+                held = torch.as_tensor(event.held[layer, head // group]).long()
+                visible[head, event.seen :, held] = True
+        mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
+        hooks.append(
+            block.self_attn.register_forward_pre_hook(
+                lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
+                with_kwargs=True,
+            )
+        )
+    try:
+        with torch.no_grad(), _rotated(model) as rotated:
+            logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    queries, keys = (torch.cat(layers) for layers in zip(*rotated, strict=True))
+    return DensePass(logits, queries, keys)
+
+
+@contextmanager
+def _rotated(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Queries and keys of every layer after RoPE, [1, H, T, D], as the model runs."""
+    module: Any = sys.modules[type(model).__module__]
+    original, seen = module.apply_rotary_pos_emb, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(original(*args, **kwargs))
+        return seen[-1]
+
+    module.apply_rotary_pos_emb = watched
+    try:
+        yield seen
+    finally:
+        module.apply_rotary_pos_emb = original

@@ -1,0 +1,268 @@
+"""Every policy on the real engine: what must hold whatever a policy is, checked for each case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.inspect import Event
+from kvserve.engine.policies import registry
+from kvserve.engine.policies.scoring import Observation
+from kvserve.outputs import KVCacheDetails
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.dense_reference import DensePass, dense_pass, load_dense
+from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongestKeys
+from tests.engine.recorder import Choice, Record, Recorder
+
+LABELS = [case.label for case in CASES]
+(IDS,) = random_prompts([PROMPT], seed=3)
+MATES = random_prompts([5, 60, 12, 29], seed=4)
+EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request's whole story."""
+
+    tokens: list[int]
+    logits: Tensor
+    details: KVCacheDetails
+    cached: int
+    record: Record
+
+    @property
+    def events(self) -> list[Event]:
+        return self.record.events
+
+    @property
+    def choices(self) -> list[Choice]:
+        return self.record.choices
+
+
+def generate(recorder: Recorder, requests: Sequence[tuple[list[int], Any]]) -> list[Run]:
+    """Run (prompt, policy) requests together; nobody but the prefix cache holds blocks then."""
+    recorder.clear()
+    core = recorder.llm.engine.core
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
+        for _, policy in requests
+    ]
+    outputs = recorder.llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
+    core.scheduler.check_integrity()
+    assert core.scheduler.blocks.headroom == core.scheduler.pool.capacity
+    return [
+        Run(
+            output.outputs[0].token_ids,
+            torch.stack(recorder.logits[seq_id]),
+            output.kv_cache_details,
+            output.num_cached_tokens,
+            recorder.records[seq_id],
+        )
+        for output, seq_id in zip(outputs, sorted(recorder.records), strict=True)
+    ]
+
+
+class Lab:
+    """One checkpoint, and every run on it that several tests look at."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.alone = cache(self._alone)
+        self.dense = cache(self._dense)
+
+    def engine(self, **settings: Any) -> Recorder:
+        """All heads' queries are logged, so that requests may choose any of the cases."""
+        policy = {"name": "snapkv", "budget": 64}
+        settings = {"max_num_seqs": 40, "dtype": "float32", **settings}
+        llm = LLM(str(self.directory), policy=policy, skip_tokenizer_init=True, **settings)
+        return Recorder(llm)
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return load_dense(self.directory)
+
+    @cached_property
+    def _one(self) -> Recorder:
+        return self.engine(enable_prefix_caching=False)
+
+    def _alone(self, label: str, roomy: bool = False) -> Run:
+        case = CASES[LABELS.index(label)]
+        spec = {**case.spec, **(case.roomy if roomy else {})}
+        (run,) = generate(self._one, [(IDS, spec)])
+        return run
+
+    def _dense(self, label: str) -> DensePass:
+        """What a run alone must equal, given its tokens and kept sets."""
+        run = self.alone(label)
+        return dense_pass(self._model, IDS + run.tokens[:-1], run.events)
+
+    @cached_property
+    def crowd(self) -> dict[str, Run]:
+        """All cases at once, beside requests of other lengths, in small blocks and chunks.
+
+        Every second one has the same prompt, so the prefix cache has them share its blocks.
+        """
+        engine = self.engine(block_size=4, max_num_batched_tokens=41)
+        mates = [(ids, case.spec) for ids, case in zip(MATES * 9, CASES, strict=False)]
+        mine = [(IDS, case.spec) for case in CASES]
+        requests = [one for pair in zip(mates, mine, strict=True) for one in pair]
+        runs = generate(engine, requests)[1::2]
+        assert any(run.cached for run in runs)
+        return dict(zip(LABELS, runs, strict=True))
+
+    @cached_property
+    def preempted(self) -> dict[str, Run]:
+        """All cases at once, and now and then the newest has to start over."""
+        engine = self.engine()
+        scheduler, rng = engine.llm.engine.core.scheduler, np.random.default_rng(0)
+        make_room = scheduler._make_room_for_decodes
+
+        def preempt_now_and_then() -> None:
+            if scheduler.rows.num_rows > 1 and rng.random() < 0.1:
+                scheduler._preempt_newest()
+            make_room()
+
+        scheduler._make_room_for_decodes = preempt_now_and_then  # type: ignore[method-assign]
+        runs = generate(engine, [(IDS, case.spec) for case in CASES])
+        assert scheduler.counters.preemptions > 5
+        return dict(zip(LABELS, runs, strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outsider() -> Iterator[None]:
+    """``longest_keys`` is installed as a plug-in would be."""
+
+    class Entry:
+        name = LongestKeys.name
+
+        def load(self) -> type[LongestKeys]:
+            return LongestKeys
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lambda group: [Entry()])
+        registry._policies.cache_clear()
+        yield
+    registry._policies.cache_clear()
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(write_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+def test_every_policy_has_a_row() -> None:
+    assert {case.policy for case in CASES} == set(registry.policy_names())
+    assert len(set(LABELS)) == len(LABELS)
+    assert {case.policy for case in CASES if case.roomy} == set(registry.policy_names()) - {"none"}
+
+
+@EACH
+def test_kept_sets_and_counts(lab: Lab, case: Case) -> None:
+    """Sorted, unique, in range; the protected ones are there; exactly as many as promised."""
+    run = lab.alone(case.label)
+    assert [(event.seen, event.held.shape[2]) for event in run.events] == case.events
+    before = [0, *(held for _, held in case.events)]
+    for event, last_seen, last_held in zip(
+        run.events, [0, *(seen for seen, _ in case.events)], before, strict=False
+    ):
+        assert event.before == last_held + event.seen - last_seen
+        assert (np.diff(event.held, axis=2) > 0).all()
+        assert event.held.min() >= 0 and event.held.max() < event.seen
+        assert (event.held[..., : case.first] == np.arange(case.first)).all()
+        newest = np.arange(event.seen - case.last, event.seen)
+        assert (event.held[..., event.held.shape[2] - case.last :] == newest).all()
+        leaders = np.arange(len(event.held)) // case.shared_by * case.shared_by
+        assert (event.held == event.held[leaders]).all()
+
+
+@EACH
+def test_entries_are_copied_bit_for_bit(lab: Lab, case: Case) -> None:
+    run = lab.alone(case.label)
+    assert len(run.record.copied) == len(case.events) and all(run.record.copied)
+
+
+@EACH
+def test_no_place_goes_to_a_worse_one(lab: Lab, case: Case) -> None:
+    for choice in lab.alone(case.label).choices:
+        assert choice.scores.isfinite().any(dim=-1).all() and not choice.scores.isnan().any()
+        assert case.optimal(choice.scores, choice.kept)
+
+
+@EACH
+def test_with_room_for_everything_nothing_changes(lab: Lab, case: Case) -> None:
+    if not case.roomy and case.policy != "none":
+        pytest.skip("another case of this policy has room for everything")
+    run, full = lab.alone(case.label, True), lab.alone("none-0")
+    assert run.details.compactions == 0
+    assert run.tokens == full.tokens and torch.equal(run.logits, full.logits)
+
+
+@EACH
+def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.crowd[case.label])
+
+
+@EACH
+def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.preempted[case.label])
+
+
+@EACH
+def test_logical_positions_go_on(lab: Lab, case: Case) -> None:
+    details = lab.alone(case.label).details
+    seen, held = [(0, 0), *case.events][-1]
+    assert details.logical_tokens == SEEN and details.compactions == len(case.events)
+    assert details.held_tokens == SEEN - seen + held == SEEN - details.evicted_tokens
+
+
+@EACH
+def test_logits_are_those_of_dense_attention_over_the_kept_set(lab: Lab, case: Case) -> None:
+    expected = lab.dense(case.label).logits[PROMPT - 1 :]
+    torch.testing.assert_close(lab.alone(case.label).logits, expected, atol=2e-4, rtol=2e-4)
+
+
+@EACH
+def test_scores_are_those_of_the_true_queries_and_keys(lab: Lab, case: Case) -> None:
+    run, dense, policy = lab.alone(case.label), lab.dense(case.label), case.make()
+    layers, kv_heads, _, dim = dense.keys.shape
+    reduction = policy.query_reduction or policy.recomputed_reduction
+    queries = dense.queries
+    if reduction == "group_mean":
+        queries = queries.unflatten(1, (kv_heads, -1)).mean(2)
+    leaders = sorted(set(policy.leaders(layers)))
+    held, seen = np.zeros((layers, kv_heads, 0), np.int32), 0
+    earlier: Tensor | None = None
+    for event, choice in zip(run.events, run.choices, strict=True):
+        new = np.arange(seen, event.seen)
+        held = np.concatenate([held, np.broadcast_to(new, (*held.shape[:2], len(new)))], axis=2)
+        plan = choice.plan
+        for window, scores in enumerate(choice.scores):
+            offset = window * int(plan.window_len[0])
+            start = int(plan.region_start[0]) + offset
+            at = torch.as_tensor(held[..., start : start + int(plan.window_len[0])]).long()
+            keys = dense.keys.gather(2, at[..., None].expand(-1, -1, -1, dim))
+            places = policy.query_places(int(plan.num_queries[0]))
+            asked = [int(plan.query_start[0]) + offset + place for place in places]
+            true_queries = queries[None, leaders][..., asked, :]
+            obs = Observation(true_queries, keys[None, leaders], dim**-0.5, earlier)
+            torch.testing.assert_close(policy.score(obs)[0], scores, atol=1e-4, rtol=1e-4)
+            if policy.kept_scores:
+                earlier = scores.gather(-1, choice.kept[window])[None]
+        held, seen = event.held, event.seen
+
+
+def same(a: Run, b: Run) -> None:
+    assert a.tokens == b.tokens
+    assert [event.seen for event in a.events] == [event.seen for event in b.events]
+    for one, other in zip(a.events, b.events, strict=True):
+        assert np.array_equal(one.held, other.held)

@@ -1,0 +1,80 @@
+"""What an event costs in launches: neither sequences nor layers nor heads add any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvserve.engine.compressor import Compressor
+from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.policies.base import Policy
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.trigger import NO_EVENT, RowState
+from tests.engine.policies.cases import CASES, PROMPT, Case
+
+BLOCK, COLUMNS = 8, 16
+LOGGING = [case for case in CASES if case.events and case.make().trigger.logs]
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts operators, whatever they work on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def first_event(policy: Policy, events: int) -> CompactionTask:
+    """``events`` equal rows, at their first event; row e holds blocks e * COLUMNS + 1 and on."""
+
+    def each(value: int) -> IntArray:
+        return np.full(events, value, np.int32)
+
+    trigger, zero = policy.trigger, each(0)
+    start = trigger.start(each(PROMPT))
+    due = trigger.next_event(RowState(each(PROMPT), zero, zero, start))
+    plan = trigger.plan(RowState(each(PROMPT), due, due, start))
+    first = int(plan.region_start[0]) // BLOCK
+    width = -(-int((due - plan.evicted)[0]) // BLOCK) - first
+    blocks = tables(events)[:, :, :, first : first + width]
+    return CompactionTask(
+        0, np.arange(events), plan, due, plan.region_start, blocks, each(NO_EVENT)
+    )
+
+
+def tables(events: int) -> IntArray:
+    return np.arange(1, events * COLUMNS + 1).reshape(1, events, 1, COLUMNS)
+
+
+def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: int) -> int:
+    layout = KVLayout(layers, kv_heads, head_dim=4, block_size=BLOCK)
+    cache = KVCache(layout, events * COLUMNS + 1, kv_heads * group, torch.float32, "cpu")
+    cache.kv.normal_(generator=torch.Generator().manual_seed(0))
+    task = first_event(policy, events)
+    kv_tables = torch.tensor(tables(events), dtype=torch.int32)
+    log_tables = torch.ones(1, events, 1, 256, dtype=torch.int32)
+    unused: Any = None  # these cases log their queries
+    compressor = Compressor(cache, scale=0.5, recomputer=unused)
+    with CountCalls() as counter:
+        compressor.run(task, policy, kv_tables, log_tables)
+    return counter.calls
+
+
+@pytest.mark.parametrize("case", LOGGING, ids=lambda c: c.label)
+def test_an_event_takes_the_same_calls_for_any_batch(case: Case) -> None:
+    policy = case.make()
+    # From 2 on: where an axis has one place, a view may do for a copy.
+    small = count_calls(policy, events=2, layers=4, kv_heads=2, group=2)
+    assert small > 20
+    for shape in ((9, 4, 2, 2), (2, 12, 2, 2), (2, 4, 8, 2), (2, 4, 2, 8), (5, 8, 4, 4)):
+        assert count_calls(policy, *shape) == small, shape

@@ -1,0 +1,164 @@
+"""Follows every sequence of an engine: positions held, what events saw and chose, logits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve import LLM
+from kvserve.engine.compressor import MovePlan
+from kvserve.engine.inspect import Event, KeptPositions
+from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.trigger import EventPlan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One event: scores [W, L', Hkv, S'] of its W windows, and what was kept of each."""
+
+    plan: EventPlan
+    scores: Tensor
+    kept: Tensor
+
+
+@dataclass
+class Record:
+    """One sequence; events start anew when it is admitted again."""
+
+    kept: KeptPositions
+    choices: list[Choice] = field(default_factory=list)
+    copied: list[bool] = field(default_factory=list)
+    """Whether each event left keys and values equal, bit for bit, to those it kept."""
+
+    @property
+    def events(self) -> list[Event]:
+        return self.kept.events
+
+
+class _Watched:
+    """A policy whose choices are written down."""
+
+    def __init__(self, policy: Policy, choices: list[tuple[Tensor, Tensor]]) -> None:
+        self._policy = policy
+        self._choices = choices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def score(self, obs: Observation) -> Tensor:
+        scores = self._policy.score(obs)
+        assert scores.dtype == torch.float32
+        return scores
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        kept = self._policy.select(scores, length, keep)
+        assert kept.shape == (*scores.shape[:3], keep)
+        self._choices.append((scores, kept))
+        return kept
+
+
+class Recorder:
+    """``records`` and ``logits`` by sequence id, from when it is made; one per engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.records: dict[int, Record] = {}
+        self.logits: dict[int, list[Tensor]] = defaultdict(list)
+        self._runner = runner = llm.engine.core.runner
+        self._owner: dict[int, int] = {}
+        self._choices: list[tuple[Tensor, Tensor]] = []
+        self._sampled: list[int] = []
+        self._sources: dict[int, Tensor] = {}
+        self._launch, self._run = runner.launch, runner.compressor.run
+        self._model_logits = runner.model.logits
+        runner.launch = self._on_launch  # type: ignore[method-assign]
+        runner.compressor.run = self._on_run  # type: ignore[method-assign]
+        runner.compressor.on_moves = self._on_moves
+        runner.model.logits = self._on_logits  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        """Forget sequences that have ended."""
+        self.records.clear()
+        self.logits.clear()
+
+    def _on_launch(self, output: SchedulerOutput) -> LaunchedStep:
+        self._sampled = [seq.seq_id for seq in output.sampled]
+        step = self._launch(output)
+        for a, b in output.row_swaps:
+            self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
+        layout = self._runner.cache.layout
+        for seq in output.admitted:
+            self._owner[seq.row] = seq.seq_id
+            kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
+            self.records[seq.seq_id] = Record(kept)
+        return step
+
+    def _on_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._model_logits(hidden)
+        for seq_id, row in zip(self._sampled, logits, strict=True):
+            self.logits[seq_id].append(row.clone())
+        return logits
+
+    def _on_run(
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None = None,
+    ) -> None:
+        events = range(len(task.rows))
+        tables = [block_tables[:, [int(row)]] for row in task.rows]
+        before = [self._entries(tables[e], int(task.old_lens[e])) for e in events]
+        watched: Any = _Watched(policy, self._choices)
+        self._run(task, watched, block_tables, log_tables, kept_scores)
+        size = self._runner.cache.layout.block_size
+        for e in events:
+            start, new = int(task.copy_start[e]), int(task.new_lens[e])
+            columns = slice(start // size, -(-new // size))
+            after_table = tables[e].clone()
+            written = torch.as_tensor(task.dst_blocks[:, e])
+            after_table[:, 0, :, columns] = written[..., : columns.stop - columns.start]
+            after = self._entries(after_table, new)
+            source = self._sources.pop(int(task.rows[e]))
+            moved = before[e].gather(
+                3, source[None, ..., None].expand(2, -1, -1, -1, after.shape[4])
+            )
+            same = torch.equal(after[..., :start, :], before[e][..., :start, :])
+            record = self.records[self._owner[int(task.rows[e])]]
+            record.copied.append(same and torch.equal(after[..., start:, :], moved))
+
+    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+        """One group of equal-shaped events; its choices were made since the last group."""
+        scores, kept = (torch.cat(parts) for parts in zip(*self._choices, strict=True))
+        self._choices.clear()
+        windows = np.cumsum([0, *task.plan.windows])
+        for e, row in enumerate(task.rows):
+            record = self.records[self._owner[int(row)]]
+            mine = plan.events == e
+            one = MovePlan(plan.events[mine], plan.src[..., mine], plan.dst[mine])
+            part = task.part(np.array([e]))
+            record.kept.on_moves(part, one)
+            at = slice(windows[e], windows[e + 1])
+            record.choices.append(Choice(part.plan, scores[at], kept[at]))
+            self._sources[int(row)] = one.src
+
+    def _entries(self, table: Tensor, length: int) -> Tensor:
+        """Keys and values of one row: [2, L, Hkv, length, D]."""
+        cache = self._runner.cache
+        layout = cache.layout
+        rows = torch.zeros(length, dtype=torch.long)
+        lanes = torch.arange(length).expand(layout.num_layers, layout.num_kv_heads, -1)
+        at = entry_rows(cache.kv, slot_mapping(table, rows, lanes, layout.block_size))
+        flat = cache.kv.view(-1, layout.head_dim)
+        return torch.stack([flat[at], flat[at + layout.block_size * layout.heads_per_block]])

@@ -1,0 +1,226 @@
+"""`kvserve inspect`: kept positions of a given text are those of the engine that wrote it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.benchmarks import inspect as command
+from kvserve.engine.inspect import KeptPositions, inspect
+from kvserve.log import RequestError
+from kvserve.server.cli import run
+from tests.checkpoints import random_prompts, write_tokenizer
+
+KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
+KARA_FLAGS = ("--policy", "kara:window=20,buffer=4,chunk_budget=3,max_chunk=4,period=5")
+PROMPT, CONTINUATION = random_prompts([37, 70], seed=5)
+
+
+def llm_of(directory: Path, policy: Any = KARA, **settings: Any) -> LLM:
+    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
+
+
+def files(directory: Path) -> tuple[str, str]:
+    prompt, continuation = directory / "prompt.npy", directory / "continuation.json"
+    np.save(prompt, np.array(PROMPT))
+    continuation.write_text(json.dumps(CONTINUATION))
+    return str(prompt), str(continuation)
+
+
+def test_a_forced_continuation_is_as_good_as_a_generated_one(llama_dir: Path) -> None:
+    llm = llm_of(llama_dir)
+    runner = llm.engine.core.runner
+    layout = runner.cache.layout
+    kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
+    runner.compressor.on_moves = kept.on_moves
+    params = SamplingParams(temperature=0.0, max_tokens=72, ignore_eos=True)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    generated = output.outputs[0].token_ids[:70]
+
+    found = inspect(llm, PROMPT, generated)
+    assert len(found.events) == len(kept.events) == output.kv_cache_details.compactions > 2
+    for event, same in zip(found.events, kept.events, strict=True):
+        assert event.seen == same.seen
+        assert np.array_equal(event.held, same.held)
+    assert np.array_equal(found.held, kept.held_at(107))
+    assert found.input_ids.tolist() == PROMPT + generated
+
+    other = inspect(llm, PROMPT, [*generated[:-30], *CONTINUATION[:30]])
+    assert not np.array_equal(found.held, other.held), "the tokens make no difference"
+    again = llm.generate([PROMPT], params, use_tqdm=False)
+    assert again[0].outputs[0].token_ids == output.outputs[0].token_ids, "force stayed on"
+
+
+def test_chunks_and_blocks_make_no_difference(llama_dir: Path) -> None:
+    policy = {**KARA, "window": 32}
+    expected = inspect(llm_of(llama_dir, policy), PROMPT, CONTINUATION)
+    for settings in ({"block_size": 4}, {"max_num_batched_tokens": 7, "max_num_seqs": 1}):
+        found = inspect(llm_of(llama_dir, policy, **settings), PROMPT, CONTINUATION)
+        assert [event.seen for event in found.events] == [e.seen for e in expected.events]
+        assert np.array_equal(found.held, expected.held)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "snapkv", "budget": 24, "window": 8},
+        {"name": "keydiff", "budget": 24, "mode": "block", "block": 16},
+        {"name": "streaming_llm", "budget": 24},
+    ],
+)
+def test_a_prompt_alone_is_compressed_at_its_end(llama_dir: Path, policy: Any) -> None:
+    expected = inspect(llm_of(llama_dir, policy), PROMPT)
+    assert expected.events[-1].seen == 37 and 24 >= expected.held.shape[2] >= 23
+    for settings in ({"block_size": 4}, {"max_num_batched_tokens": 7, "max_num_seqs": 1}):
+        found = inspect(llm_of(llama_dir, policy, **settings), PROMPT)
+        assert np.array_equal(found.held, expected.held)
+
+
+def test_an_event_due_at_the_very_end_has_run(llama_dir: Path) -> None:
+    found = inspect(llm_of(llama_dir), PROMPT, CONTINUATION[:20])
+    assert [event.seen for event in found.events] == [57]
+    assert np.array_equal(found.held, found.events[0].held)
+    assert (found.held[..., :37] == np.arange(37)).all() and found.held.shape[2] < 57
+    assert (found.held[..., -4:] == np.arange(53, 57)).all()
+    earlier = inspect(llm_of(llama_dir), PROMPT, CONTINUATION[:19])
+    assert not earlier.events and (earlier.held == np.arange(56)).all()
+
+
+def test_too_much_for_the_context_or_the_pool_is_refused(llama_dir: Path) -> None:
+    with pytest.raises(RequestError, match="leaves room for 98"):
+        inspect(llm_of(llama_dir, max_model_len=100), PROMPT, CONTINUATION)
+    small = llm_of(llama_dir, "none", num_gpu_blocks_override=5)
+    with pytest.raises(RequestError, match="pool"):
+        inspect(small, PROMPT, CONTINUATION)
+    with pytest.raises(RequestError, match=r"outside \[0, 128\)"):
+        inspect(llm_of(llama_dir), PROMPT, [128])
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_dumps_and_plots(
+    llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    prompt, continuation = files(tmp_path)
+    dump, plot = tmp_path / "kept.npz", tmp_path / "kept.png"
+    given = ("--prompt-ids", prompt, "--continuation-ids", continuation, *KARA_FLAGS)
+    saved = ("--dump", str(dump), "--plot", str(plot), "--policy.ratio", "0.4")
+    assert run(["inspect", "--model", str(llama_dir), "--dtype", "float32", *given, *saved]) == 0
+    kept = np.load(dump)
+    expected = inspect(llm_of(llama_dir, {**KARA, "ratio": 0.4}), PROMPT, CONTINUATION)
+    assert kept["counts"].shape == (3, 2) and kept["event_len"].tolist() == [57, 77, 92, 107]
+    for layer in range(3):
+        for head in range(2):
+            lane = kept[f"kept_L{layer}_H{head}"]
+            assert lane.dtype == np.int32 and len(lane) == kept["counts"][layer, head]
+            assert np.array_equal(lane, expected.held[layer, head])
+            assert np.array_equal(kept[f"ev3_L{layer}_H{head}"], lane)
+    assert kept["input_ids"].tolist() == PROMPT + CONTINUATION
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "107 tokens" in out and "tokens seen" in out and "held per head" in out
+
+
+def test_a_policy_without_an_event_says_so(
+    llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, _ = files(tmp_path)
+    assert run(["inspect", "--model", str(llama_dir), "--prompt-ids", prompt, *KARA_FLAGS]) == 0
+    assert "no event" in capsys.readouterr().out
+
+
+def test_text_goes_through_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_with_tokenizer: Path
+) -> None:
+    flags = ("--prompt", "abcdef", *KARA_FLAGS)
+    assert run(["inspect", "--model", str(model_with_tokenizer), *flags]) == 0
+    assert "6 tokens" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.checkpoints import write_checkpoint
+
+    directory = write_checkpoint("llama", tmp_path_factory.mktemp("text"), vocab_size=259)
+    return write_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("[1, 2", "does not hold"),
+        ("[]", "token ids"),
+        ("[1.5]", "token ids"),
+        ("[[1, 2], [3, 4]]", "token ids"),
+        ("[[1, 2], [3]]", "does not hold"),
+        ('{"ids": 3}', "token ids"),
+        ("[true]", "token ids"),
+    ],
+)
+def test_bad_files_give_one_line(
+    content: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ids.json"
+    if content is not None:
+        file.write_text(content)
+    assert run(["inspect", "--prompt-ids", str(file), *KARA_FLAGS]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--prompt", "a"), "--policy"),
+        (("--prompt", "a", "--policy", "kara", "--policy", "none"), "--policy"),
+        (("--prompt", "a", "--policy", "cara"), "cara"),
+        (("--policy", "kara"), "--prompt"),
+        (("--prompt", "a", "--prompt-ids", "x.npy", "--policy", "kara"), "--prompt"),
+        (("--prompt-ids", "ids.txt", "--policy", "kara"), "neither"),
+        (("--prompt", "a", "--policy", "kara", "--dump", "kept.txt"), ".npz"),
+        (("--prompt", "a", "--policy", "kara", "--plot", "nowhere/kept.png"), "nowhere"),
+    ],
+)
+def test_bad_flags_are_named(
+    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["inspect", *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_bad_ids_and_interrupts_give_one_line(
+    llama_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text("[5, 128]")
+    flags = ["inspect", "--model", str(llama_dir), "--prompt-ids", str(file), *KARA_FLAGS]
+    assert run(flags) == 2
+    assert "outside [0, 128)" in capsys.readouterr().err
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "inspect", interrupted)
+    assert run(flags) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "kvserve inspect: error: interrupted"
+
+
+def test_plot_needs_matplotlib(
+    llama_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    flags = ("--prompt", "a", "--plot", "kept.png", *KARA_FLAGS)
+    assert run(["inspect", "--model", str(llama_dir), *flags]) == 2
+    assert "kvserve[bench]" in capsys.readouterr().err
