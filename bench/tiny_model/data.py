@@ -57,7 +57,7 @@ class Batch:
 
 def needle(rng: random.Random, length: int) -> Sample:
     """Half the documents use few digits: numbers that begin alike are told apart by name only."""
-    questions = rng.randint(1, min(6, max(1, length // 80)))
+    questions = rng.randint(1, min(8, max(1, length // 64)))
     units = length - 1 - 16 * questions
     count = rng.randint(max(2, questions), max(2, questions, min(12, units // 20)))
     kinds = 10 if rng.random() < 0.5 else rng.randint(2, 4)
@@ -145,14 +145,14 @@ MIX = {
         "talk": 0.02,
     },
     256: {
-        "needle": 0.2,
-        "recall": 0.15,
-        "aggregation": 0.15,
-        "chain": 0.2,
-        "redundant-chain": 0.27,
+        "needle": 0.35,
+        "recall": 0.12,
+        "aggregation": 0.1,
+        "chain": 0.15,
+        "redundant-chain": 0.25,
         "talk": 0.03,
     },
-    640: {"needle": 0.35, "aggregation": 0.15, "chain": 0.15, "redundant-chain": 0.35},
+    640: {"needle": 0.4, "aggregation": 0.1, "chain": 0.1, "redundant-chain": 0.4},
     1152: {"needle": 0.6, "aggregation": 0.2, "chain": 0.1, "redundant-chain": 0.1},
 }
 STAGES = (96, 128, 256, 640)
