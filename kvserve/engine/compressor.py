@@ -81,13 +81,23 @@ class Compressor:
         self._scratch_bytes = scratch_bytes
 
     def run(
-        self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None = None,
     ) -> None:
-        """Carry out ``task`` with the tables as they were before it, events of a shape together."""
-        shapes = np.stack([task.plan.window_len, task.plan.keep], axis=1)
+        """Carry out ``task`` with the tables as they were before it, events of a shape together.
+
+        ``kept_scores [rows, L, Hkv, m]`` is what the policy's ``kept_scores`` entries of every row
+        scored at its last event; it is brought up to date.
+        """
+        events = task.plan
+        shapes = np.stack([events.window_len, events.keep, events.num_queries], axis=1)
         for shape in np.unique(shapes, axis=0):
             part = task.part(np.flatnonzero((shapes == shape).all(axis=1)))
-            kept = self._select(part, policy, block_tables, log_tables)
+            kept = self._select(part, policy, block_tables, log_tables, kept_scores)
             plan = plan_moves(part, kept)
             if self.on_moves is not None:
                 self.on_moves(part, plan)
@@ -104,7 +114,12 @@ class Compressor:
         compact_kv(self._cache.kv, src, dst)
 
     def _select(
-        self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None,
     ) -> Tensor:
         """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
         cache = self._cache
@@ -113,7 +128,10 @@ class Compressor:
         leaders = policy.leaders(cache.layout.num_layers)
         scored = sorted(set(leaders))
         layers = torch.tensor(scored, device=block_tables.device)
-        windows = _Windows.of(task, policy.query_places)
+        num_queries = int(task.plan.num_queries[0])
+        windows = _Windows.of(task, policy.query_places(num_queries))
+        # Queries that cover all entries are the first event's: nothing has been scored before.
+        first = num_queries == length
         step = max(1, self._scratch_bytes // self._window_bytes(length, heads, windows.num_queries))
         parts = []
         for start in range(0, len(windows.rows), step):
@@ -128,8 +146,13 @@ class Compressor:
                 queries = self._recompute(part, heads)[:, layers]
             elif windows.num_queries:
                 queries = self._logged(part, log_tables, layers)
-            scores = policy.score(Observation(queries, keys, self._scale))
-            parts.append(policy.select(scores, length, keep))
+            at = _tensor(part.rows, keys)
+            earlier = None if kept_scores is None or first else kept_scores[at]
+            scores = policy.score(Observation(queries, keys, self._scale, earlier))
+            kept = policy.select(scores, length, keep)
+            if kept_scores is not None:
+                kept_scores[at, ..., :keep] = scores.gather(-1, kept)
+            parts.append(kept)
         where = [scored.index(leader) for leader in leaders]
         return torch.cat(parts)[:, where]
 

@@ -43,6 +43,7 @@ class InputBatch:
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(max_rows, device)
+        self._kept_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
@@ -56,6 +57,14 @@ class InputBatch:
             self.sampling.set_rows(output.admitted)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
+
+    def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
+        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
+        if count and policy_id not in self._kept_scores:
+            lanes = self.layout.num_layers, self.layout.num_kv_heads
+            shape = (len(self.last_token), *lanes, count)
+            self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
+        return self._kept_scores.get(policy_id)
 
     def after_compaction(self, task: CompactionTask) -> None:
         """All groups of each row hold what the task left them."""
@@ -165,7 +174,8 @@ class InputBatch:
             order[a], order[b] = order[b], order[a]
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
-        for by_row in (self.num_computed, self.last_token, self.log_from):
+        kept_scores = self._kept_scores.values()
+        for by_row in (self.num_computed, self.last_token, self.log_from, *kept_scores):
             by_row[to] = by_row[source]
         for by_group in (self.block_tables, self.log_tables, self.kv_lens):
             by_group[:, to] = by_group[:, source]

@@ -101,7 +101,8 @@ class ModelRunner:
         for task in output.compactions:
             policy = self.policies[task.policy_id]
             tables = self.batch.block_tables, self.batch.log_tables
-            self.compressor.run(task, policy, *tables)
+            scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
+            self.compressor.run(task, policy, *tables, scores)
             self.batch.after_compaction(task)
         self.compaction_seconds += time.perf_counter() - started
 

@@ -48,6 +48,24 @@ def past_scores(query: Tensor, key: Tensor, scale: float, gqa_reduce: str = "max
     return torch.softmax(logits, dim=-1).mean(dim=-2)
 
 
+def received_mass(query: Tensor, key: Tensor, scale: float, block: int = 256) -> Tensor:
+    """Attention each key got from the last Q queries, summed over them and over a group's heads.
+
+    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i. Returns
+    float32 [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time,
+    so that no [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
+    """
+    length, count = key.shape[-2], query.shape[-2]
+    places = torch.arange(length, device=key.device)
+    mass = torch.zeros(key.shape[:-1], dtype=torch.float32, device=key.device)
+    for start in range(0, count, block):
+        part = query[..., start : start + block, :]
+        last = length - count + start + torch.arange(part.shape[-2], device=key.device)
+        logits = _logits(part, key, scale).masked_fill(places > last[:, None], -torch.inf)
+        mass += torch.softmax(logits, dim=-1).sum(dim=(-3, -2))
+    return mass
+
+
 def _logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """float32 [..., Hkv, group, W, n]. A group's queries are folded, so no key is repeated."""
     kv_heads, window = key.shape[-3], query.shape[-2]

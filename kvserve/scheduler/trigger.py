@@ -40,6 +40,7 @@ class EventPlan:
     ``windows`` neighbouring windows of ``window_len`` entries each begin at physical entry
     ``region_start``; ``keep`` entries of each survive. ``query_start`` is the logical position of
     the first window's first query; further windows' queries lie ``window_len`` apart.
+    ``num_queries`` is how many of them a window needs.
     """
 
     region_start: IntArray
@@ -47,6 +48,7 @@ class EventPlan:
     window_len: IntArray
     keep: IntArray
     query_start: IntArray
+    num_queries: IntArray
     run_start: IntArray
 
     @property
@@ -56,7 +58,7 @@ class EventPlan:
 
 
 class Trigger(Protocol):
-    """``num_queries`` is how many queries a window has to be scored with (0: keys alone).
+    """``num_queries`` is the most queries a window must have (0: keys alone).
 
     They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
     """
@@ -222,6 +224,44 @@ class Bounded:
 
 
 @dataclass(frozen=True)
+class EveryStep:
+    """One entry makes room for each new one, once more than ``keep`` are held.
+
+    A prompt above ``keep`` is cut at its end; with ``generated`` off that is all. Every query
+    counts: all of them for the first event, and for each further event those since the last.
+    """
+
+    logs: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 1
+    keep: int
+    generated: bool = True
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return np.zeros_like(num_prompt)
+
+    def next_event(self, rows: RowState) -> IntArray:
+        over = rows.num_computed - rows.kv_len + self.keep + 1
+        due: IntArray = np.maximum(rows.num_prompt, over)
+        if self.generated:
+            return due
+        return np.where((rows.run_start == 0) & (over <= rows.num_prompt), due, NO_EVENT)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.run_start)
+
+    def plan(self, rows: RowState) -> EventPlan:
+        return EventPlan(
+            region_start=np.zeros_like(rows.kv_len),
+            windows=np.ones_like(rows.kv_len),
+            window_len=rows.kv_len,
+            keep=np.full_like(rows.kv_len, self.keep),
+            query_start=rows.run_start,
+            num_queries=rows.num_computed - rows.run_start,
+            run_start=rows.num_computed,
+        )
+
+
+@dataclass(frozen=True)
 class Periodic:
     """Every ``period`` decode steps of the sequence, once ``window`` tokens are uncompressed.
 
@@ -272,6 +312,7 @@ class Periodic:
             window_len=np.full_like(run, self.compressible),
             keep=np.full_like(run, self.keep),
             query_start=rows.run_start,
+            num_queries=np.full_like(run, self.window),
             run_start=rows.run_start + windows * self.compressible,
         )
 
@@ -293,5 +334,6 @@ def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> 
         window_len=length,
         keep=keep(length),
         query_start=rows.num_computed - num_queries,
+        num_queries=np.full_like(length, num_queries),
         run_start=rows.num_computed,
     )

@@ -110,13 +110,18 @@ class Recorder:
         return logits
 
     def _on_run(
-        self, task: CompactionTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None = None,
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
         before = [self._entries(tables[e], int(task.old_lens[e])) for e in events]
         watched: Any = _Watched(policy, self._choices)
-        self._run(task, watched, block_tables, log_tables)
+        self._run(task, watched, block_tables, log_tables, kept_scores)
         size = self._runner.cache.layout.block_size
         for e in events:
             start, new = int(task.copy_start[e]), int(task.new_lens[e])

@@ -117,9 +117,9 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
 def test_plan_follows_the_worked_example() -> None:
     """b=4, prompt 5, 14 entries, W=8, U=2, N=3: two heads keep different places."""
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
-    one = {name: np.array([value]) for name, value in (("5", 5), ("1", 1), ("6", 6), ("3", 3))}
-    events = EventPlan(one["5"], one["1"], one["6"], one["3"], one["5"], one["5"])
-    task = CompactionTask(0, np.zeros(1, int), events, np.array([14]), one["5"], one["1"], one["5"])
+    one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
+    events = EventPlan(five, one, six, three, five, eight, five)
+    task = CompactionTask(0, np.zeros(1, int), events, np.array([14]), five, one, five)
     assert task.new_lens.tolist() == [11]
     plan = plan_moves(task, kept)
     assert plan.dst.tolist() == [5, 6, 7, 8, 9, 10]

@@ -96,11 +96,11 @@ class ShadowRunner:
             self.computed[row] += 1
 
     def _compact(self, task: CompactionTask) -> None:
-        queries, plan = self.triggers[task.policy_id].num_queries, task.plan
+        plan = task.plan
         for e, row in enumerate(task.rows):
             start, windows, length = plan.region_start[e], plan.windows[e], plan.window_len[e]
             old, size, first_query = self.held[row], self.size, plan.query_start[e]
-            last_query = first_query + (windows - 1) * length + queries
+            last_query = first_query + (windows - 1) * length + plan.num_queries[e]
             if self.log_from[row] == NOT_LOGGING:
                 first_query = last_query  # this trigger's queries are recomputed, or not needed
             for position in range(first_query, last_query):

@@ -14,6 +14,7 @@ from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
     Budget,
+    EveryStep,
     Never,
     Periodic,
     Trigger,
@@ -34,6 +35,8 @@ TRIGGERS: dict[int, Trigger] = {
     9: Bounded(10, 19, num_queries=4),
     10: Bounded(7, 15, num_queries=2, block=6),
     11: Bounded(9, None, num_queries=0, block=5),
+    12: EveryStep(14),
+    13: EveryStep(9, generated=False),
 }
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 

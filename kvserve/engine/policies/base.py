@@ -56,9 +56,13 @@ class Policy(Protocol):
         return None
 
     @property
-    def query_places(self) -> range:
-        """Which of a window's ``trigger.num_queries`` queries score it."""
-        return range(self.trigger.num_queries)
+    def kept_scores(self) -> int:
+        """Entries per head whose scores go on to the next event (0: scores are made anew)."""
+        return 0
+
+    def query_places(self, num_queries: int) -> range:
+        """Which of a window's queries score it."""
+        return range(num_queries)
 
     def leaders(self, num_layers: int) -> list[int]:
         """For each layer, the layer whose scores and choice it uses."""

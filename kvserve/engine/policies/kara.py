@@ -167,8 +167,7 @@ class Kara(Policy):
     def recomputed_reduction(self) -> str | None:
         return self.query_reduce if self.query_source == "recompute" else None
 
-    @property
-    def query_places(self) -> range:
+    def query_places(self, num_queries: int) -> range:
         """Every ``query_stride``-th place, counted back from the window's last one."""
         first = 0 if self.queries == "window" else self.window - self.buffer
         return range(self.window - 1, first - 1, -self.query_stride)[::-1]

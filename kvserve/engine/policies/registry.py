@@ -10,6 +10,7 @@ from typing import Any
 
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
 from kvserve.engine.policies.chunkkv import ChunkKV
+from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
@@ -18,7 +19,7 @@ from kvserve.engine.policies.schema import describe
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
 
-_BUILT_IN = (NoCompression, Kara, StreamingLLM, SnapKV, RKV, KeyDiff, ChunkKV)
+_BUILT_IN = (NoCompression, Kara, StreamingLLM, H2O, SnapKV, RKV, KeyDiff, ChunkKV)
 
 
 @cache

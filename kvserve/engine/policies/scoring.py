@@ -13,6 +13,7 @@ from kvserve.kernels.window_scores import (
     GQA_REDUCTIONS,
     causal_scores,
     past_scores,
+    received_mass,
     window_scores,
 )
 
@@ -24,11 +25,14 @@ class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
 
     Hlog is Hkv where the logged query is a group's mean, else Hq. ``scale`` multiplies q . k.
+    ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
+    for policies that keep them (m = 0 before the first).
     """
 
     queries: Tensor
     keys: Tensor
     scale: float
+    earlier: Tensor | None = None
 
     def mass(self, aggregate: str) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4)."""
@@ -41,6 +45,13 @@ class Observation:
     def past(self, gqa_reduce: str) -> Tensor:
         """The same with the softmax over the earlier keys alone, of logits reduced first."""
         return past_scores(self.queries, self.keys, self.scale, gqa_reduce)
+
+    def accumulated_mass(self) -> Tensor:
+        """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
+        mass = received_mass(self.queries, self.keys, self.scale)
+        if self.earlier is not None:
+            mass[..., : self.earlier.shape[-1]] += self.earlier
+        return mass
 
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""

@@ -231,5 +231,19 @@ CASES = [
         chunk=4,
         roomy={"budget": 90, "threshold": 99},
     ),
+    Case(
+        "h2o",
+        {"budget": 15, "recent": 4},
+        every(1, 37, 15),
+        last=4,
+        roomy={"budget": 86},
+    ),
+    Case("h2o", {"budget": 50}, every(1, 51, 50), last=25, roomy={"budget": 90}),
+    Case(
+        "h2o",
+        {"budget": 15, "recent": 0, "decode_update": False},
+        [(37, 15)],
+        roomy={"budget": 37},
+    ),
     Case("longest_keys", {"budget": 12}, [(37, 12)], roomy={"budget": 37}),
 ]  # fmt: skip

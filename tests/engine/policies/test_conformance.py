@@ -241,6 +241,7 @@ def test_scores_are_those_of_the_true_queries_and_keys(lab: Lab, case: Case) -> 
         queries = queries.unflatten(1, (kv_heads, -1)).mean(2)
     leaders = sorted(set(policy.leaders(layers)))
     held, seen = np.zeros((layers, kv_heads, 0), np.int32), 0
+    earlier: Tensor | None = None
     for event, choice in zip(run.events, run.choices, strict=True):
         new = np.arange(seen, event.seen)
         held = np.concatenate([held, np.broadcast_to(new, (*held.shape[:2], len(new)))], axis=2)
@@ -250,9 +251,13 @@ def test_scores_are_those_of_the_true_queries_and_keys(lab: Lab, case: Case) -> 
             start = int(plan.region_start[0]) + offset
             at = torch.as_tensor(held[..., start : start + int(plan.window_len[0])]).long()
             keys = dense.keys.gather(2, at[..., None].expand(-1, -1, -1, dim))
-            asked = [int(plan.query_start[0]) + offset + place for place in policy.query_places]
-            obs = Observation(queries[None, leaders][..., asked, :], keys[None, leaders], dim**-0.5)
+            places = policy.query_places(int(plan.num_queries[0]))
+            asked = [int(plan.query_start[0]) + offset + place for place in places]
+            true_queries = queries[None, leaders][..., asked, :]
+            obs = Observation(true_queries, keys[None, leaders], dim**-0.5, earlier)
             torch.testing.assert_close(policy.score(obs)[0], scores, atol=1e-4, rtol=1e-4)
+            if policy.kept_scores:
+                earlier = scores.gather(-1, choice.kept[window])[None]
         held, seen = event.held, event.seen
 
 

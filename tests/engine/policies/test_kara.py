@@ -82,7 +82,7 @@ def test_bad_arguments_are_named(fields: dict[str, Any], argument: str) -> None:
 )
 def test_the_last_query_always_scores(fields: dict[str, Any], places: list[int]) -> None:
     policy = Kara(**{"buffer": 2, "chunk_budget": 0, **fields})
-    assert list(policy.query_places) == places
+    assert list(policy.query_places(policy.window)) == places
 
 
 def test_what_is_not_built_is_said() -> None:

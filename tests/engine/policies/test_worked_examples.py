@@ -12,11 +12,13 @@ from torch import Tensor
 
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.chunkkv import ChunkKV
+from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
+from kvserve.kernels.window_scores import received_mass
 from kvserve.scheduler.trigger import NO_EVENT, AtPrefillEnd, RowState
 
 
@@ -329,3 +331,34 @@ def test_streaming_llm_never_exceeds_its_budget(sinks: int, period: int) -> None
         assert len(held) == position + 1 <= 6 or 6 - period < len(held) <= 6
         if position >= 6:
             assert held == [*range(sinks), *range(position + 1 - newest, position + 1)]
+
+
+def test_h2o_worked_example() -> None:
+    """Column sums pick heavy hitters; survivors keep their mass and go on gaining."""
+    rows = [[1.0], [0.5, 0.5], [0.3, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]
+    mass = torch.tensor([sum(row[j] for row in rows if j < len(row)) for j in range(4)])
+    torch.testing.assert_close(mass, torch.tensor([2.0, 1.1, 0.8, 0.1]))
+    policy = H2O(budget=3, recent=1)
+    assert policy.select(mass, 4, 3).tolist() == [0, 1, 3]
+    later = torch.tensor([2.0, 1.1, 0.1, 0.0]) + torch.tensor([0.1, 0.2, 0.5, 0.2])
+    assert policy.select(later, 4, 3).tolist() == [0, 1, 3]  # positions 0, 1 and 4
+
+
+def test_h2o_mass_equals_a_naive_loop_and_adds_up() -> None:
+    torch.manual_seed(0)
+    heads, group, length, dim = 2, 3, 7, 4
+    query, key = torch.randn(heads * group, length, dim), torch.randn(heads, length, dim)
+    expected = torch.zeros(heads, length)
+    for h in range(heads * group):
+        for i in range(length):
+            seen = query[h, i] @ key[h // group, : i + 1].T * 0.5
+            expected[h // group, : i + 1] += torch.softmax(seen, dim=-1)
+    for block in (1, 3, 100):
+        got = received_mass(query, key, 0.5, block)
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got.sum(-1), torch.full((heads,), float(group * length)))
+    earlier = torch.rand(1, 1, heads, length - 1)
+    obs = Observation(query[None, None, :, -1:], key[None, None], 0.5, earlier)
+    last = received_mass(query[:, -1:], key, 0.5)
+    last[:, :-1] += earlier[0, 0]
+    torch.testing.assert_close(obs.accumulated_mass()[0, 0], last)

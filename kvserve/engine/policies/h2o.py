@@ -1,0 +1,77 @@
+"""H2O: heavy hitters and the newest entries (arXiv 2306.14048).
+
+An entry's score is all the attention it has received so far, from every query that could see it
+(section 4). Once the budget is full, each new entry drives out the one with the least, the newest
+``recent`` aside. As kvserve runs it: the mass of a KV head is the sum over its query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvserve.engine.policies.base import Policy, argument, integers, one_of, require
+from kvserve.engine.policies.budgeted import check_budget
+from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.selection import best_and_newest
+from kvserve.scheduler.trigger import EveryStep, Trigger
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Hold ``budget`` entries: the newest ones, and those that received most attention.
+
+    An event at every decode step moves part of the cache each time, and until the first one all
+    queries of the sequence are logged (twice its keys and values at four query heads per KV head):
+    a baseline to compare with, not a policy to serve with. Takes no prefix cache hits.
+    """
+
+    name: ClassVar[str] = "h2o"
+
+    budget: int | None = argument(None, "entries kept per head, the recent ones among them")
+    recent: int | None = argument(
+        None, "newest entries, always kept (default: half of budget, rounded up)"
+    )
+    decode_update: bool = argument(
+        True, "go on evicting while generating; off: cut the prompt once, at its end"
+    )
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, 1, "of at least 1")
+        one_of("decode_update", self.decode_update, (True, False))
+        if self.recent is not None:
+            integers(self, recent=0)
+            most = f"at most budget ({self.budget})"
+            require(self.recent <= self.entries, "recent", self.recent, most)
+
+    @property
+    def entries(self) -> int:
+        assert self.budget is not None
+        return self.budget
+
+    @property
+    def newest(self) -> int:
+        """Entries that are kept for being new."""
+        return -(-self.entries // 2) if self.recent is None else self.recent
+
+    @property
+    def trigger(self) -> Trigger:
+        return EveryStep(self.entries, self.decode_update)
+
+    @property
+    def query_reduction(self) -> str | None:
+        return "heads"
+
+    @property
+    def kept_scores(self) -> int:
+        return self.entries
+
+    def score(self, obs: Observation) -> Tensor:
+        """Mass received so far: float32 [E, L, Hkv, n]."""
+        return obs.accumulated_mass()
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The newest and the heaviest of the others: [E, L, Hkv, keep]."""
+        return best_and_newest(scores[..., : length - self.newest], length, keep)
