@@ -28,7 +28,7 @@ DEV_DONE := $(VENV)/.kvserve-dev-installed
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long lint format bench clean distclean
+.PHONY: help venv install dev run test test-long lint format docs bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -56,6 +56,10 @@ lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
 format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(RUN_DONE) ## write docs/policies.md from the policies
+	$(BIN)/kvserve policies --markdown > docs/policies.md.new
+	mv docs/policies.md.new docs/policies.md
 
 bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)

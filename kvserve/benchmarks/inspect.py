@@ -41,7 +41,7 @@ _EVENTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, policies=())
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text, for the model's tokenizer")
     ids = "token ids, a .npy array or a .json list"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
@@ -136,9 +136,15 @@ def fraction(text: str) -> float:
 # ---- flags ------------------------------------------------------------------------------------
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Model, policies and pool; returns the group that ``--model`` stands in."""
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, policies: Sequence[PolicySpec] = DEFAULT_POLICIES
+) -> argparse._MutuallyExclusiveGroup:
+    """Model, policies (and which they are if none is given) and pool.
+
+    Returns the group that ``--model`` stands in.
+    """
     count = at_least(1)
+    unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
     default = ModelConfig().model
     words = f"directory or hub id (default: {default})"
@@ -157,8 +163,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
         action="append",
         metavar="SPEC",
         help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; --policy.FIELD VALUE sets a "
-        "field of the only one that has any "
-        f"(default: {' and '.join(spec.label for spec in DEFAULT_POLICIES)})",
+        "field of the only one that has any"
+        + (f" (default: {unless_given})" if unless_given else ""),
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
     dtypes = ("auto", "float32", "bfloat16", "float16")
@@ -170,7 +176,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyE
         "--seed", type=at_least(0), default=0, metavar="N", help="of prompts and dummy weights"
     )
     parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
-    parser.set_defaults(fail=parser.error)
+    parser.set_defaults(fail=parser.error, default_policies=policies)
     return model
 
 
@@ -189,7 +195,7 @@ def _json_path(text: str) -> Path:
 
 def chosen_policies(args: argparse.Namespace) -> list[PolicySpec]:
     """The policies asked for; ``--policy.FIELD`` sets fields of the only one that has any."""
-    specs = list(args.policy or DEFAULT_POLICIES)
+    specs = list(args.policy or args.default_policies)
     if args.policy_args:
         targets = [i for i, spec in enumerate(specs) if spec.name != NO_COMPRESSION.name]
         if len(targets) != 1:

@@ -119,12 +119,14 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/v1/kv/policies")
 async def kv_policies(request: Request) -> Response:
-    """Every policy with its arguments; the server's own is ``default``."""
+    """Every policy with its arguments as JSON Schema; the server's own is ``default``."""
     from kvserve.engine.policies.registry import describe_policies
 
     state = _state(request)
     state.check_ready()
-    return json_response({"default": state.engine.policy_name, "data": describe_policies()})
+    # The schema says of the arguments what `args` says in words.
+    data = [{k: v for k, v in p.items() if k != "args"} for p in describe_policies()]
+    return json_response({"default": state.engine.policy_name, "data": data})
 
 
 @router.get("/v1/kv/stats")

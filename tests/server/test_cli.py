@@ -226,7 +226,7 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["sevre"]) == 2
     assert "unknown command 'sevre'" in capsys.readouterr().err
     assert cli.run(["bench"]) == 2
-    assert "'bench' needs one of: bench throughput" in capsys.readouterr().err
+    assert "'bench' needs one of: bench policies, bench throughput" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -274,16 +274,30 @@ def test_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
             "name": "kara",
             "summary": "windows",
             "source": "arXiv 1",
-            "args": [{"name": "window", "type": "int", "default": 512, "help": "tokens"}],
+            "details": "",
+            "cost": "a log",
+            "avoid": "short outputs",
+            "args": [
+                {
+                    "name": "window",
+                    "type": "integer",
+                    "default": 512,
+                    "range": "at least 1",
+                    "help": "tokens",
+                }
+            ],
         },
-        {"name": "none", "summary": "keeps all", "source": "", "args": []},
+        dict.fromkeys(("source", "details", "cost", "avoid"), "")
+        | {"name": "none", "summary": "keeps all", "args": []},
     ]
     registry.describe_policies = lambda: described
     monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
     assert cli.run(["policies"]) == 0
     text = capsys.readouterr().out
     assert "kara: windows (arXiv 1)" in text
-    assert "--policy.window" in text and "default 512" in text and "none: keeps all" in text
+    assert "Cost: a log" in text and "Not for: short outputs" in text
+    assert "--policy.window" in text and "default 512; integer; at least 1" in text
+    assert "none: keeps all" in text
     assert cli.run(["policies", "kara", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == described[:1]
     assert cli.run(["policies", "krra"]) == 1

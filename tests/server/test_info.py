@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-import types
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -169,12 +166,17 @@ def test_kv_stats(start_server: StartServer) -> None:
     assert (request["request_id"], request["policy"], request["held_tokens"]) == ("r", "kara", 250)
 
 
-def test_kv_policies(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry: Any = types.ModuleType("registry")
-    registry.describe_policies = lambda: [{"name": "kara", "args": []}]
-    monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
+def test_kv_policies(server: RunningServer) -> None:
     answer = server.http.get("/v1/kv/policies").json()
-    assert answer == {"default": "none", "data": [{"name": "kara", "args": []}]}
+    assert answer["default"] == "none"
+    kara = {policy["name"]: policy for policy in answer["data"]}["kara"]
+    assert kara["cost"] and kara["avoid"] and kara["summary"]
+    schema = kara["schema"]
+    assert schema["additionalProperties"] is False and schema["required"] == ["name"]
+    assert schema["properties"]["name"] == {"const": "kara"}
+    window, reduce = (schema["properties"][name] for name in ("window", "query_reduce"))
+    assert (window["type"], window["default"], window["minimum"]) == ("integer", 512, 1)
+    assert window["description"] and reduce["enum"] == ["group_mean", "heads"]
 
 
 def test_server_info(server: RunningServer) -> None:

@@ -29,6 +29,12 @@ class Policy(Protocol):
     """
 
     name: ClassVar[str]
+    cost: ClassVar[str] = ""
+    """What it takes of memory and time, for ``kvserve policies``."""
+    avoid: ClassVar[str] = ""
+    """When not to use it."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Fields of which one has to be given."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
 
     @property
@@ -71,12 +77,24 @@ class Policy(Protocol):
         ...
 
 
-def argument(default: Any, help: str, name: str | None = None) -> Any:
-    """A policy field with the text that ``kvserve policies`` prints.
+def argument(
+    default: Any,
+    help: str,
+    name: str | None = None,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    note: str = "",
+) -> Any:
+    """A policy field and what ``kvserve policies`` and the JSON Schema say of it.
 
-    ``name`` is what users call it where a method has taken that name (``trigger``).
+    ``name`` is what users call it where a method has taken that name (``trigger``). ``choices`` or
+    the bounds ``least`` and ``most`` are what the policy checks; ``note`` adds what depends on
+    other fields.
     """
-    return field(default=default, metadata={"help": help, "name": name})
+    facts = {"help": help, "name": name, "choices": choices, "least": least, "most": most}
+    return field(default=default, metadata={**facts, "note": note})
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -124,16 +142,3 @@ def number(name: str, value: object, least: float, most: float) -> None:
 def field_names(policy: type[Any]) -> dict[str, str]:
     """Fields by the names that users call them."""
     return {f.metadata.get("name") or f.name: f.name for f in fields(policy)}
-
-
-def arguments(policy: type[Any]) -> list[dict[str, Any]]:
-    """Name, type, default and help of each field, for ``kvserve policies`` and the API."""
-    return [
-        {
-            "name": f.metadata.get("name") or f.name,
-            "type": f.type,
-            "default": f.default,
-            "help": f.metadata["help"],
-        }
-        for f in fields(policy)
-    ]

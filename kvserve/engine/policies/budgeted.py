@@ -22,23 +22,33 @@ class BudgetedPolicy(Policy):
     """``budget`` or ``ratio`` of the entries stay, the newest ``protected`` ones among them."""
 
     budget: int | None = argument(
-        None, "entries kept per head, the protected newest ones among them; give this or ratio"
+        None,
+        "entries kept per head, the protected newest ones among them; give this or ratio",
+        least=1,
+        note="above the protected ones",
     )
     ratio: float | str | None = argument(
-        None, "fraction of the prompt's entries that is kept (trigger prefill only)"
+        None,
+        "fraction of the prompt's entries that is kept (trigger prefill only)",
+        note="above 0, at most 1",
     )
     when: str = argument(
         "prefill",
         "prefill: once, when the prompt is in; threshold: whenever threshold entries are held",
         name="trigger",
+        choices=("prefill", "threshold"),
     )
     threshold: int | None = argument(
-        None, f"entries held when trigger threshold fires (default budget + {DEFAULT_GAP})"
+        None,
+        f"entries held when trigger threshold fires (default budget + {DEFAULT_GAP})",
+        least=1,
+        note="above budget",
     )
     protect_prompt: bool = argument(
         True, "trigger threshold: the prompt neither counts nor takes part"
     )
 
+    needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
     nearest: ClassVar[bool] = False
     """A ratio is rounded to the nearest, not down."""
 

@@ -31,19 +31,37 @@ class ChunkKV(BudgetedPolicy):
     """
 
     name: ClassVar[str] = "chunkkv"
+    cost: ClassVar[str] = (
+        "The prompt's blocks until its end; a log of window queries; one event that scores window "
+        "x prompt pairs per head, in one layer of every reuse_layers."
+    )
+    avoid: ClassVar[str] = (
+        "Single scattered tokens that matter by themselves; several questions about one prompt; "
+        "with trigger prefill, long outputs."
+    )
     nearest: ClassVar[bool] = True
 
-    chunk_size: int = argument(10, "c: entries per chunk, counted from the oldest one")
-    window: int = argument(8, "newest entries: always kept, and their queries score")
+    chunk_size: int = argument(10, "c: entries per chunk, counted from the oldest one", least=1)
+    window: int = argument(8, "newest entries: always kept, and their queries score", least=1)
     head_mode: str = argument(
-        "shared", "shared: one choice for the KV heads of a layer; kv_head: each has its own"
+        "shared",
+        "shared: one choice for the KV heads of a layer; kv_head: each has its own",
+        choices=("shared", "kv_head"),
     )
-    chunk_reduce: str = argument("sum", "over a chunk's scores: sum, or mean (for the short last)")
-    reuse_layers: int = argument(1, "neighbouring layers that use the choice of their first one")
-    pooling: str = argument("none", "over scores before chunks are summed: none, avg or max")
-    kernel_size: int = argument(5, "entries over which scores are pooled, odd")
+    chunk_reduce: str = argument(
+        "sum",
+        "over a chunk's scores; mean does not punish the last, short one",
+        choices=("sum", "mean"),
+    )
+    reuse_layers: int = argument(
+        1, "neighbouring layers that use the choice of their first one", least=1
+    )
+    pooling: str = argument("none", "over scores before chunks are summed", choices=POOLINGS)
+    kernel_size: int = argument(5, "entries over which scores are pooled", least=1, note="odd")
     query_reduce: str = argument(
-        "heads", "which queries are logged: heads, or group_mean (mean over each GQA group)"
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
     )
 
     def __post_init__(self) -> None:

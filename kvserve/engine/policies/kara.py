@@ -9,7 +9,7 @@ pass over the window's tokens, as in the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 from typing import ClassVar
 
@@ -21,17 +21,6 @@ from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.trigger import Periodic, Trigger
 
 _LEAST_QUERIES = 8
-_CHOICES = {
-    "query_source": ("log", "recompute"),
-    "query_reduce": ("group_mean", "heads"),
-    "query_dtype": ("auto", "model"),
-    "query_aggregate": AGGREGATES,
-    "queries": ("window", "buffer"),
-}
-_NOT_BUILT = {
-    "query_source": " (log_host, a log in host memory, is not built)",
-    "query_dtype": " (fp8 wants a GPU of compute capability 8.9 and a log that is not built yet)",
-}
 _NO_PRESET = (
     "the paper's run takes trailing full blocks of at most 30 sequences, first come first served, "
     "every 128 steps of the engine, which is not built; what is: window=768, budget=257, "
@@ -48,40 +37,82 @@ class Kara(Policy):
     """
 
     name: ClassVar[str] = "kara"
+    cost: ClassVar[str] = (
+        "A query per token that is not compressed yet: half of that token's keys and values "
+        "(query_reduce heads: as many halves as there are query heads per KV head). An event "
+        "scores window x (window - buffer) pairs per head; with query_source recompute there is no "
+        "log, and one more forward over the window's tokens instead."
+    )
+    avoid: ClassVar[str] = (
+        "Outputs shorter than window; pools with room for everything; text that must quote its own "
+        "earlier output exactly."
+    )
 
-    window: int = argument(512, "W: generated tokens per window, above buffer")
-    buffer: int = argument(32, "U: newest tokens of a window, always kept; they open the next one")
+    window: int = argument(512, "W: generated tokens per window", least=1, note="above buffer")
+    buffer: int = argument(
+        32,
+        "U: newest tokens of a window, always kept; they open the next one",
+        least=0,
+        note="below window",
+    )
     ratio: float | str | None = argument(
-        None, "r: fraction of the window - buffer older tokens that is kept (default 0.3)"
+        None,
+        "r: fraction of the window - buffer older tokens that is kept (default 0.3)",
+        note="above 0, at most 1",
     )
     budget: int | None = argument(
-        None, "entries kept per window, buffer included; give this or ratio"
+        None,
+        "entries kept per window, buffer included; give this or ratio",
+        least=1,
+        note="above buffer, at most window",
     )
-    period: int = argument(32, "decode steps of the sequence between looks for full windows")
+    period: int = argument(
+        32, "decode steps of the sequence between looks for full windows", least=1
+    )
     chunk_budget: int = argument(
-        16, "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off"
+        16,
+        "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off",
+        least=0,
+        note="below what is kept of window - buffer",
     )
-    max_chunk: int = argument(8, "gamma: longest chunk, both ends included, at least 3")
+    max_chunk: int = argument(8, "gamma: longest chunk, both ends included", least=3)
     query_source: str = argument(
-        "log", "log: queries are kept while decoding; recompute: computed again at the event"
+        "log",
+        "log: queries are kept while decoding; recompute: computed again at the event",
+        choices=("log", "recompute"),
+        note="log_host, a log in host memory, is not built",
     )
     query_reduce: str = argument(
-        "group_mean", "which queries score: group_mean (mean over each GQA group) or heads"
+        "group_mean",
+        "which queries score: the mean over each GQA group, or all heads",
+        choices=("group_mean", "heads"),
     )
-    query_dtype: str = argument("auto", "how queries are logged: auto or model (the model's dtype)")
+    query_dtype: str = argument(
+        "auto",
+        "how queries are logged; auto is the model's dtype",
+        choices=("auto", "model"),
+        note="fp8 wants a GPU of compute capability 8.9 and a log that is not built yet",
+    )
     query_aggregate: str = argument(
-        "sum", "over the window's queries: sum (Eq. 4), sum_squares or max"
+        "sum", "over the window's queries; sum is Eq. 4", choices=AGGREGATES
     )
     query_stride: int = argument(
-        1, "score with every s-th query of the window and always the last one; at least 8 remain"
+        1,
+        "score with every s-th query of the window and always the last one",
+        least=1,
+        note="8 queries have to remain",
     )
     queries: str = argument(
-        "window", "whose queries score: the window's, or the buffer's alone (Table 1's ablation)"
+        "window",
+        "whose queries score: the window's, or the buffer's alone (Table 1's ablation)",
+        choices=("window", "buffer"),
     )
     protect_prompt: bool = argument(
         True, "leave the prompt alone; otherwise its windows are compressed too, at its end"
     )
-    preset: str | None = argument(None, "not built: the paper's serving run; see the message")
+    preset: str | None = argument(
+        None, "the paper's serving run: refused with what is missing", note="not built"
+    )
 
     def __post_init__(self) -> None:
         require(self.preset is None, "preset", self.preset, f"left out ({_NO_PRESET})")
@@ -93,14 +124,11 @@ class Kara(Policy):
         self._check_counts()
 
     def _check_queries(self) -> None:
-        for name, allowed in _CHOICES.items():
-            reason = _NOT_BUILT.get(name, "")
-            require(
-                getattr(self, name) in allowed,
-                name,
-                getattr(self, name),
-                " or ".join(allowed) + reason,
-            )
+        for f in fields(self):
+            choices, note = f.metadata["choices"], f.metadata["note"]
+            if choices:
+                allowed = " or ".join(choices) + (f" ({note})" if note else "")
+                require(getattr(self, f.name) in choices, f.name, getattr(self, f.name), allowed)
         count = self.window if self.queries == "window" else self.buffer
         require(count > 0, "queries", self.queries, "window where buffer is 0")
         require(

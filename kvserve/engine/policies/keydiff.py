@@ -28,13 +28,25 @@ class KeyDiff(BudgetedPolicy):
     """
 
     name: ClassVar[str] = "keydiff"
+    cost: ClassVar[str] = (
+        "No log; one pass over the row's keys per event. With mode once the prompt's blocks until "
+        "its end, with mode block never more than budget + block entries."
+    )
+    avoid: ClassVar[str] = (
+        "Details whose keys look like all others; prompts not much longer than budget; with "
+        "trigger prefill, long outputs."
+    )
 
     protect_prompt: bool = argument(
         False, "trigger threshold, mode once: the prompt neither counts nor takes part"
     )
-    mode: str = argument("once", "once: the whole prompt at its end; block: while it is read")
-    block: int = argument(128, "mode block: prompt tokens between evictions")
-    recent: int = argument(0, "newest entries that are always kept")
+    mode: str = argument(
+        "once",
+        "once: the whole prompt at its end; block: while it is read",
+        choices=("once", "block"),
+    )
+    block: int = argument(128, "mode block: prompt tokens between evictions", least=1)
+    recent: int = argument(0, "newest entries that are always kept", least=0)
 
     def __post_init__(self) -> None:
         integers(self, block=1, recent=0)

@@ -17,6 +17,8 @@ class NoCompression(Policy):
     """Full KV cache, exact; no event is ever due."""
 
     name: ClassVar[str] = "none"
+    cost: ClassVar[str] = "Nothing beyond the keys and values of every token."
+    avoid: ClassVar[str] = "The pool holds too few sequences at their full length."
 
     @property
     def trigger(self) -> Trigger:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from kvserve.engine.policies.base import Policy, PolicyError, arguments, field_names
+from kvserve.engine.policies.base import Policy, PolicyError, field_names
 from kvserve.engine.policies.chunkkv import ChunkKV
 from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
 from kvserve.engine.policies.rkv import RKV
+from kvserve.engine.policies.schema import describe
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
 
@@ -60,13 +60,5 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
 
 
 def describe_policies() -> list[dict[str, Any]]:
-    """Name, summary and arguments of every policy."""
-    return [
-        {
-            "name": name,
-            "summary": inspect.cleandoc(policy.__doc__ or "").split("\n\n")[0].replace("\n", " "),
-            "source": (inspect.getmodule(policy).__doc__ or "").split("\n")[0],
-            "args": arguments(policy),
-        }
-        for name, policy in _policies().items()
-    ]
+    """What is to be said of every policy, its arguments and their JSON Schema."""
+    return [describe(name, policy) for name, policy in _policies().items()]

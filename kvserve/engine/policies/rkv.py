@@ -35,19 +35,38 @@ class RKV(Policy):
     """
 
     name: ClassVar[str] = "rkv"
-
-    budget: int | None = argument(None, "entries kept per head, the window among them; required")
-    threshold: int | None = argument(
-        None, f"entries held when an event is due (default budget + {DEFAULT_GAP})"
+    cost: ClassVar[str] = (
+        "A log of window queries; an event compares threshold x threshold keys per head."
     )
-    window: int = argument(8, "newest entries: always kept, and their queries vote")
-    mix_lambda: float = argument(0.07, "lambda: weight of importance; redundancy gets 1 - lambda")
-    similarity: float = argument(0.5, "cosine above which a key is a near-copy of another")
-    kernel_size: int = argument(7, "entries over which importance is pooled, odd")
-    pooling: str = argument("max", "max, avg or none")
+    avoid: ClassVar[str] = (
+        "Long prompts, whose keys are all compared with each other and cut unless protect_prompt; "
+        "outputs shorter than budget; text without repetitions."
+    )
+    needs: ClassVar[tuple[str, ...]] = ("budget",)
+
+    budget: int | None = argument(
+        None, "entries kept per head, the window among them; required", least=2, note="above window"
+    )
+    threshold: int | None = argument(
+        None,
+        f"entries held when an event is due (default budget + {DEFAULT_GAP})",
+        least=1,
+        note="above budget",
+    )
+    window: int = argument(8, "newest entries: always kept, and their queries vote", least=1)
+    mix_lambda: float = argument(
+        0.07, "lambda: weight of importance; redundancy gets 1 - lambda", least=0, most=1
+    )
+    similarity: float = argument(
+        0.5, "cosine above which a key is a near-copy of another", least=-1, most=1
+    )
+    kernel_size: int = argument(7, "entries over which importance is pooled", least=1, note="odd")
+    pooling: str = argument("max", "how importance is pooled", choices=POOLINGS)
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
     query_reduce: str = argument(
-        "heads", "which queries are logged: heads, or group_mean (mean over each GQA group)"
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
     )
 
     def __post_init__(self) -> None:

@@ -33,22 +33,34 @@ class SnapKV(BudgetedPolicy):
     """
 
     name: ClassVar[str] = "snapkv"
+    cost: ClassVar[str] = (
+        "The prompt's blocks until its end; a log of window queries; one event that scores window "
+        "x prompt pairs per head, and later the same over threshold entries."
+    )
+    avoid: ClassVar[str] = (
+        "Several questions about one prompt, where only the first one votes; prompts not much "
+        "longer than budget; with trigger prefill, long outputs."
+    )
 
-    window: int = argument(32, "newest entries: always kept, and their queries vote")
-    kernel_size: int = argument(5, "entries over which votes are pooled, odd")
-    pooling: str = argument("avg", "avg, max or none")
+    window: int = argument(32, "newest entries: always kept, and their queries vote", least=1)
+    kernel_size: int = argument(5, "entries over which votes are pooled", least=1, note="odd")
+    pooling: str = argument("avg", "how votes are pooled", choices=POOLINGS)
     gqa_reduce: str | None = argument(
         None,
-        "over the query heads of a KV head: mean, max or sum (default: mean; with scope past, "
-        "where it reduces logits, max)",
+        "over the query heads of a KV head (default: mean; with scope past, where it reduces "
+        "logits, max)",
+        choices=GQA_REDUCTIONS,
     )
     scope: str = argument(
         "causal",
         "softmax over all that a query sees (causal), or over entries before the window "
         "alone (past, as in R-KV's decode-time SnapKV)",
+        choices=("causal", "past"),
     )
     query_reduce: str = argument(
-        "heads", "which queries are logged: heads, or group_mean (mean over each GQA group)"
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
     )
 
     def __post_init__(self) -> None:

@@ -28,13 +28,22 @@ class StreamingLLM(Policy):
     """
 
     name: ClassVar[str] = "streaming_llm"
+    cost: ClassVar[str] = (
+        "No scores and no log; with period 1 one move of the whole row in every decode step."
+    )
+    avoid: ClassVar[str] = "Anything between the sinks and the newest entries may be asked for."
+    needs: ClassVar[tuple[str, ...]] = ("budget",)
 
-    budget: int | None = argument(None, "entries held, sinks among them; required")
-    sinks: int = argument(4, "oldest entries that are always kept")
+    budget: int | None = argument(
+        None, "entries held, sinks among them; required", least=2, note="above sinks"
+    )
+    sinks: int = argument(4, "oldest entries that are always kept", least=0)
     period: int = argument(
         1,
         "entries evicted at once when the budget is full: larger costs less, and holds between "
         "budget - period + 1 and budget entries",
+        least=1,
+        note="at most budget - sinks",
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,85 @@
+"""What is said of the policies' fields is what they check."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.registry import describe_policies, make_policy
+
+DESCRIBED = {policy["name"]: policy for policy in describe_policies()}
+PROPERTIES = [
+    (name, field, facts)
+    for name, policy in DESCRIBED.items()
+    for field, facts in policy["schema"]["properties"].items()
+    if field != "name"
+]
+WRONG: dict[str, list[Any]] = {
+    "integer": [1.5, "many", True],
+    "number": ["many", True],
+    "string": [3, ["sum"]],
+    "boolean": ["perhaps", 2],
+}
+
+
+def needs(name: str) -> list[str]:
+    """Fields of which one has to be given."""
+    return [
+        field
+        for option in DESCRIBED[name]["schema"].get("anyOf", [])
+        for field in option["required"]
+    ]
+
+
+def minimal(name: str) -> dict[str, Any]:
+    """A policy with nothing but what it needs."""
+    return {"name": name, **dict.fromkeys(needs(name)[:1], 100)}
+
+
+def refused(name: str, field: str, value: Any) -> bool:
+    """Whether a value is refused, by the field's name."""
+    given = {"name": name} if field in needs(name) else minimal(name)
+    try:
+        make_policy({**given, field: value})
+    except PolicyError as error:
+        assert error.argument == field, f"{field}={value!r}: {error}"
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_everything_is_said(name: str) -> None:
+    policy = DESCRIBED[name]
+    assert policy["summary"].endswith(".") and policy["cost"] and policy["avoid"]
+    assert policy["source"] or name == "none"
+    assert all(argument["help"] for argument in policy["args"])
+    assert policy["schema"]["additionalProperties"] is False
+    json.dumps(policy)
+    make_policy(minimal(name))
+
+
+@pytest.mark.parametrize(("name", "field", "facts"), PROPERTIES)
+def test_the_schema_tells_the_truth(name: str, field: str, facts: dict[str, Any]) -> None:
+    assert facts["description"]
+    types = facts["type"] if isinstance(facts["type"], list) else [facts["type"]]
+    if facts["default"] is not None:
+        assert not refused(name, field, facts["default"])
+    for value in facts.get("enum", []):
+        assert field == "trigger" or not refused(name, field, value), value
+    if "enum" in facts:
+        assert refused(name, field, "no such choice")
+    for value in WRONG[types[0]]:
+        if not isinstance(value, str) or "string" not in types:
+            assert refused(name, field, value), value
+    for bound, beyond in (("minimum", -1), ("maximum", 1)):
+        if bound in facts:
+            assert refused(name, field, facts[bound] + beyond)
+
+
+@pytest.mark.parametrize("name", [name for name in DESCRIBED if needs(name)])
+def test_what_is_needed_is_needed(name: str) -> None:
+    with pytest.raises(PolicyError, match="budget"):
+        make_policy(name)
