@@ -23,16 +23,29 @@ from kvserve.scheduler.trigger import EveryStep, Trigger
 class H2O(Policy):
     """Hold ``budget`` entries: the newest ones, and those that received most attention.
 
-    An event at every decode step moves part of the cache each time, and until the first one all
-    queries of the sequence are logged (twice its keys and values at four query heads per KV head):
-    a baseline to compare with, not a policy to serve with. Takes no prefix cache hits.
+    Once that many are held, each new entry drives out the one that received least.
     """
 
     name: ClassVar[str] = "h2o"
+    cost: ClassVar[str] = (
+        "An event at every decode step, which moves a part of the row; until the first event all "
+        "queries are logged, twice the keys and values at four query heads per KV head."
+    )
+    avoid: ClassVar[str] = (
+        "Serving: it is here to compare with. Prompts that share a beginning, since it takes no "
+        "prefix cache hits."
+    )
 
-    budget: int | None = argument(None, "entries kept per head, the recent ones among them")
+    needs: ClassVar[tuple[str, ...]] = ("budget",)
+
+    budget: int | None = argument(
+        None, "entries kept per head, the recent ones among them; required", least=1
+    )
     recent: int | None = argument(
-        None, "newest entries, always kept (default: half of budget, rounded up)"
+        None,
+        "newest entries, always kept (default: half of budget, rounded up)",
+        least=0,
+        note="at most budget",
     )
     decode_update: bool = argument(
         True, "go on evicting while generating; off: cut the prompt once, at its end"

@@ -69,9 +69,10 @@ class Kara(Policy):
     period: int = argument(
         32, "decode steps of the sequence between looks for full windows", least=1
     )
-    chunk_budget: int = argument(
-        16,
-        "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off",
+    chunk_budget: int | None = argument(
+        None,
+        "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off "
+        "(default: 16, or half of what is kept where that is less)",
         least=0,
         note="below what is kept of window - buffer",
     )
@@ -116,7 +117,7 @@ class Kara(Policy):
 
     def __post_init__(self) -> None:
         require(self.preset is None, "preset", self.preset, f"left out ({_NO_PRESET})")
-        integers(self, window=1, buffer=0, period=1, chunk_budget=0, max_chunk=3, query_stride=1)
+        integers(self, window=1, buffer=0, period=1, max_chunk=3, query_stride=1)
         require(self.buffer < self.window, "buffer", self.buffer, f"below window ({self.window})")
         protects = isinstance(self.protect_prompt, bool)
         require(protects, "protect_prompt", self.protect_prompt, "true or false")
@@ -144,12 +145,11 @@ class Kara(Policy):
             integers(self, budget=1)
             allowed = f"above buffer ({self.buffer}) and at most window ({self.window})"
             require(self.buffer < self.budget <= self.window, "budget", self.budget, allowed)
-        require(
-            self.chunk_budget < self.keep,
-            "chunk_budget",
-            self.chunk_budget,
-            f"below the {self.keep} entries kept of a window's older tokens",
-        )
+        keep = self.keep
+        if self.chunk_budget is not None:
+            integers(self, chunk_budget=0)
+            allowed = f"below the {keep} entries kept of a window's older tokens"
+            require(self.chunk_budget < keep, "chunk_budget", self.chunk_budget, allowed)
 
     @property
     def keep(self) -> int:
@@ -158,6 +158,11 @@ class Kara(Policy):
             return self.budget - self.buffer
         ratio = exact_ratio(0.3 if self.ratio is None else self.ratio, "ratio")
         return ceil(ratio * (self.window - self.buffer))
+
+    @property
+    def alpha(self) -> int:
+        """Entries spent on chunks (Eq. 8)."""
+        return min(16, self.keep // 2) if self.chunk_budget is None else self.chunk_budget
 
     @property
     def query_reduction(self) -> str | None:
@@ -183,4 +188,4 @@ class Kara(Policy):
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""
-        return token_to_chunk(scores, keep, self.chunk_budget, self.max_chunk)
+        return token_to_chunk(scores, keep, self.alpha, self.max_chunk)
