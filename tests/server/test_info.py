@@ -88,7 +88,7 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
     common = {
         "num_requests_running": 2,
         "num_requests_waiting": 1,
-        "kv_cache_usage_perc": 0.4,
+        "kv_cache_usage_perc": 0.3,
         "prompt_tokens_total": 300,
         "generation_tokens_total": 700,
         "num_preemptions_total": 4,
@@ -210,7 +210,7 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     log = StatsLog(engine)
     log.log()
     [line] = caplog.messages
-    for part in ("Running: 2", "Waiting: 1", "KV usage: 40.0%", "250/1000", "released: 6"):
+    for part in ("Running: 2", "Waiting: 1", "KV usage: 30.0%", "250/1000", "released: 6"):
         assert part in line
     caplog.clear()
     engine.stats = EngineStats(prompt_tokens_total=300, generation_tokens_total=700)

@@ -29,10 +29,23 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    cost: ClassVar[str] = (
+        "An event at every decode step, each a move of part of the row; until the first one a log "
+        "of every query, all heads; every query of the prompt scores every key before it."
+    )
+    avoid: ClassVar[str] = (
+        "Serving: it is a baseline. Long prompts; anything that wants throughput."
+    )
+    needs: ClassVar[tuple[str, ...]] = ("budget",)
 
-    budget: int | None = argument(None, "entries kept per head, the recent ones among them")
+    budget: int | None = argument(
+        None, "entries kept per head, the recent ones among them; required", least=1
+    )
     recent: int | None = argument(
-        None, "newest entries, always kept (default: half of budget, rounded up)"
+        None,
+        "newest entries, always kept (default: half of budget, rounded up)",
+        least=0,
+        note="at most budget",
     )
     decode_update: bool = argument(
         True, "go on evicting while generating; off: cut the prompt once, at its end"
