@@ -42,8 +42,9 @@ class LongestKeys(Policy):
 class Case:
     """``events`` are (tokens seen, entries held afterwards).
 
-    ``first`` and ``last`` entries are always held; ``chunk`` entries are chosen together, and all
-    but ``free`` of the places that compete go to the best scores.
+    ``first`` and ``last`` entries are always held, the newest ``exempt`` ones among them although
+    they have scores; ``chunk`` entries are chosen together, and all but ``free`` of the places that
+    compete go to the best scores.
     """
 
     policy: str
@@ -51,6 +52,7 @@ class Case:
     events: list[tuple[int, int]]
     first: int = 0
     last: int = 0
+    exempt: int = 0
     chunk: int = 1
     free: int = 0
     shared_by: int = 1
@@ -74,8 +76,9 @@ class Case:
 
     def optimal(self, scores: Tensor, kept: Tensor) -> bool:
         """No place was passed over for a worse one. scores: [..., S'], kept: [..., N]."""
-        count = scores.shape[-1]
-        chosen = torch.zeros(*kept.shape[:-1], int(kept.max()) + count)
+        count = scores.shape[-1] - self.exempt
+        scores = scores[..., :count]
+        chosen = torch.zeros(*kept.shape[:-1], int(kept.max()) + 1 + count)
         chosen = chosen.scatter(-1, kept, 1.0)[..., :count]
         size = torch.ones(count)
         if self.chunk > 1:
@@ -236,9 +239,10 @@ CASES = [
         {"budget": 15, "recent": 4},
         every(1, 37, 15),
         last=4,
+        exempt=4,
         roomy={"budget": 86},
     ),
-    Case("h2o", {"budget": 50}, every(1, 51, 50), last=25, roomy={"budget": 90}),
+    Case("h2o", {"budget": 50}, every(1, 51, 50), last=25, exempt=25, roomy={"budget": 90}),
     Case(
         "h2o",
         {"budget": 15, "recent": 0, "decode_update": False},
