@@ -1,0 +1,52 @@
+"""A policy on one head of one row, without an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.scheduler.trigger import RowState
+
+
+def observe(queries: Tensor, keys: Tensor, scale: float = 1.0) -> Observation:
+    """One event of one layer: queries [Hq, W, D], keys [Hkv, n, D]."""
+    return Observation(queries[None, None], keys[None, None], scale)
+
+
+def choose(policy: Policy, obs: Observation, keep: int) -> list[list[int]]:
+    """Kept places of each KV head."""
+    kept: list[list[int]] = policy.select(policy.score(obs), obs.keys.shape[-2], keep)[
+        0, 0
+    ].tolist()
+    return kept
+
+
+def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], list[list[int]]]:
+    """Store keys [n, D] one by one. Where events ran, and what was held after each key."""
+    prompt = np.array([num_prompt], np.int32)
+    held: list[int] = []
+    events, history = [], []
+    run_start = policy.trigger.start(prompt)
+
+    def rows(computed: int) -> RowState:
+        seen, length = (np.array([n], np.int32) for n in (computed, len(held)))
+        return RowState(prompt, seen, length, run_start)
+
+    due = int(policy.trigger.next_event(rows(0))[0])
+    for position in range(len(keys)):
+        if position == due:
+            plan = policy.trigger.plan(rows(position))
+            start, keep = int(plan.region_start[0]), int(plan.keep[0])
+            region = keys[held[start:]]
+            queries = torch.zeros(1, policy.trigger.num_queries, keys.shape[1])
+            (kept,) = choose(policy, observe(queries, region[None]), keep)
+            held = held[:start] + [held[start + place] for place in kept]
+            run_start = plan.run_start
+            events.append(position)
+            due = int(policy.trigger.next_event(rows(position))[0])
+        held = [*held, position]
+        history.append(held)
+    return events, history
