@@ -117,7 +117,7 @@ def test_every_policy_and_retention_stands_beside_the_full_cache(
     [
         (["--retention", "0.2", "--policy", "kara:ratio=0.3"], "--retention"),
         (["--retention", "2"], "--retention"),
-        (["--retention", "0.01", "--policy", "kara:window=32,buffer=4"], "--policy"),
+        (["--retention", "0.01", "--policy", "kara:window=32,buffer=40"], "--policy"),
         (["--retention", "0.01", "--policy", KARA], "--retention"),
         (["--tasks", "needle-7"], "needle-7"),
         (["--num-samples", "-1"], "--num-samples"),

@@ -93,7 +93,7 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
 
     runner.compressor.on_moves = on_moves
     llm.engine.add_request(
-        "a", list(range(2, 13)), SamplingParams(temperature=0, max_tokens=TOKENS)
+        "a", list(range(2, 13)), SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     )
     for _ in step_until_event(llm.engine):
         if len(plans) == events:
