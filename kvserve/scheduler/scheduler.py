@@ -338,27 +338,35 @@ class Scheduler:
         columns = self._cached_columns(seq, min(target - 1, log_from))
         cached = len(columns) * self.layout.block_size
         length = self._chunk_length(cached, seq.num_tokens, stop, budget)
+        if not length:
+            return None
         self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
         wanted = self._blocks_alone(target, log_from) - columns.size
-        fits = wanted + self._expected_growth() <= self.blocks.headroom and self.blocks.have_free(
-            wanted
-        )
-        if length and fits:
-            self.waiting.popleft()
-            at = np.array([rows.add(seq)], np.int32)
-            rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
-            rows.num_identity[at] = NO_EVENT
-            rows.num_computed[at] = seq.num_cached_tokens = cached
-            rows.num_published[at] = len(columns)
-            self.blocks.start_row(int(at[0]))
-            self.blocks.adopt(int(at[0]), columns)
-            self._expect_event(seq.policy_id, at)
-            self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
-            self._admitted.append(seq)
+        fits = wanted + self._expected_growth() <= self.blocks.headroom
+        if fits and self.blocks.have_free(wanted):
+            self._seat(seq, columns, target)
         self.pool.release(columns.ravel())
-        if length and not fits and not rows.num_rows:
+        if seq.status is SequenceStatus.RUNNING:
+            return seq.row, length
+        if not rows.num_rows:
             self._outgrow(seq)
-        return (seq.row, length) if length and fits else None
+        return None
+
+    def _seat(self, seq: Sequence, columns: IntArray, target: int) -> None:
+        """Give the first waiting sequence a row that begins with ``columns``, and its blocks."""
+        rows = self.rows
+        self.waiting.popleft()
+        at = np.array([rows.add(seq)], np.int32)
+        seq.num_cached_tokens = len(columns) * self.layout.block_size
+        rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
+        rows.num_identity[at] = NO_EVENT
+        rows.num_computed[at] = seq.num_cached_tokens
+        rows.num_published[at] = len(columns)
+        self.blocks.start_row(seq.row)
+        self.blocks.adopt(seq.row, columns)
+        self._expect_event(seq.policy_id, at)
+        self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
+        self._admitted.append(seq)
 
     def _cached_columns(self, seq: Sequence, limit: int) -> IntArray:
         """Columns ``[n, LG, R]`` of the prefix cache that hold the sequence's first tokens.
