@@ -19,7 +19,7 @@ from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutp
 from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EngineWide, RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -71,6 +71,8 @@ class Scheduler:
         self._chunked = chunked_prefill
         self._reserve = admission_reserve
         self._triggers: dict[int, Trigger] = {}
+        self._engine_wide: dict[int, EngineWide] = {}
+        self._steps_since: dict[int, int] = {}
         self._arrivals = 0
         # What the next output tells the runner, and what the next update tells the caller.
         self._admitted: list[Sequence] = []
@@ -90,6 +92,9 @@ class Scheduler:
         seq.arrival = self._arrivals
         self._arrivals += 1
         self._triggers[seq.policy_id] = seq.trigger
+        if isinstance(seq.trigger, EngineWide):
+            self._engine_wide[seq.policy_id] = seq.trigger
+            self._steps_since.setdefault(seq.policy_id, 0)
         self.waiting.append(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -116,6 +121,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes; tables and lengths are those after it."""
         rows = self.rows
+        self._take_engine_wide()
         compactions = self._compact_due()
         self._drop_finished()
         rows.demote_due()
@@ -179,6 +185,24 @@ class Scheduler:
 
     # ---- compaction --------------------------------------------------------------------------
 
+    def _take_engine_wide(self) -> None:
+        """Make rows due whose trigger counts the engine's steps."""
+        rows = self.rows
+        for policy_id, trigger in self._engine_wide.items():
+            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
+            if not len(at):
+                continue
+            self._steps_since[policy_id] += 1
+            if self._steps_since[policy_id] % trigger.period:
+                continue
+            at = at[trigger.eligible(self._row_state(at))]
+            for row in at[rows.arrival[at].argsort()][: trigger.most]:
+                seq = rows.sequences[row]
+                assert seq is not None
+                rows.next_event[row] = rows.num_computed[row]
+                seq.engine_events.append(int(rows.num_computed[row]))
+                self._steps_since[policy_id] = 0
+
     def _compact_due(self) -> tuple[CompactionTask, ...]:
         rows, n = self.rows, self.rows.num_rows
         due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
@@ -222,15 +246,30 @@ class Scheduler:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         trigger, state = self._triggers[policy_id], self._row_state(at)
         next_event = trigger.next_event(state)
+        if policy_id in self._engine_wide:
+            next_event = np.array([self._next_replayed(row) for row in at], np.int32)
         log_from = trigger.log_from(state, next_event)
         self.rows.next_event[at] = next_event
         self.blocks.log_from(at, log_from)
         return log_from
 
+    def _next_replayed(self, row: int) -> int:
+        """Position of the next recorded event of a row that catches up."""
+        seq = self.rows.sequences[row]
+        assert seq is not None
+        later = (p for p in seq.engine_events if p > self.rows.num_computed[row])
+        return min(later, default=NO_EVENT)
+
     def _row_state(self, at: IntArray) -> RowState:
         rows = self.rows
         lengths = self.blocks.kv_lens[0, at, 0]
-        return RowState(rows.num_prompt[at], rows.num_computed[at], lengths, rows.run_start[at])
+        return RowState(
+            rows.num_prompt[at],
+            rows.num_computed[at],
+            lengths,
+            rows.run_start[at],
+            self.layout.block_size,
+        )
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -334,6 +373,7 @@ class Scheduler:
         """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
         seq, rows = self.waiting[0], self.rows
         stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
+        stop = min([stop, *seq.engine_events])
         target = min(seq.num_tokens, stop)
         columns = self._cached_columns(seq, min(target - 1, log_from))
         cached = len(columns) * self.layout.block_size

@@ -34,6 +34,8 @@ class Sequence:
     sampling: Any = None
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
+    engine_events: list[int] = field(default_factory=list)
+    """Positions at which an ``EngineWide`` trigger took it; a recomputation replays them."""
     arrival: int = 0
     row: int = -1
     status: SequenceStatus = SequenceStatus.WAITING

@@ -24,13 +24,14 @@ class RowState:
     """What triggers may know of n rows; all ``[n]``.
 
     ``num_computed`` is logical, ``kv_len`` physical; ``run_start`` is the logical position of the
-    oldest token that no event has taken.
+    oldest token that no event has taken. ``block_size`` is the cache's.
     """
 
     num_prompt: IntArray
     num_computed: IntArray
     kv_len: IntArray
     run_start: IntArray
+    block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +316,59 @@ class Periodic:
             num_queries=np.full_like(run, self.window),
             run_start=rows.run_start + windows * self.compressible,
         )
+
+
+@dataclass(frozen=True)
+class EngineWide:
+    """KvLLM's Algorithm 1 as printed (arXiv 2607.01237): the engine counts the steps.
+
+    At every ``period``-th step since the last event the first ``most`` sequences, oldest first, are
+    taken that hold ``window`` uncompressed tokens in full blocks at their tail; of these blocks'
+    older tokens ``keep`` survive. What grows past the window while a sequence waits stays. Who is
+    taken depends on the neighbours, so the scheduler decides it, and records it for replays.
+    """
+
+    logs: ClassVar[bool] = False
+    window: int
+    buffer: int
+    keep: int
+    period: int
+    most: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return num_prompt
+
+    def next_event(self, rows: RowState) -> IntArray:
+        return np.full_like(rows.num_prompt, NO_EVENT)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return np.full_like(rows.num_prompt, NOT_LOGGING)
+
+    def eligible(self, rows: RowState) -> IntArray:
+        """Whether a row's trailing full blocks hold a whole generated window: bool [n]."""
+        run_entry = rows.kv_len - (rows.num_computed - rows.run_start)
+        return np.asarray(self._region_start(rows) >= np.maximum(run_entry, rows.num_prompt))
+
+    def plan(self, rows: RowState) -> EventPlan:
+        start = self._region_start(rows)
+        position = rows.num_computed - (rows.kv_len - start)
+        taken = np.full_like(start, self.window - self.buffer)
+        return EventPlan(
+            region_start=start,
+            windows=np.ones_like(start),
+            window_len=taken,
+            keep=np.full_like(start, self.keep),
+            query_start=position,
+            num_queries=np.full_like(start, self.window),
+            run_start=position + taken,
+        )
+
+    def _region_start(self, rows: RowState) -> IntArray:
+        return np.asarray(rows.kv_len // rows.block_size * rows.block_size - self.window)
 
 
 def _last_queries(next_event: IntArray, count: int) -> IntArray:

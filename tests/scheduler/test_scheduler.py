@@ -14,6 +14,7 @@ from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
     Budget,
+    EngineWide,
     EveryStep,
     Never,
     Periodic,
@@ -37,6 +38,7 @@ TRIGGERS: dict[int, Trigger] = {
     11: Bounded(9, None, num_queries=0, block=5),
     12: EveryStep(14),
     13: EveryStep(9, generated=False),
+    14: EngineWide(window=8, buffer=2, keep=3, period=5, most=2),
 }
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 
@@ -122,7 +124,10 @@ def run_alone(prompt: int, output: int, policy: int, **settings: object) -> tupl
     return seq, shadow.events[0]
 
 
-@pytest.mark.parametrize("policy", range(1, len(TRIGGERS)))
+ALONE = [i for i, trigger in TRIGGERS.items() if i and not isinstance(trigger, EngineWide)]
+
+
+@pytest.mark.parametrize("policy", ALONE)
 def test_tokens_and_events_do_not_depend_on_the_crowd(
     policy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,3 +226,37 @@ def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
         scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
     assert len(drain(scheduler, shadow)) == 12
     assert scheduler.counters.preemptions <= 12
+
+
+def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at a time every 5 steps, on whole blocks; a recomputed sequence ends up the same."""
+    scheduler = make_scheduler(200, prefix_caching=False)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    for seq_id in range(4):
+        scheduler.add(make_sequence(seq_id, prompt=6, output=50, policy=14))
+    victim = 3
+    steps: list[list[int]] = []
+    before: list[tuple[int, int]] = []
+    make_room = scheduler._make_room_for_decodes
+
+    def preempt_once() -> None:
+        if len(steps) == 24:
+            before.extend(shadow.events[victim])
+            scheduler._preempt_newest()
+        make_room()
+
+    monkeypatch.setattr(scheduler, "_make_room_for_decodes", preempt_once)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        taken = [int(shadow.owner[row]) for task in output.compactions for row in task.rows]
+        scheduler.update(output, shadow.run(output))
+        scheduler.check_integrity()
+        steps.append(taken)
+        assert all(task.plan.region_start[0] % 4 == 0 for task in output.compactions)
+    first = next(i for i, taken in enumerate(steps) if taken)
+    assert steps[first] == [0, 1] and steps[first + 5] == [2, 3]
+    assert scheduler.counters.preemptions == 1 and before
+    assert shadow.events[victim][: len(before)] == before
+    assert_all_blocks_come_back(scheduler)

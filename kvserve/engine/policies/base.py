@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
@@ -29,6 +29,8 @@ class Policy(Protocol):
     """
 
     name: ClassVar[str]
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Other defaults, by the value of a field ``preset``."""
     cost: ClassVar[str] = ""
     """What it takes of memory and time, for ``kvserve policies``."""
     avoid: ClassVar[str] = ""

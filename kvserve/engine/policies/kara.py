@@ -18,14 +18,19 @@ from torch import Tensor
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
 from kvserve.engine.policies.scoring import AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.scheduler.trigger import Periodic, Trigger
+from kvserve.scheduler.trigger import EngineWide, Periodic, Trigger
 
 _LEAST_QUERIES = 8
-_NO_PRESET = (
-    "the paper's run takes trailing full blocks of at most 30 sequences, first come first served, "
-    "every 128 steps of the engine, which is not built; what is: window=768, budget=257, "
-    "period=128, query_source=recompute, query_reduce=heads"
-)
+_MOST_IN_THE_PAPER = 30
+_PAPER: dict[str, object] = {
+    "window": 768,
+    "buffer": 32,
+    "budget": 257,
+    "period": 128,
+    "query_source": "recompute",
+    "query_reduce": "heads",
+    "query_aggregate": "sum",
+}
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,31 @@ class Kara(Policy):
         True, "leave the prompt alone; otherwise its windows are compressed too, at its end"
     )
     preset: str | None = argument(
-        None, "the paper's serving run: refused with what is missing", note="not built"
+        None,
+        "paper: its serving run, for comparison. Other defaults (window 768, budget 257, period "
+        "128, queries recomputed, all heads, sum), and its schedule: every period steps of the "
+        "engine, at most 30 sequences, oldest first, windows of trailing full blocks",
+        choices=("paper",),
     )
 
+    presets: ClassVar[dict[str, dict[str, object]]] = {"paper": _PAPER}
+
     def __post_init__(self) -> None:
-        require(self.preset is None, "preset", self.preset, f"left out ({_NO_PRESET})")
         integers(self, window=1, buffer=0, period=1, max_chunk=3, query_stride=1)
         require(self.buffer < self.window, "buffer", self.buffer, f"below window ({self.window})")
         protects = isinstance(self.protect_prompt, bool)
         require(protects, "protect_prompt", self.protect_prompt, "true or false")
         self._check_queries()
         self._check_counts()
+        if self.preset is not None:
+            recomputes = self.query_source == "recompute"
+            require(recomputes, "query_source", self.query_source, "recompute with preset paper")
+            require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
 
     def _check_queries(self) -> None:
         for f in fields(self):
             choices, note = f.metadata["choices"], f.metadata["note"]
-            if choices:
+            if choices and not (f.default is None and getattr(self, f.name) is None):
                 allowed = " or ".join(choices) + (f" ({note})" if note else "")
                 require(getattr(self, f.name) in choices, f.name, getattr(self, f.name), allowed)
         count = self.window if self.queries == "window" else self.buffer
@@ -182,6 +196,9 @@ class Kara(Policy):
 
     @property
     def trigger(self) -> Trigger:
+        if self.preset == "paper":
+            most = _MOST_IN_THE_PAPER
+            return EngineWide(self.window, self.buffer, self.keep, self.period, most)
         logs = self.query_source == "log"
         return Periodic(self.window, self.buffer, self.keep, self.period, self.protect_prompt, logs)
 

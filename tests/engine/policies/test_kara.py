@@ -9,6 +9,7 @@ import pytest
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.registry import describe_policies, make_policy, policy_names
+from kvserve.scheduler.trigger import EngineWide
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,9 @@ def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) 
         ({"protect_prompt": 1}, "protect_prompt"),
         ({"protect_prompt": "no"}, "protect_prompt"),
         ({"windov": 64}, "windov"),
-        ({"preset": "paper"}, "preset"),
+        ({"preset": "letter"}, "preset"),
+        ({"preset": "paper", "query_source": "log"}, "query_source"),
+        ({"preset": "paper", "protect_prompt": False}, "protect_prompt"),
     ],
 )
 def test_bad_arguments_are_named(fields: dict[str, Any], argument: str) -> None:
@@ -89,7 +92,6 @@ def test_what_is_not_built_is_said() -> None:
     for fields, reason in (
         ({"query_source": "log_host"}, "log_host.*not built"),
         ({"query_dtype": "fp8"}, "fp8.*8.9"),
-        ({"preset": "paper"}, "window=768, budget=257, period=128, query_source=recompute"),
     ):
         with pytest.raises(PolicyError, match=reason):
             make_policy({"name": "kara", **fields})
@@ -117,3 +119,14 @@ def test_descriptions_cover_every_argument() -> None:
     for policy in describe_policies():
         assert policy["summary"]
         assert all(argument["help"] for argument in policy["args"])
+
+
+def test_the_paper_preset_is_other_defaults_and_the_engine_s_schedule() -> None:
+    paper = make_policy({"name": "kara", "preset": "paper"})
+    trigger = paper.trigger
+    assert isinstance(trigger, EngineWide)
+    assert (trigger.window, trigger.buffer, trigger.keep) == (768, 32, 225)
+    assert (trigger.period, trigger.most, trigger.logs) == (128, 30, False)
+    assert paper.recomputed_reduction == "heads"
+    smaller = make_policy({"name": "kara", "preset": "paper", "window": 128, "ratio": 0.25})
+    assert smaller.trigger == EngineWide(window=128, buffer=32, keep=24, period=128, most=30)
