@@ -161,7 +161,8 @@ class Compressor:
         cache = self._cache
         logged = _Entries(windows.rows, windows.query_positions)
         slots = logged.slots(log_tables, cache.layout, cache.log_heads, cache.log_block_tokens)
-        return logged.by_window(gather_queries(cache.query_log, slots[layers], layers))
+        entries = gather_queries(cache.query_log, slots[layers], layers)
+        return logged.by_window(cache.logged(entries))
 
     def _recompute(self, windows: _Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""

@@ -32,6 +32,7 @@ class EngineCore:
         self.scheduler = built.scheduler
         self.runner = built.runner
         self._query_reduce = built.query_reduce
+        self._query_dtype = built.query_dtype
         self._policy_ids: dict[Policy, int] = {}
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._seeds = np.random.default_rng(config.model.seed)
@@ -164,6 +165,12 @@ class EngineCore:
             raise RequestError(
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
+            )
+        if policy.query_reduction and policy.logged_dtype not in ("auto", self._query_dtype):
+            raise RequestError(
+                f"query_dtype is {self._query_dtype} on this server (its query log was laid out "
+                "for that at start)",
+                param="kv_policy.query_dtype",
             )
         if policy.query_reduction not in (None, self._query_reduce):
             raise RequestError(

@@ -9,29 +9,38 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 
+_E4M3 = torch.finfo(torch.float8_e4m3fn)
+
 
 class KVCache:
     """``kv [num_blocks, L/LG, 2, B, Hkv/R, D]``; ``query_log`` is the same memory as log blocks.
 
     ``log_heads`` is how many query vectors a token logs: Hkv (mean over each GQA group) or Hq.
+    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, log_heads: int, dtype: torch.dtype, device: str
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        log_heads: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        fp8_log: bool = False,
     ) -> None:
         self.layout = layout
         self.log_heads = log_heads
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
-        self.log_block_tokens = log_block_tokens(layout, log_heads)
-        tail = layout.block_elements // layout.layers_per_block
-        heads = log_heads // layout.rows
-        used = self.log_block_tokens * heads * layout.head_dim
-        assert used == tail, "log entries fill a layer's part of a block exactly"
-        self.query_log = self.kv.view(
+        self.log_block_tokens = log_block_tokens(
+            layout, log_heads, dtype.itemsize if fp8_log else 1
+        )
+        memory = self.kv.view(torch.uint8) if fp8_log else self.kv
+        self.query_log = memory.view(
             num_blocks,
             layout.layers_per_block,
             self.log_block_tokens,
-            heads,
+            log_heads // layout.rows,
             layout.head_dim,
         )
 
@@ -44,7 +53,17 @@ class KVCache:
         store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:
             reduced = reduce_queries(q, self.log_heads)
+            if self.query_log.dtype is torch.uint8:
+                reduced = (
+                    reduced.clamp(-_E4M3.max, _E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+                )
             store_queries(self.query_log, place, batch.query_slots[group], reduced)
+
+    def logged(self, entries: Tensor) -> Tensor:
+        """Entries read from ``query_log`` as numbers."""
+        if entries.dtype is torch.uint8:
+            return entries.view(torch.float8_e4m3fn).float()
+        return entries
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
@@ -57,11 +76,14 @@ def reduce_queries(q: Tensor, heads: int) -> Tensor:
     return q.unflatten(1, (heads, -1)).mean(dim=2)
 
 
-def log_block_tokens(layout: KVLayout, log_heads: int) -> int:
-    """Tokens whose queries one block of the pool holds, in the model's dtype."""
-    tokens = 2 * layout.block_size * layout.num_kv_heads / log_heads
-    if tokens != int(tokens) or tokens < 1:
+def log_block_tokens(layout: KVLayout, log_heads: int, per_number: int = 1) -> int:
+    """Tokens whose queries one block holds; ``per_number`` of its numbers fit in a cached one.
+
+    Raises ``ValueError`` where entries do not fill a layer's part of a block exactly.
+    """
+    numbers = 2 * layout.block_size * layout.num_kv_heads * per_number
+    if numbers % log_heads:
         raise ValueError(
             f"a block of {layout.block_size} tokens cannot hold whole queries of {log_heads} heads"
         )
-    return int(tokens)
+    return numbers // log_heads

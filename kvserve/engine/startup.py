@@ -35,6 +35,7 @@ class BuiltEngine:
     runner: ModelRunner
     info: EngineInfo
     query_reduce: str
+    query_dtype: str
 
 
 def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
@@ -46,12 +47,13 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     max_len = _max_model_len(config, spec)
     _check_policy(policy, max_len)
     query_reduce = policy.query_reduction or "group_mean"
+    fp8 = _fp8_log(policy, dtype, device)
     layout = KVLayout(
         spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
     try:
-        log_tokens = log_block_tokens(layout, log_heads)
+        log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     model = load_model(directory, config.model, spec, max_len, dtype, device)
@@ -68,7 +70,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
-    cache = KVCache(layout, num_blocks, log_heads, dtype, device)
+    cache = KVCache(layout, num_blocks, log_heads, dtype, device, fp8_log=fp8)
     runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
     defaults, eos = _generation_config(directory, spec, config)
     info = EngineInfo(
@@ -82,7 +84,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         default_sampling=defaults,
         summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
     )
-    return BuiltEngine(scheduler, runner, info, query_reduce)
+    return BuiltEngine(scheduler, runner, info, query_reduce, "fp8" if fp8 else "model")
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
@@ -115,6 +117,14 @@ def _check_policy(policy: Policy, max_len: int) -> None:
     window = policy.trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+
+
+def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
+    """Whether queries are logged in one byte a number."""
+    if policy.logged_dtype != "auto":
+        return policy.logged_dtype == "fp8"
+    has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    return has_it and dtype is not torch.float32
 
 
 def _num_blocks(

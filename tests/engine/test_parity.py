@@ -96,6 +96,7 @@ def test_keeping_everything_is_none(llama_dir: Path) -> None:
     [
         {},
         {"query_reduce": "heads"},
+        {"query_dtype": "fp8"},
         {"query_source": "recompute"},
         {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},
         {"queries": "buffer"},

@@ -35,6 +35,7 @@ def answer(llm: LLM, prompt: Any, **params: Any) -> Any:
         ([5], {"kv_policy": {"name": "kara", "windov": 3}}, "kv_policy.windov"),
         ([5], {"kv_policy": {"name": "kara", "window": 501}}, "kv_policy.window"),
         ([5], {"kv_policy": {"name": "kara", "query_reduce": "heads"}}, "kv_policy.query_reduce"),
+        ([5], {"kv_policy": {"name": "kara", "query_dtype": "fp8"}}, "kv_policy.query_dtype"),
     ],
 )
 def test_refusals_name_the_field(llm: LLM, prompt: Any, params: Any, field: str) -> None:

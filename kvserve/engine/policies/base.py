@@ -50,6 +50,11 @@ class Policy(Protocol):
         return None
 
     @property
+    def logged_dtype(self) -> str:
+        """How queries are logged: model (the model's dtype), fp8, or auto (the engine's choice)."""
+        return "auto"
+
+    @property
     def recomputed_reduction(self) -> str | None:
         """As ``query_reduction``, where queries are recomputed at the event instead of logged.
 

@@ -95,9 +95,9 @@ class Kara(Policy):
     )
     query_dtype: str = argument(
         "auto",
-        "how queries are logged; auto is the model's dtype",
-        choices=("auto", "model"),
-        note="fp8 wants a GPU of compute capability 8.9 and a log that is not built yet",
+        "how queries are logged: in the model's dtype, or as fp8 (e4m3, one byte a number); auto "
+        "is fp8 on a GPU that has it, unless the model runs in float32",
+        choices=("auto", "model", "fp8"),
     )
     query_aggregate: str = argument(
         "max",
@@ -184,6 +184,10 @@ class Kara(Policy):
     @property
     def query_reduction(self) -> str | None:
         return self.query_reduce if self.query_source == "log" else None
+
+    @property
+    def logged_dtype(self) -> str:
+        return self.query_dtype
 
     @property
     def recomputed_reduction(self) -> str | None:
