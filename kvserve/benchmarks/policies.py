@@ -178,17 +178,18 @@ def _play(
     llm: LLM, timed: _TimedCompressor, prompts: Sequence[Sequence[int]], output_len: int
 ) -> _Steps:
     engine, steps = llm.engine, _Steps()
-    scheduler, counters = engine.core.scheduler, engine.core.scheduler.counters
+    scheduler = engine.core.scheduler
+    booked = scheduler.events
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     while engine.has_unfinished_requests:
-        events, seconds, started = counters.compactions, timed.seconds, time.perf_counter()
+        events, seconds, started = booked.compactions, timed.seconds, time.perf_counter()
         engine.step()
         spent, seconds = time.perf_counter() - started, timed.seconds - seconds
         if scheduler.rows.num_decoding == len(prompts):
             steps.decode.append(spent - seconds)
-        if counters.compactions - events == len(prompts):
+        if booked.compactions - events == len(prompts):
             steps.events.append(seconds)
     return steps
 

@@ -107,7 +107,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
-        scheduler, counters = self.scheduler, self.scheduler.counters
+        scheduler = self.scheduler
         rows, n = scheduler.rows, scheduler.rows.num_rows
         blocks = scheduler.blocks.held(n).tolist()
         entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
@@ -134,12 +134,12 @@ class EngineCore:
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
-            preemptions_total=counters.preemptions,
-            compactions_total=counters.compactions,
-            blocks_released_total=counters.blocks_released,
-            tokens_evicted_total=counters.tokens_evicted,
+            preemptions_total=scheduler.num_preemptions,
+            compactions_total=scheduler.events.compactions,
+            blocks_released_total=scheduler.events.blocks_released,
+            tokens_evicted_total=scheduler.events.tokens_evicted,
             compaction_seconds_total=self.runner.compaction_seconds,
-            steps_total=counters.steps,
+            steps_total=scheduler.num_steps,
             requests=requests,
         )
 

@@ -8,29 +8,18 @@ come first, at logical positions of the sequence itself, and what they free serv
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, EngineWide, RowState, Trigger
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    steps: int = 0
-    preemptions: int = 0
-    compactions: int = 0
-    blocks_released: int = 0
-    tokens_evicted: int = 0
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 class Scheduler:
@@ -65,14 +54,13 @@ class Scheduler:
             PrefixCache(self.pool) if prefix_caching else None,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
+        self.events = EventBook(self.rows, self.blocks)
         self.waiting: deque[Sequence] = deque()
-        self.counters = Counters()
+        self.num_steps = 0
+        self.num_preemptions = 0
         self._max_tokens = max_num_batched_tokens
         self._chunked = chunked_prefill
         self._reserve = admission_reserve
-        self._triggers: dict[int, Trigger] = {}
-        self._engine_wide: dict[int, EngineWide] = {}
-        self._steps_since: dict[int, int] = {}
         self._arrivals = 0
         # What the next output tells the runner, and what the next update tells the caller.
         self._admitted: list[Sequence] = []
@@ -91,10 +79,7 @@ class Scheduler:
         """Queue a sequence; the caller has checked that it can fit at all."""
         seq.arrival = self._arrivals
         self._arrivals += 1
-        self._triggers[seq.policy_id] = seq.trigger
-        if isinstance(seq.trigger, EngineWide):
-            self._engine_wide[seq.policy_id] = seq.trigger
-            self._steps_since.setdefault(seq.policy_id, 0)
+        self.events.register(seq)
         self.waiting.append(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -121,8 +106,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes; tables and lengths are those after it."""
         rows = self.rows
-        self._take_engine_wide()
-        compactions = self._compact_due()
+        self.events.take_engine_wide()
+        compactions = self.events.compact_due()
         self._drop_finished()
         rows.demote_due()
         rows.promote_ready()
@@ -157,7 +142,7 @@ class Scheduler:
             sampled=tuple(rows.sequences[row] for row in sampled),
         )
         self._admitted.clear()
-        self.counters.steps += 1
+        self.num_steps += 1
         return output
 
     def update(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
@@ -182,94 +167,6 @@ class Scheduler:
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
         assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
-
-    # ---- compaction --------------------------------------------------------------------------
-
-    def _take_engine_wide(self) -> None:
-        """Make rows due whose trigger counts the engine's steps."""
-        rows = self.rows
-        for policy_id, trigger in self._engine_wide.items():
-            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
-            if not len(at):
-                continue
-            self._steps_since[policy_id] += 1
-            if self._steps_since[policy_id] % trigger.period:
-                continue
-            at = at[trigger.eligible(self._row_state(at))]
-            for row in at[rows.arrival[at].argsort()][: trigger.most]:
-                seq = rows.sequences[row]
-                assert seq is not None
-                rows.next_event[row] = rows.num_computed[row]
-                seq.engine_events.append(int(rows.num_computed[row]))
-                self._steps_since[policy_id] = 0
-
-    def _compact_due(self) -> tuple[CompactionTask, ...]:
-        rows, n = self.rows, self.rows.num_rows
-        due = np.flatnonzero(rows.num_computed[:n] >= rows.next_event[:n]).astype(np.int32)
-        due = due[rows.arrival[due].argsort(kind="stable")]
-        tasks = []
-        for policy_id in np.unique(rows.policy_id[due]).tolist():
-            at = due[rows.policy_id[due] == policy_id]
-            plan = self._triggers[policy_id].plan(self._row_state(at))
-            new = self.blocks.kv_lens[0, at, 0] - plan.evicted
-            at = at[: self.blocks.affordable(at, plan.region_start, new)]
-            if len(at):
-                tasks.append(self._compact(policy_id, at))
-        return tuple(tasks)
-
-    def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
-        """Book the events of rows ``at``; lengths and blocks are exact at once."""
-        rows, blocks, size = self.rows, self.blocks, self.layout.block_size
-        trigger = self._triggers[policy_id]
-        plan = trigger.plan(self._row_state(at))
-        token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
-        old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
-        new = old - plan.evicted
-        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
-        copy_start = blocks.make_private(at, plan.region_start, new)
-        released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
-        rows.run_start[at] = plan.run_start
-        log_from = self._expect_event(policy_id, at)
-        rows.compactions[at] += 1
-        rows.blocks_released[at] += released
-        self.counters.compactions += len(at)
-        self.counters.blocks_released += int(released.sum())
-        self.counters.tokens_evicted += int(plan.evicted.sum())
-        first = copy_start // size
-        width = int((-(-new // size) - first).max())
-        columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
-        # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
-        dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
-        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from, token_ids)
-
-    def _expect_event(self, policy_id: int, at: IntArray) -> IntArray:
-        """Work out when rows ``at`` are due next; returns from where they log queries."""
-        trigger, state = self._triggers[policy_id], self._row_state(at)
-        next_event = trigger.next_event(state)
-        if policy_id in self._engine_wide:
-            next_event = np.array([self._next_replayed(row) for row in at], np.int32)
-        log_from = trigger.log_from(state, next_event)
-        self.rows.next_event[at] = next_event
-        self.blocks.log_from(at, log_from)
-        return log_from
-
-    def _next_replayed(self, row: int) -> int:
-        """Position of the next recorded event of a row that catches up."""
-        seq = self.rows.sequences[row]
-        assert seq is not None
-        later = (p for p in seq.engine_events if p > self.rows.num_computed[row])
-        return min(later, default=NO_EVENT)
-
-    def _row_state(self, at: IntArray) -> RowState:
-        rows = self.rows
-        lengths = self.blocks.kv_lens[0, at, 0]
-        return RowState(
-            rows.num_prompt[at],
-            rows.num_computed[at],
-            lengths,
-            rows.run_start[at],
-            self.layout.block_size,
-        )
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -300,7 +197,7 @@ class Scheduler:
         rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
-        self.counters.preemptions += 1
+        self.num_preemptions += 1
 
     # ---- blocks and chunks -------------------------------------------------------------------
 
@@ -404,7 +301,7 @@ class Scheduler:
         rows.num_published[at] = len(columns)
         self.blocks.start_row(seq.row)
         self.blocks.adopt(seq.row, columns)
-        self._expect_event(seq.policy_id, at)
+        self.events.expect(seq.policy_id, at)
         self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
         self._admitted.append(seq)
 

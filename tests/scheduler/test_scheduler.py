@@ -105,7 +105,7 @@ def test_random_traffic_keeps_every_row_true(seed: int) -> None:
         alive = [seq for seq in alive if seq.status is not SequenceStatus.FINISHED]
     finished += drain(scheduler, shadow)
     assert_all_blocks_come_back(scheduler)
-    assert scheduler.counters.compactions > 0
+    assert scheduler.events.compactions > 0
     assert any(seq.finish_reason == "length" for seq in finished)
 
 
@@ -146,7 +146,7 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
     crowd = {seq.seq_id: seq for seq in drain(scheduler, shadow)}
-    assert scheduler.counters.preemptions >= 2
+    assert scheduler.num_preemptions >= 2
     for seq_id, (prompt, output) in enumerate(shapes):
         alone, events = run_alone(prompt, output, policy)
         assert shadow.events[seq_id] == events
@@ -197,7 +197,7 @@ def test_preemption_takes_the_newest_and_the_oldest_goes_on() -> None:
         scheduler.add(make_sequence(seq_id, 4, 24, policy=0))
     finished = drain(scheduler, shadow)
     assert [seq.seq_id for seq in finished] == [0, 1, 2]
-    assert scheduler.counters.preemptions > 0
+    assert scheduler.num_preemptions > 0
 
 
 def test_a_compaction_never_writes_a_shared_block() -> None:
@@ -225,7 +225,7 @@ def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
     for seq_id in range(12):
         scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
     assert len(drain(scheduler, shadow)) == 12
-    assert scheduler.counters.preemptions <= 12
+    assert scheduler.num_preemptions <= 12
 
 
 def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
@@ -257,6 +257,6 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
         assert all(task.plan.region_start[0] % 4 == 0 for task in output.compactions)
     first = next(i for i, taken in enumerate(steps) if taken)
     assert steps[first] == [0, 1] and steps[first + 5] == [2, 3]
-    assert scheduler.counters.preemptions == 1 and before
+    assert scheduler.num_preemptions == 1 and before
     assert shadow.events[victim][: len(before)] == before
     assert_all_blocks_come_back(scheduler)

@@ -134,7 +134,7 @@ class Lab:
 
         scheduler._make_room_for_decodes = preempt_now_and_then  # type: ignore[method-assign]
         runs = generate(engine, [(IDS, case.spec) for case in CASES])
-        assert scheduler.counters.preemptions > 5
+        assert scheduler.num_preemptions > 5
         return dict(zip(LABELS, runs, strict=True))
 
 
