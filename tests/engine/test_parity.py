@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine.policies.kara import Kara
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
 
 TOKENS = 140
@@ -128,3 +131,17 @@ def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(
         (output,) = ample.generate([prompt], GREEDY, use_tqdm=False)
         alone.append(output.outputs[0].token_ids)
     assert alone == expected
+
+
+def test_slot_order_does_not_matter(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that keep everything but shuffle it, apart in every layer and head, are ``none``."""
+
+    def shuffled(self: Kara, scores: Tensor, length: int, keep: int) -> Tensor:
+        assert keep == length
+        return torch.rand(*scores.shape[:-1], length).argsort(dim=-1)
+
+    monkeypatch.setattr(Kara, "select", shuffled)
+    policy = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}
+    llm, tokens = generate(llama_dir, policy)
+    assert llm.stats().compactions_total > len(PROMPTS)
+    assert tokens == generate(llama_dir)[1]

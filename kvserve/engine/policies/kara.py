@@ -149,11 +149,12 @@ class Kara(Policy):
                 require(getattr(self, f.name) in choices, f.name, getattr(self, f.name), allowed)
         count = self.window if self.queries == "window" else self.buffer
         require(count > 0, "queries", self.queries, "window where buffer is 0")
+        remain, rest = divmod(count, self.query_stride)
         require(
-            self.query_stride == 1 or count // self.query_stride >= _LEAST_QUERIES,
+            self.query_stride == 1 or (rest == 0 and remain >= _LEAST_QUERIES),
             "query_stride",
             self.query_stride,
-            f"such that {_LEAST_QUERIES} of the {count} queries remain",
+            f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
 
     def _check_counts(self) -> None:

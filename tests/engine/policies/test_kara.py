@@ -53,6 +53,7 @@ def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) 
         ({"query_dtype": "fp4"}, "query_dtype"),
         ({"query_stride": 0}, "query_stride"),
         ({"query_stride": 65}, "query_stride"),
+        ({"query_stride": 3}, "query_stride"),  # does not divide 512
         ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
         ({"queries": "prompt"}, "queries"),
         ({"queries": "buffer", "buffer": 0}, "queries"),
@@ -75,10 +76,9 @@ def test_bad_arguments_are_named(fields: dict[str, Any], argument: str) -> None:
     [
         ({"window": 6}, [0, 1, 2, 3, 4, 5]),
         ({"window": 27, "query_stride": 3}, [2, 5, 8, 11, 14, 17, 20, 23, 26]),
-        ({"window": 26, "query_stride": 3}, [1, 4, 7, 10, 13, 16, 19, 22, 25]),
         ({"window": 9, "buffer": 3, "queries": "buffer"}, [6, 7, 8]),
         (
-            {"window": 40, "buffer": 17, "queries": "buffer", "query_stride": 2},
+            {"window": 40, "buffer": 18, "queries": "buffer", "query_stride": 2},
             [23, 25, 27, 29, 31, 33, 35, 37, 39],
         ),
     ],
