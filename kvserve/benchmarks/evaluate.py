@@ -20,6 +20,7 @@ from kvserve.benchmarks.options import (
     add_engine_arguments,
     add_report_arguments,
     at_least,
+    check_complete,
     chosen_policies,
     fraction,
     opened_checkpoint,
@@ -88,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    policies = _with_retention(args, chosen_policies(args))
+    policies = _with_retention(args, chosen_policies(args, complete=False))
+    check_complete(args, policies)
     with opened_checkpoint(args) as checkpoint:
         evaluation = Evaluation(args, checkpoint, policies)
         return run_and_publish(evaluation.measure, evaluation.report, args.save_result)

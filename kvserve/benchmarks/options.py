@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from kvserve.config import ModelConfig
 from kvserve.engine.models.loader import find_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
-from kvserve.engine.policies.base import PolicyError
-from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.base import PolicyError, field_names
+from kvserve.engine.policies.registry import make_policy, policy_class
 
 # Flags handed to the engine as they are; one that is not given is the engine's own default.
 _ENGINE_SETTINGS = (
@@ -66,10 +65,15 @@ class PolicySpec:
         make_policy(spec.as_dict)
         return spec
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether something that the policy needs, its budget say, has yet to be given."""
+        needs = policy_class(self.name).needs
+        return bool(needs) and not any(name in self.fields for name in needs)
+
     def has_field(self, name: str) -> bool:
         """Whether the policy knows this field, set or not."""
-        policy: Any = make_policy(self.as_dict)
-        return name in {f.name for f in fields_of(policy)}
+        return name in field_names(policy_class(self.name))
 
 
 NO_COMPRESSION = PolicySpec("none")
@@ -80,7 +84,7 @@ def policy_spec(text: str) -> PolicySpec:
     """``kara``, ``kara:window=128,ratio=0.3`` or ``{"name": "kara", "window": 128}``."""
     try:
         spec = _from_json(text) if text.startswith("{") else _from_words(text)
-        return spec.with_fields()
+        return spec if spec.incomplete else spec.with_fields()
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -193,8 +197,11 @@ def _json_path(text: str) -> Path:
     return path
 
 
-def chosen_policies(args: argparse.Namespace) -> list[PolicySpec]:
-    """The policies asked for; ``--policy.FIELD`` sets fields of the only one that has any."""
+def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[PolicySpec]:
+    """The policies asked for; ``--policy.FIELD`` sets fields of the only one that has any.
+
+    ``complete``: nothing that a policy needs will be added later.
+    """
     specs = list(args.policy or args.default_policies)
     if args.policy_args:
         targets = [i for i, spec in enumerate(specs) if spec.name != NO_COMPRESSION.name]
@@ -207,7 +214,18 @@ def chosen_policies(args: argparse.Namespace) -> list[PolicySpec]:
             specs[targets[0]] = specs[targets[0]].with_fields(**args.policy_args)
         except PolicyError as error:
             args.fail(f"--policy.{error.argument}: {error}")
+    if complete:
+        check_complete(args, specs)
     return specs
+
+
+def check_complete(args: argparse.Namespace, specs: Sequence[PolicySpec]) -> None:
+    """Refuse policies that lack what they need."""
+    try:
+        for spec in specs:
+            make_policy(spec.as_dict)
+    except PolicyError as error:
+        args.fail(f"--policy: {error}")
 
 
 # ---- the model --------------------------------------------------------------------------------

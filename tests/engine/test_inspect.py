@@ -224,3 +224,16 @@ def test_plot_needs_matplotlib(
     flags = ("--prompt", "a", "--plot", "kept.png", *KARA_FLAGS)
     assert run(["inspect", "--model", str(llama_dir), *flags]) == 2
     assert "kvserve[bench]" in capsys.readouterr().err
+
+
+def test_fields_may_come_as_flags_and_missing_ones_are_named(
+    llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(list(range(2, 42))))
+    base = ["inspect", "--model", str(llama_dir), "--prompt-ids", str(ids), "--policy", "snapkv"]
+    flags = ["--policy.budget", "14", "--policy.window", "6"]
+    assert run([*base, *flags]) == 0
+    assert "14" in capsys.readouterr().out
+    assert run(base) == 2
+    assert "budget must be an integer above window" in capsys.readouterr().err

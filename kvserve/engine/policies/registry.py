@@ -35,6 +35,14 @@ def policy_names() -> list[str]:
     return list(_policies())
 
 
+def policy_class(name: object) -> type[Any]:
+    """The class behind a name; raises ``PolicyError`` listing the names there are."""
+    known = _policies()
+    if name not in known:
+        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(known)}", "name")
+    return known[str(name)]
+
+
 def make_policy(spec: str | Mapping[str, Any]) -> Policy:
     """A policy from its name or ``{"name": ..., **fields}``.
 
@@ -42,10 +50,7 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
     """
     given = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = given.pop("name", None)
-    known = _policies()
-    if name not in known:
-        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(known)}", "name")
-    policy = known[name]
+    policy = policy_class(name)
     allowed = field_names(policy)
     for key in given:
         if key not in allowed:
