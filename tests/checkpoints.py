@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,6 +39,7 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         LlamaForCausalLM,
         {"num_key_value_heads": 8, "tie_word_embeddings": True},
     ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
 }

@@ -40,7 +40,7 @@ def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LL
     return llm, [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-mha-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "llama-mha-tied", "mistral", "qwen2", "qwen3"])
 def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
     directory = write_checkpoint(kind, tmp_path)
     expected = greedy(directory, PROMPTS, TOKENS)
