@@ -9,7 +9,7 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, EngineWide, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EngineWide, EventPlan, RowState, Trigger
 
 
 class EventBook:
@@ -60,16 +60,15 @@ class EventBook:
             at = due[rows.policy_id[due] == policy_id]
             plan = self._triggers[policy_id].plan(self._row_state(at))
             new = self.blocks.kv_lens[0, at, 0] - plan.evicted
-            at = at[: self.blocks.affordable(at, plan.region_start, new)]
-            if len(at):
-                tasks.append(self._compact(policy_id, at))
+            count = self.blocks.affordable(at, plan.region_start, new)
+            if count:
+                tasks.append(self._compact(policy_id, at[:count], plan.part(slice(count))))
         return tuple(tasks)
 
-    def _compact(self, policy_id: int, at: IntArray) -> CompactionTask:
+    def _compact(self, policy_id: int, at: IntArray, plan: EventPlan) -> CompactionTask:
         """Book the events of rows ``at``; lengths and blocks are exact at once."""
         rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
         trigger = self._triggers[policy_id]
-        plan = trigger.plan(self._row_state(at))
         token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
         old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
         new = old - plan.evicted

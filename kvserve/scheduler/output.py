@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
@@ -43,11 +43,10 @@ class CompactionTask:
 
     def part(self, at: IntArray) -> CompactionTask:
         """The events ``at`` alone."""
-        plan = EventPlan(*(getattr(self.plan, f.name)[at] for f in fields(EventPlan)))
         return CompactionTask(
             self.policy_id,
             self.rows[at],
-            plan,
+            self.plan.part(at),
             self.old_lens[at],
             self.copy_start[at],
             self.dst_blocks[:, at],

@@ -34,8 +34,6 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.queries = 0
-        self.hits = 0
         self._columns: OrderedDict[bytes, IntArray] = OrderedDict()
         self._hash_of = np.zeros(pool.num_blocks, object)
         self._cached = np.zeros(pool.num_blocks, bool)
@@ -71,11 +69,16 @@ class PrefixCache:
 
     def evict(self, count: int) -> None:
         """Free at least ``count`` blocks, or all that only the cache names."""
-        for digest in list(self._columns):
+        victims = []
+        for digest, column in self._columns.items():
             if count <= 0:
-                return
-            if (self.pool.ref[self._columns[digest]] == 1).any():
-                count -= self._drop(digest)
+                break
+            unused = int(np.count_nonzero(self.pool.ref[column] == 1))
+            if unused:
+                victims.append(digest)
+                count -= unused
+        for digest in victims:
+            self._drop(digest)
 
     def forget(self, blocks: IntArray) -> None:
         """Drop the columns that hold any of ``blocks``, so that their owner may write them."""
@@ -92,7 +95,7 @@ class PrefixCache:
         parts = [column.ravel() for column in self._columns.values()]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
-    def _drop(self, digest: bytes) -> int:
+    def _drop(self, digest: bytes) -> None:
         blocks = self._columns.pop(digest).ravel()
         self._cached[blocks] = False
-        return self.pool.release(blocks)
+        self.pool.release(blocks)

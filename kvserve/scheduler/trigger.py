@@ -7,7 +7,7 @@ policies (which need tensors) hand them out. Every method takes all rows of one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
@@ -51,6 +51,10 @@ class EventPlan:
     query_start: IntArray
     num_queries: IntArray
     run_start: IntArray
+
+    def part(self, at: IntArray | slice) -> EventPlan:
+        """The events ``at`` alone."""
+        return EventPlan(*(getattr(self, f.name)[at] for f in fields(EventPlan)))
 
     @property
     def evicted(self) -> IntArray:
