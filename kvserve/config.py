@@ -129,6 +129,11 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     attention_backend: str = setting("auto", "attention implementation", choices=("auto", "torch"))
+    grammar_backend: str = setting(
+        "llguidance",
+        "what compiles JSON schemas and grammars for structured output",
+        choices=("llguidance", "xgrammar"),
+    )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
 
     def __post_init__(self) -> None:
@@ -143,7 +148,7 @@ class EngineConfig:
             section = _SECTION_OF.get(name)
             if section is not None:
                 sections[section][name] = value
-            elif name in ("attention_backend", "enforce_eager"):
+            elif name in ("attention_backend", "enforce_eager", "grammar_backend"):
                 own[name] = value
             else:
                 raise ConfigError(f"unknown setting {name!r}")

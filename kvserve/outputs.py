@@ -60,6 +60,8 @@ class RequestOutput:
     kv_cache_details: KVCacheDetails = field(default_factory=KVCacheDetails)
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token; the first has nothing before it that could predict it."""
 
 
 @dataclass(slots=True)

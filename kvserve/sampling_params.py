@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,56 @@ from typing import Any
 from kvserve.log import RequestError
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+_MAX_BAD_WORDS = 128
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the text must match: ``value`` is the JSON schema, regex, JSON list or grammar.
+
+    ``field`` is the request's field that asked for it, for error messages.
+    """
+
+    kind: str
+    value: str
+    field: str = "structured_outputs"
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any], field: str = "structured_outputs") -> StructuredOutput:
+        """From ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}`` and so on."""
+        given = {kind: value for kind, value in spec.items() if value is not None}
+        if unknown := sorted(given.keys() - set(_KINDS)):
+            raise RequestError(
+                f"{field} has no {unknown[0]!r}; it may hold one of {', '.join(_KINDS)}",
+                param=field,
+            )
+        if len(given) != 1:
+            raise RequestError(f"{field} must hold one of {', '.join(_KINDS)}", param=field)
+        [(kind, value)] = given.items()
+        return cls(kind, _value_text(kind, value, field), field)
+
+
+def _value_text(kind: str, value: Any, field: str) -> str:
+    if kind == "json_object" and value is True:
+        return ""
+    if kind == "json" and isinstance(value, str | dict | bool):
+        try:
+            return json.dumps(json.loads(value) if isinstance(value, str) else value)
+        except ValueError as exc:
+            raise RequestError(f"{field}.json is not JSON: {exc}", param=field) from None
+    if kind == "choice" and isinstance(value, list) and value:
+        if all(isinstance(item, str) and item for item in value):
+            return json.dumps(value)
+    elif kind in ("regex", "grammar") and isinstance(value, str) and value:
+        return value
+    needed = {
+        "json": "a JSON schema",
+        "json_object": "true",
+        "choice": "a list of non-empty strings",
+    }.get(kind, "a non-empty string")
+    raise RequestError(f"{field}.{kind} must be {needed}", param=field)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +68,9 @@ class SamplingParams:
     """Sampling settings of one request; names and defaults are vLLM's.
 
     ``max_tokens=None`` means "up to the model's context". ``kv_policy`` overrides the engine's
-    policy for this request: a name or ``{"name": ..., **fields}``.
-    Raises ``RequestError`` naming the field that is out of range.
+    policy for this request: a name or ``{"name": ..., **fields}``. ``structured_outputs`` is
+    ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``, ``{"grammar": ...}`` or
+    ``{"json_object": True}``. Raises ``RequestError`` naming the field that is out of range.
     """
 
     n: int = 1
@@ -39,28 +92,24 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: Mapping[str, Any] | StructuredOutput | None = None
+    thinking_end: int | None = None
+    """The token that ends the model's reasoning: grammars and the budget go by it."""
+    thinking_token_budget: int | None = None
+    priority: int = 0
     kv_policy: str | Mapping[str, Any] | None = None
     stop_strings: tuple[str, ...] = field(init=False)
+    structured_output: StructuredOutput | None = field(init=False)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
-        checks = (
-            ("n", 1 <= self.n <= 128, "between 1 and 128"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("stop", all(stop), "non-empty strings"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("logprobs", _in_range(self.logprobs), f"between 0 and {MAX_LOGPROBS}"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("repetition_penalty", self.repetition_penalty > 0.0, "above 0"),
-        )
-        for name, ok, allowed in checks:
+        spec = self.structured_outputs
+        parsed = StructuredOutput.parse(spec) if isinstance(spec, Mapping) else spec
+        object.__setattr__(self, "structured_output", parsed)
+        for name, ok, allowed in self._checks():
             if not ok:
                 raise RequestError(
                     f"{name} must be {allowed}, got {getattr(self, name)!r}", param=name
@@ -70,20 +119,57 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        self._refuse_unbuilt()
+        if self.thinking_token_budget is not None and self.thinking_end is None:
+            raise RequestError(
+                "thinking_token_budget needs to know where the reasoning ends "
+                "(--reasoning-parser, or thinking_end offline)",
+                param="thinking_token_budget",
+            )
+        if parsed is not None:
+            self._check_grammar(parsed)
 
-    def _refuse_unbuilt(self) -> None:
-        """A field that is accepted but does nothing would be a lie: refuse it by name."""
-        unbuilt = (
-            ("prompt_logprobs", self.prompt_logprobs is not None),
-            ("presence_penalty", self.presence_penalty != 0.0),
-            ("frequency_penalty", self.frequency_penalty != 0.0),
-            ("repetition_penalty", self.repetition_penalty != 1.0),
-            ("logit_bias", bool(self.logit_bias)),
+    def _checks(self) -> tuple[tuple[str, bool, str], ...]:
+        bias, words = self.logit_bias or {}, self.bad_words or ()
+        budget = self.thinking_token_budget
+        return (
+            ("n", 1 <= self.n <= 128, "between 1 and 128"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("stop", all(self.stop_strings), "non-empty strings"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("logprobs", _in_range(self.logprobs), f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", _in_range(self.prompt_logprobs), f"between 0 and {MAX_LOGPROBS}"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
+            (
+                "logit_bias",
+                all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values()),
+                f"between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+            ),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+                "at least one token id",
+            ),
+            ("bad_words", all(words) and len(words) <= _MAX_BAD_WORDS, "up to 128 non-empty texts"),
+            ("thinking_token_budget", budget is None or budget >= 0, "at least 0"),
         )
-        for name, used in unbuilt:
+
+    def _check_grammar(self, wanted: StructuredOutput) -> None:
+        """What bans tokens beside a grammar may leave it none to go on with."""
+        for name, used in (
+            ("min_tokens", self.min_tokens > 0),
+            ("ignore_eos", self.ignore_eos),
+            ("allowed_token_ids", self.allowed_token_ids is not None),
+            ("bad_words", bool(self.bad_words)),
+        ):
             if used:
-                raise RequestError(f"{name} is not supported yet; leave it out", param=name)
+                raise RequestError(f"{name} does not go with {wanted.field}", param=name)
 
     @property
     def greedy(self) -> bool:

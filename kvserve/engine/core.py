@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 
 from kvserve.config import EngineConfig
+from kvserve.engine.grammar import GrammarCompiler, SequenceGrammar
+from kvserve.engine.logit_rules import RowRules
 from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.sampler import RowSampling
+from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import RowState
 
 _STATS_INTERVAL = 0.05
 
@@ -35,6 +39,7 @@ class EngineCore:
         self._query_dtype = built.query_dtype
         self._policy_ids: dict[Policy, int] = {}
         self._sequences: dict[int, tuple[Sequence, str]] = {}
+        self._grammars = GrammarCompiler(config, self.info)
         self._seeds = np.random.default_rng(config.model.seed)
         self._prompt_tokens = self._generation_tokens = 0
         self._stats_due = 0.0
@@ -67,7 +72,10 @@ class EngineCore:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+        self._check_tokens(new)
         policy = self._request_policy(new.kv_policy)
+        if new.prompt_logprobs is not None:
+            _check_exact(prompt, policy)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         sequence = Sequence(
@@ -80,6 +88,9 @@ class EngineCore:
             trigger=policy.trigger,
             sampling=self._row_sampling(new, prompt),
         )
+        if new.prompt_logprobs is not None:
+            # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
+            sequence.column_hashes = [os.urandom(16)]
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self.scheduler.add(sequence)
         self._prompt_tokens += prompt
@@ -101,6 +112,7 @@ class EngineCore:
             seq_ids=[seq.seq_id for seq in output.sampled],
             token_ids=result.token_ids.tolist(),
             logprobs=result.logprobs,
+            prompt_logprobs=result.prompt_logprobs,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
         )
@@ -206,6 +218,19 @@ class EngineCore:
                 code="kv_cache_too_small",
             )
 
+    def _check_tokens(self, new: NewSequence) -> None:
+        """Token ids other than the prompt's, and what the scheduler does not do."""
+        named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
+        for name, ids in named.items():
+            if any(not 0 <= token < self.info.vocab_size for token in ids):
+                raise RequestError(
+                    f"{name} holds a token id outside [0, {self.info.vocab_size})", param=name
+                )
+        if new.priority:
+            raise RequestError(
+                "priority needs a server with --scheduling-policy priority", param="priority"
+            )
+
     def _row_sampling(self, new: NewSequence, prompt: int) -> RowSampling:
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
@@ -217,7 +242,17 @@ class EngineCore:
             seed=seed ^ branch,
             min_len=prompt + new.min_tokens,
             logprobs=new.logprobs,
+            rules=RowRules.of(new),
+            think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
+            think_limit=prompt + (new.thinking_token_budget or 0),
+            prompt=PromptScoring.of(new),
+            grammar=self._grammar(new),
         )
+
+    def _grammar(self, new: NewSequence) -> SequenceGrammar | None:
+        if new.structured_output is None:
+            return None
+        return SequenceGrammar(self._grammars.compile(new.structured_output), new.thinking_end)
 
     def _finished(self, seq: Sequence) -> FinishedSequence:
         self._sequences.pop(seq.seq_id, None)
@@ -242,3 +277,16 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
+
+
+def _check_exact(num_prompt: int, policy: Policy) -> None:
+    """A prompt is scored against all of itself: no event may come before its end."""
+    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
+    state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
+    if policy.trigger.next_event(state)[0] < num_prompt:
+        raise RequestError(
+            f"log-probabilities of the prompt need all of it in the cache, and policy "
+            f'{policy.name} compresses this one before its end; send "kv_policy": "none"',
+            param="kv_policy",
+            code="policy_not_allowed",
+        )

@@ -29,6 +29,7 @@ class InputBatch:
         table_shape: tuple[int, ...],
         log_shape: tuple[int, ...],
         log_block_tokens: int,
+        vocab_size: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
@@ -42,7 +43,7 @@ class InputBatch:
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.sampling = SamplingRows(max_rows, device)
+        self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._kept_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.outputs import EngineStats, KVCacheDetails, Logprob
+from kvserve.sampling_params import StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,17 @@ class NewSequence:
     min_tokens: int
     logprobs: int | None
     kv_policy: str | dict[str, Any] | None
+    priority: int = 0
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
+    structured_output: StructuredOutput | None = None
+    thinking_end: int | None = None
+    thinking_token_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +66,22 @@ class RefusedSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Prompt tokens ``[start, start + n)`` of a sequence under the model, and alternatives."""
+
+    seq_id: int
+    start: int
+    entries: list[dict[int, Logprob]]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutputs:
     """New tokens of one step, aligned lists; ``stats`` comes now and then."""
 
     seq_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)
     refused: list[RefusedSequence] = field(default_factory=list)
     stats: EngineStats | None = None

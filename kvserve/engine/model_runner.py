@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,17 +12,20 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.compressor import Compressor
+from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.recompute import QueryRecomputer
-from kvserve.engine.sampler import SampledTokens
+from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
+_SCORED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class ModelRunnerOutput:
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: list[PromptLogprobs]
 
 
 @dataclass(slots=True)
@@ -39,12 +43,32 @@ class LaunchedStep:
 
     sampled: SampledTokens | None
     wanted: IntArray
+    scored: list[ScoredChunk] = field(default_factory=list)
+    grammars: list[tuple[int, SequenceGrammar]] = field(default_factory=list)
 
     def collect(self) -> ModelRunnerOutput:
+        prompts = [chunk.collect() for chunk in self.scored]
         if self.sampled is None:
-            return ModelRunnerOutput(np.zeros(0, np.int32), None)
+            return ModelRunnerOutput(np.zeros(0, np.int32), None, prompts)
         token_ids = self.sampled.token_ids.to(torch.int32).cpu().numpy()
-        return ModelRunnerOutput(token_ids, _logprobs(self.sampled, self.wanted))
+        for place, grammar in self.grammars:
+            grammar.accept(int(token_ids[place]))
+        return ModelRunnerOutput(token_ids, _logprobs(self.sampled, self.wanted), prompts)
+
+
+@dataclass(slots=True)
+class ScoredChunk:
+    """Log-probabilities of prompt tokens ``[start, start + n)``, still on the device."""
+
+    seq_id: int
+    start: int
+    tokens: SampledTokens
+    count: int
+
+    def collect(self) -> PromptLogprobs:
+        wanted = np.full(len(self.tokens.token_ids), self.count)
+        entries = [entry or {} for entry in _logprobs(self.tokens, wanted) or ()]
+        return PromptLogprobs(self.seq_id, self.start, entries)
 
 
 class ModelRunner:
@@ -82,17 +106,41 @@ class ModelRunner:
         ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
         rows = np.array([seq.row for seq in output.sampled], np.int32)
+        scored = self._score_prompts(output, hidden)
         if not len(rows):
-            return LaunchedStep(None, rows)
+            return LaunchedStep(None, rows, scored)
         at = torch.as_tensor(last, device=hidden.device).long()
         logits = self.model.logits(hidden[at])
         positions = batch.positions[at] + 1
-        sampled = self.batch.sampling.sample(logits, rows, positions)
+        grammars = [
+            (int(place), output.sampled[place].sampling.grammar)
+            for place in self.batch.sampling.with_grammar(rows)
+        ]
+        # On a GPU the forward is still running while the host works out the masks.
+        allowed = allowed_tokens(grammars, *logits.shape).to(logits.device) if grammars else None
+        sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         if self.force is not None:
             sampled = SampledTokens(self.force(positions))
         where = torch.as_tensor(rows, device=hidden.device).long()
         self.batch.last_token[where] = sampled.token_ids
-        return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows))
+        wanted = self.batch.sampling.wants_logprobs(rows)
+        return LaunchedStep(sampled, wanted, scored, grammars)
+
+    def _score_prompts(self, output: SchedulerOutput, hidden: Tensor) -> list[ScoredChunk]:
+        """Prompt tokens that follow this step's chunks, where their log-probabilities are asked."""
+        prefill = output.prefill
+        firsts = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
+        scored = []
+        for i, prompt in self.batch.sampling.prompt_scoring(prefill.rows):
+            start, first = int(prefill.starts[i]) + 1, int(firsts[i])
+            targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
+            # In pieces: the logits of a whole chunk may take more memory than the model.
+            for at in range(0, len(targets), _SCORED_AT_ONCE):
+                ids = torch.as_tensor(targets[at : at + _SCORED_AT_ONCE], device=hidden.device)
+                logits = self.model.logits(hidden[first + at : first + at + len(ids)])
+                tokens = with_logprobs(logits, ids.long(), prompt.count)
+                scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
+        return scored
 
     def _compact(self, output: SchedulerOutput) -> None:
         if not output.compactions:

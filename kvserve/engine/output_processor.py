@@ -6,8 +6,15 @@ import time
 from dataclasses import dataclass, fields, replace
 
 from kvserve.engine.detokenizer import IncrementalDetokenizer
-from kvserve.engine.messages import FinishedSequence, NewSequence, StepOutputs, policy_spec
+from kvserve.engine.messages import (
+    FinishedSequence,
+    NewSequence,
+    PromptLogprobs,
+    StepOutputs,
+    policy_spec,
+)
 from kvserve.engine.tokenizer import Tokenizer
+from kvserve.log import RequestError
 from kvserve.outputs import (
     CompletionOutput,
     KVCacheDetails,
@@ -53,6 +60,7 @@ class OutputProcessor:
             token_ids,
             [CompletionOutput(index) for index in range(params.n)],
             metrics=RequestMetrics(time.time()),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         sequences = []
         for choice in request.outputs:
@@ -81,6 +89,10 @@ class OutputProcessor:
         abort = []
         logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
         now = time.time()
+        for scored in outputs.prompt_logprobs:
+            branch = self._branches.get(scored.seq_id)
+            if branch is not None:
+                self._take_prompt(branch.request, scored)
         for seq_id, token, entry in zip(outputs.seq_ids, outputs.token_ids, logprobs, strict=True):
             branch = self._branches.get(seq_id)
             if branch is None or branch.choice.finished:
@@ -119,6 +131,12 @@ class OutputProcessor:
             return
         branch.detokenizer.push(token)
         branch.choice.text = branch.detokenizer.text
+
+    def _take_prompt(self, request: RequestOutput, scored: PromptLogprobs) -> None:
+        """A prompt that was preempted is scored again from its start: take what is new."""
+        known = request.prompt_logprobs
+        assert known is not None
+        known += map(self._with_text, scored.entries[len(known) - scored.start :])
 
     def _end(self, branch: _Branch, finished: FinishedSequence) -> None:
         choice, request = branch.choice, branch.request
@@ -166,7 +184,28 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
             kv_policy=policy_spec(params.kv_policy),
+            priority=params.priority,
+            prompt_logprobs=params.prompt_logprobs if branch == 0 else None,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias or {}),
+            allowed_token_ids=list(params.allowed_token_ids or ()),
+            bad_words=self._bad_words(params),
+            structured_output=params.structured_output,
+            thinking_end=params.thinking_end,
+            thinking_token_budget=params.thinking_token_budget,
         )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is written at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer", param="bad_words")
+        forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
+        tokens = [self._tokenizer.encode(form, add_special_tokens=False) for form in forms]
+        return [list(word) for word in dict.fromkeys(map(tuple, tokens)) if word]
 
     def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         if self._tokenizer is None:

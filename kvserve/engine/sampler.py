@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.grammar import SequenceGrammar
+from kvserve.engine.logit_rules import LogitRules, RowRules
+from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 
@@ -30,6 +33,28 @@ class RowSampling:
     min_len: int
     """Logical length below which stop tokens are held back."""
     logprobs: int | None
+    rules: RowRules | None = None
+    think_end: int = -1
+    """The token that ends the reasoning, where its length is limited."""
+    think_limit: int = 0
+    """Logical position at which ``think_end`` is put in if it has not come by itself."""
+    prompt: PromptScoring | None = None
+    grammar: SequenceGrammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """A prompt whose tokens' log-probabilities are wanted, each with ``count`` alternatives."""
+
+    seq_id: int
+    token_ids: IntArray
+    count: int
+
+    @classmethod
+    def of(cls, new: NewSequence) -> PromptScoring | None:
+        if new.prompt_logprobs is None:
+            return None
+        return cls(new.seq_id, np.array(new.token_ids, np.int32), new.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +74,19 @@ class SampledTokens:
 class SamplingRows:
     """Sampling settings of all rows, on the device, with host copies of what steers the path."""
 
-    def __init__(self, max_rows: int, device: str) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
         self._settings = torch.zeros(max_rows, 4, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        # Host: random, filtered, has min_len, log-probabilities wanted (-1: none).
-        self._host: IntArray = np.zeros((max_rows, 4), np.int32)
+        # The token that ends a row's reasoning (-1: none is due), and where it is put in.
+        self._think_end = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self._think_limit = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._rules = LogitRules(max_rows, vocab_size, device)
+        # Host: random, filtered, has min_len, log-probabilities wanted (-1: none), has rules,
+        # limits its reasoning, has a grammar.
+        self._host: IntArray = np.zeros((max_rows, 7), np.int32)
+        self._prompts: np.ndarray[Any, Any] = np.full(max_rows, None, object)
 
     def set_rows(self, sequences: Sequences[Sequence]) -> None:
         """Take over the settings of newly admitted sequences (``Sequence.sampling``)."""
@@ -72,23 +103,45 @@ class SamplingRows:
                 s.temperature > 0.0 and filtered,
                 s.min_len > seq.num_prompt_tokens,
                 -1 if s.logprobs is None else s.logprobs,
+                s.rules is not None,
+                s.think_end >= 0,
+                s.grammar is not None,
             )
+            self._prompts[seq.row] = s.prompt
             self._set_stop_ids(seq.row, seq.stop_token_ids)
+            self._rules.set_row(seq, s.rules)
+            ended = s.think_end in seq.token_ids[seq.num_prompt_tokens :]
+            self._think_end[seq.row] = -1 if ended else s.think_end
+            self._think_limit[seq.row] = s.think_limit
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
         self._host[to] = self._host[source]
+        self._prompts[to] = self._prompts[source]
         device = self._settings.device
         dst, src = (torch.as_tensor(x, device=device).long() for x in (to, source))
-        for tensor in (self._settings, self._seeds, self._min_len, self._stop_ids):
+        self._rules.move_rows(to, source)
+        for tensor in (
+            *(self._settings, self._seeds, self._min_len, self._stop_ids),
+            *(self._think_end, self._think_limit),
+        ):
             tensor[dst] = tensor[src]
 
-    def sample(self, logits: Tensor, at: IntArray, positions: Tensor) -> SampledTokens:
-        """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled."""
+    def sample(
+        self, logits: Tensor, at: IntArray, positions: Tensor, allowed: Tensor | None = None
+    ) -> SampledTokens:
+        """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
+
+        ``allowed`` [S, V], boolean, is what the rows' grammars let pass.
+        """
         host = self._host[at]
         rows = torch.as_tensor(at, device=logits.device).long()
         raw = logits
+        if host[:, 4].any():
+            logits = self._rules.apply(logits, at)
         if host[:, 2].any():
             logits = self._hold_back_stops(logits, rows, positions)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         tokens = logits.argmax(dim=-1)
         random = np.flatnonzero(host[:, 0])
         if len(random):
@@ -96,13 +149,26 @@ class SamplingRows:
             tokens[picked] = self._draw(
                 logits[picked], rows[picked], positions[picked], bool(host[:, 1].any())
             )
+        if host[:, 5].any():
+            tokens = self._end_reasoning(tokens, rows, positions)
+        if host[:, 4].any():
+            self._rules.observe(tokens, at)
         wanted = int(host[:, 3].max(initial=-1))
-        return _with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
+        return with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
 
     def wants_logprobs(self, at: IntArray) -> IntArray:
         """How many alternatives each of the rows asked for, -1 for none."""
         wanted: IntArray = self._host[at, 3]
         return wanted
+
+    def with_grammar(self, at: IntArray) -> IntArray:
+        """Places in ``at`` of rows that follow a grammar."""
+        return np.flatnonzero(self._host[at, 6])
+
+    def prompt_scoring(self, at: IntArray) -> list[tuple[int, PromptScoring]]:
+        """Places in ``at`` of rows whose prompts are scored, and what they want."""
+        wanted = self._prompts[at]
+        return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
 
     def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
         temperature, top_p, top_k, min_p = self._settings[rows].unbind(dim=1)
@@ -110,6 +176,14 @@ class SamplingRows:
         if filtered:
             scaled = _filter(scaled, top_p, top_k, min_p)
         return (scaled + gumbel_noise(self._seeds[rows], positions, logits.shape[1])).argmax(-1)
+
+    def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Put in the token that ends the reasoning of rows which have used up their budget."""
+        end = self._think_end[rows]
+        late = (end >= 0) & (positions >= self._think_limit[rows])
+        tokens = torch.where(late, end, tokens)
+        self._think_end[rows] = torch.where(tokens == end, -1, end)
+        return tokens
 
     def _hold_back_stops(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         held = positions < self._min_len[rows]
@@ -159,7 +233,8 @@ def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tens
     return torch.empty_like(scaled).scatter_(1, order, kept)
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> SampledTokens:
+def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> SampledTokens:
+    """``tokens`` [S] under logits [S, V], each beside its ``count`` likeliest alternatives."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None])
     ranks = (logprobs > chosen).sum(dim=-1) + 1

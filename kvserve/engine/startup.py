@@ -69,7 +69,8 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         prefix_caching=config.cache.enable_prefix_caching,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
+    max_rows = config.scheduler.max_num_seqs
+    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, dtype, device)
     cache = KVCache(layout, num_blocks, log_heads, dtype, device, fp8_log=fp8)
     runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
     defaults, eos = _generation_config(directory, spec, config)

@@ -11,6 +11,8 @@ from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError, RequestError
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
+BLOCKWISE = {"name": "keydiff", "budget": 32, "mode": "block", "block": 32}
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
@@ -31,6 +33,13 @@ def answer(llm: LLM, prompt: Any, **params: Any) -> Any:
         ([5] * 400, {"max_tokens": 101}, "max_tokens"),
         ([259], {}, "prompt"),
         ([-1], {}, "prompt"),
+        ([5], {"priority": 1}, "priority"),
+        ([5], {"logit_bias": {259: 1.0}}, "logit_bias"),
+        ([5], {"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ([5], {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ([5], {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
+        ([5], {"structured_outputs": {"json": {"type": "text"}}}, "structured_outputs"),
+        ([5] * 90, {"prompt_logprobs": 1, "kv_policy": BLOCKWISE}, "kv_policy"),
         ([5], {"kv_policy": "kora"}, "kv_policy.name"),
         ([5], {"kv_policy": {"name": "kara", "windov": 3}}, "kv_policy.windov"),
         ([5], {"kv_policy": {"name": "kara", "window": 501}}, "kv_policy.window"),
@@ -60,9 +69,18 @@ def test_refusals_name_the_field(llm: LLM, prompt: Any, params: Any, field: str)
         {"logprobs": 21},
         {"min_p": 1.5},
         {"seed": 2**63},
-        {"presence_penalty": 0.5},
-        {"logit_bias": {5: 1.0}},
-        {"prompt_logprobs": 1},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -2.5},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {5: 101.0}},
+        {"prompt_logprobs": 21},
+        {"allowed_token_ids": []},
+        {"bad_words": [""]},
+        {"thinking_token_budget": 5},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "a", "json": {}}},
+        {"structured_outputs": {"yaml": "a"}},
+        {"structured_outputs": {"choice": []}},
     ],
 )
 def test_sampling_params_name_the_field(params: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_l
 
 
 def rows_with(*settings: RowSampling, stop: tuple[int, ...] = ()) -> SamplingRows:
-    rows = SamplingRows(len(settings), "cpu")
+    rows = SamplingRows(len(settings), 64, "cpu")
     rows.set_rows(
         [
             Sequence(i, np.zeros(4, np.int32), 4, 99, stop, 0, Never(), sampling=one, row=i)

@@ -1,0 +1,144 @@
+"""Structured output: what comes out matches, batch by batch, and reasoning stays free."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.config import EngineConfig
+from kvserve.engine.grammar import GrammarCompiler, allowed_tokens
+from kvserve.log import ConfigError
+from kvserve.sampling_params import StructuredOutput
+from tests.checkpoints import write_checkpoint, write_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    # 300 tokens, of which the tokenizer knows 259: the rest must never be allowed.
+    directory = write_checkpoint("llama", tmp_path_factory.mktemp("model"), vocab_size=300)
+    write_tokenizer(directory)
+    return LLM(str(directory), dtype="float32", max_model_len=500)
+
+
+def texts(llm: LLM, spec: Any, **params: Any) -> list[str]:
+    wanted = SamplingParams(structured_outputs=spec, max_tokens=80, n=4, **params)
+    (output,) = llm.generate("go", wanted, use_tqdm=False)
+    assert {choice.finish_reason for choice in output.outputs} == {"stop"}
+    return [choice.text for choice in output.outputs]
+
+
+def test_each_kind(llm: LLM) -> None:
+    for text in texts(llm, {"json": SCHEMA}):
+        value = json.loads(text)
+        assert value.keys() == {"a", "b"} and 0 <= value["a"] <= 99 and value["b"] == "x"
+    assert set(texts(llm, {"choice": ["yes", 'n"o']})) <= {"yes", 'n"o'}
+    assert all(re.fullmatch(r"[ab]{3}-\d{2}", t) for t in texts(llm, {"regex": r"[ab]{3}-\d{2}"}))
+    assert all(re.fullmatch("x(y|z)", t) for t in texts(llm, {"grammar": 'start: "x" ("y" | "z")'}))
+
+
+def test_json_object(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"json_object": True}, max_tokens=60, seed=1)
+    (output,) = llm.generate("go", params, use_tqdm=False)
+    assert output.outputs[0].text.startswith("{")
+
+
+def test_neighbours_are_free_and_unchanged(llm: LLM) -> None:
+    free = SamplingParams(seed=5, max_tokens=30, ignore_eos=True)
+    (alone,) = llm.generate("hello", free, use_tqdm=False)
+    bound = SamplingParams(structured_outputs={"choice": ["left", "right"]}, max_tokens=30)
+    mixed = llm.generate(["hello"] * 3, [bound, free, bound], use_tqdm=False)
+    assert mixed[1].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert {mixed[i].outputs[0].text for i in (0, 2)} <= {"left", "right"}
+
+
+def test_a_grammar_survives_preemption(llm: LLM) -> None:
+    directory = llm.config.model.model
+    small = LLM(directory, dtype="float32", max_model_len=500, num_gpu_blocks_override=16)
+    params = SamplingParams(structured_outputs={"regex": "[a-z]{100}"}, max_tokens=200)
+    outputs = small.generate(["abc"] * 4, params, use_tqdm=False)
+    assert small.stats().preemptions_total > 0
+    assert all(re.fullmatch("[a-z]{100}", out.outputs[0].text) for out in outputs)
+
+
+def test_reasoning_is_free_and_its_budget_holds(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    [end] = llm.tokenizer.encode("!", add_special_tokens=False)
+    params = SamplingParams(
+        structured_outputs={"choice": ["yes", "no"]},
+        thinking_end=end,
+        thinking_token_budget=12,
+        logit_bias={end: -100.0},
+        max_tokens=40,
+        n=3,
+    )
+    (output,) = llm.generate("go", params, use_tqdm=False)
+    for choice in output.outputs:
+        ended = [at for at, token in enumerate(choice.token_ids) if token in (end, 1)]
+        assert choice.token_ids[ended[0]] == end or choice.finish_reason == "stop"
+        if choice.token_ids[ended[0]] == end:
+            assert ended[0] == 12 and choice.text.rpartition("!")[2] in ("yes", "no")
+    free = params.__class__(thinking_end=end, thinking_token_budget=0, max_tokens=3, seed=1)
+    (output,) = llm.generate("go", free, use_tqdm=False)
+    assert output.outputs[0].token_ids[0] == end
+
+
+def compiler(llm: LLM, **settings: Any) -> GrammarCompiler:
+    core = llm.engine.core
+    return GrammarCompiler(
+        EngineConfig.from_flat(model=core.info.model_path, **settings), core.info
+    )
+
+
+def test_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = compiler(llm)
+    wanted = StructuredOutput.parse({"regex": "ab*"})
+    first, second = grammars.compile(wanted), grammars.compile(wanted)
+    assert len(grammars._compiled) == 1
+    [a, b, eos] = [llm.engine.core.info.eos_token_ids[0]] * 3
+    assert llm.tokenizer is not None
+    a, b = llm.tokenizer.encode("ab", add_special_tokens=False)
+    assert first.accept(a)
+    masks = np.zeros((2, 10), np.int32)
+    first.fill(masks[0])
+    second.fill(masks[1])
+    allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").astype(bool)
+    assert set(np.flatnonzero(allowed[0])) == {b, eos}
+    assert set(np.flatnonzero(allowed[1])) == {a}
+
+
+def test_places_without_a_grammar_allow_all() -> None:
+    assert allowed_tokens([], 2, 70).all()
+    assert allowed_tokens([], 2, 70).shape == (2, 70)
+
+
+def test_without_a_tokenizer_or_a_backend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend"):
+        compiler(llm, grammar_backend="xgrammar")
+
+
+def test_xgrammar_allows_the_same(llm: LLM) -> None:
+    pytest.importorskip("xgrammar")
+    spec = StructuredOutput.parse({"json": SCHEMA})
+    masks = np.zeros((2, 10), np.int32)
+    matchers = [
+        compiler(llm, grammar_backend=name).compile(spec) for name in ("llguidance", "xgrammar")
+    ]
+    assert llm.tokenizer is not None
+    for token in llm.tokenizer.encode('{"a": 1, "b": "x"}', add_special_tokens=False):
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.fill(mask)
+            assert matcher.accept(token)
+        assert (masks[0] == masks[1]).all()

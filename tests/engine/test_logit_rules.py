@@ -1,0 +1,100 @@
+"""Penalties, biases and bans, against loops over one row's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve.engine.logit_rules import LogitRules, RowRules
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Never
+
+VOCAB = 12
+NOTHING = RowRules(0.0, 0.0, 1.0, {}, (), ())
+CASES: list[dict[str, Any]] = [
+    {"presence": 0.7},
+    {"frequency": -0.4},
+    {"repetition": 1.8},
+    {"bias": {3: 5.0, 4: -100.0}},
+    {"allowed": (1, 2, 5)},
+    {"bad_words": ((3,), (4, 5), (5, 5, 6))},
+    {
+        **{"presence": 1.0, "frequency": 0.5, "repetition": 0.5, "bias": {7: 2.0}},
+        **{"allowed": (1, 3, 5, 6, 7, 8), "bad_words": ((5, 6), (8,))},
+    },
+]
+
+
+def naive(logits: Sequences[float], prompt: list[int], output: list[int], r: RowRules) -> Any:
+    out = []
+    for token, value in enumerate(logits):
+        if token in prompt + output:
+            value = value / r.repetition if value > 0 else value * r.repetition
+        value -= r.frequency * output.count(token) + r.presence * (token in output)
+        value += r.bias.get(token, 0.0)
+        banned = any(
+            word[-1] == token and output[len(output) - len(word) + 1 :] == list(word[:-1])
+            for word in r.bad_words
+            if len(word) <= len(output) + 1
+        )
+        out.append(-float("inf") if banned or (r.allowed and token not in r.allowed) else value)
+    return torch.tensor(out)
+
+
+def sequence(row: int, prompt: list[int], output: list[int]) -> Sequence:
+    tokens = np.array(prompt + output, np.int32)
+    return Sequence(row, tokens, len(prompt), 99, (), 0, Never(), row=row)
+
+
+def check(rules: LogitRules, rows: list[tuple[int, list[int], list[int], RowRules]]) -> None:
+    logits = torch.randn(len(rows), VOCAB)
+    before = logits.clone()
+    found = rules.apply(logits, np.array([row for row, *_ in rows]))
+    for i, (_, prompt, output, r) in enumerate(rows):
+        torch.testing.assert_close(found[i], naive(before[i].tolist(), prompt, output, r))
+    assert torch.equal(logits, before), "log-probabilities are taken from these"
+
+
+def test_rules_equal_a_loop_while_rows_grow_move_and_leave() -> None:
+    rules = LogitRules(10, VOCAB, "cpu")
+    rng = np.random.default_rng(3)
+    rows = []
+    for row, case in enumerate([{}, *CASES]):
+        prompt, output = ([int(t) for t in rng.integers(0, VOCAB, n)] for n in (4, 3))
+        wanted = replace(NOTHING, **case)
+        rules.set_row(sequence(row, prompt, output), None if wanted == NOTHING else wanted)
+        rows.append((row, prompt, output, wanted))
+    for _ in range(12):
+        check(rules, rows)
+        tokens = rng.integers(3, 7, len(rows))
+        rules.observe(torch.as_tensor(tokens), np.array([row for row, *_ in rows]))
+        for (_, _, output, _), token in zip(rows, tokens, strict=True):
+            output.append(int(token))
+    rules.move_rows(np.array([2, 5]), np.array([5, 2]))
+    rows[2], rows[5] = (5, *rows[2][1:]), (2, *rows[5][1:])
+    check(rules, rows[1:4])
+    # A newcomer takes a row over: nothing of the old one is left.
+    rules.set_row(sequence(3, [1], []), replace(NOTHING, presence=1.0))
+    check(rules, [(3, [1], [], replace(NOTHING, presence=1.0))])
+
+
+def test_a_slot_is_used_again() -> None:
+    rules = LogitRules(4, VOCAB, "cpu")
+    for _ in range(50):
+        rules.set_row(sequence(1, [1], [2]), replace(NOTHING, presence=1.0))
+        rules.set_row(sequence(1, [1], [2]), None)
+    assert len(rules._settings) == 2
+
+
+@pytest.mark.parametrize("words", [((3, 4),), ((9,), (1, 2, 3))])
+def test_longer_words_of_a_later_row_leave_earlier_rows_alone(words: Any) -> None:
+    rules = LogitRules(4, VOCAB, "cpu")
+    first = replace(NOTHING, bad_words=((5, 6),))
+    rules.set_row(sequence(0, [1], [5]), first)
+    rules.set_row(sequence(1, [1], [1, 2]), replace(NOTHING, bad_words=words))
+    check(rules, [(0, [1], [5], first), (1, [1], [1, 2], replace(NOTHING, bad_words=words))])
