@@ -107,6 +107,10 @@ class AsyncEngine:
             error = RequestError("the request was aborted", code="aborted")
             self._queues[request_id].put_nowait(error)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks before anything that is sent later starts."""
+        self._client.reset_prefix_cache()
+
     async def shutdown(self) -> None:
         """End everything that still runs, and the core."""
         for request_id in list(self._queues):

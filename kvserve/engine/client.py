@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core import EngineCore
-from kvserve.engine.core_loop import Abort, Command, Stop, run_core
+from kvserve.engine.core_loop import Abort, Command, ResetPrefixCache, Stop, run_core
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
 from kvserve.log import EngineDeadError, logger
 
@@ -35,6 +35,8 @@ class EngineClient(Protocol):
     def add(self, new: NewSequence) -> None: ...
 
     def abort(self, seq_ids: list[int]) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -67,6 +69,9 @@ class ThreadClient:
 
     def abort(self, seq_ids: list[int]) -> None:
         self._commands.put(Abort(seq_ids))
+
+    def reset_prefix_cache(self) -> None:
+        self._commands.put(ResetPrefixCache())
 
     async def stop(self) -> None:
         self._commands.put(Stop())
@@ -118,6 +123,10 @@ class ProcessClient:
     def abort(self, seq_ids: list[int]) -> None:
         assert self._link is not None, "not started"
         self._link.send(Abort(seq_ids))
+
+    def reset_prefix_cache(self) -> None:
+        assert self._link is not None, "not started"
+        self._link.send(ResetPrefixCache())
 
     async def stop(self) -> None:
         if self._reader is not None:

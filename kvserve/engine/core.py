@@ -102,6 +102,11 @@ class EngineCore:
             self.scheduler.finish(seq, "abort")
         return [self._finished(seq) for seq in known]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; what running sequences hold stays theirs."""
+        if self.scheduler.blocks.prefix_cache is not None:
+            self.scheduler.blocks.prefix_cache.clear()
+
     def step(self) -> StepOutputs:
         """Run one step to its end and report its tokens."""
         output = self.scheduler.schedule()

@@ -19,11 +19,16 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget the cached blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop."""
 
 
-Command = NewSequence | Abort | Stop
+Command = NewSequence | Abort | ResetPrefixCache | Stop
 
 
 class Channel(Protocol):
@@ -41,17 +46,22 @@ def run_core(core: EngineCore, channel: Channel) -> None:
     while True:
         refused: list[RefusedSequence] = []
         ended: list[FinishedSequence] = []
+        reset = False
         for command in channel.receive(block=not core.has_work):
             if isinstance(command, Stop):
                 return
             if isinstance(command, Abort):
                 ended += core.abort(command.seq_ids)
                 continue
+            if isinstance(command, ResetPrefixCache):
+                core.reset_prefix_cache()
+                reset = True
+                continue
             try:
                 core.add(command)
             except RequestError as error:
                 refused.append(RefusedSequence(command.seq_id, str(error), error.param, error.code))
-        if refused or ended:
+        if refused or ended or reset:
             channel.send(StepOutputs(finished=ended, refused=refused, stats=core.stats()))
         if core.has_work:
             channel.send(core.step())

@@ -20,12 +20,13 @@ import zmq.asyncio
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core import EngineCore
-from kvserve.engine.core_loop import Abort, Command, Stop, run_core
+from kvserve.engine.core_loop import Abort, Command, ResetPrefixCache, Stop, run_core
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
-    kind.__name__.encode(): kind for kind in (NewSequence, Abort, Stop, EngineInfo, StepOutputs)
+    kind.__name__.encode(): kind
+    for kind in (NewSequence, Abort, ResetPrefixCache, Stop, EngineInfo, StepOutputs)
 }
 _REFUSED, _FAILED = b"refused", b"failed"
 _IDLE_POLL_MS = 500

@@ -34,6 +34,18 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    def describe(self) -> dict[str, Any]:
+        """What remote clients need to build the same prompts."""
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": len(self._hf),
+            "model_max_length": self._hf.model_max_length,
+            "bos_token": self._hf.bos_token,
+            "eos_token": self._hf.eos_token,
+            "pad_token": self._hf.pad_token,
+            "chat_template": self._hf.chat_template,
+        }
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import kvserve
-from kvserve.server import info_routes, openai_routes
+from kvserve.server import info_routes, openai_routes, ops_routes
 from kvserve.server.errors import install_handlers
 from kvserve.server.middleware import (
     ApiKeyMiddleware,
@@ -32,6 +32,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.server = state
     app.include_router(openai_routes.router)
     app.include_router(info_routes.router)
+    app.include_router(ops_routes.router)
     install_handlers(app)
     # The last one added is the outermost: even a refusal carries its id and its CORS headers.
     app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from kvserve.log import RequestError
+from kvserve.log import RequestError, logger
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.state import ServerState
@@ -32,6 +32,9 @@ class Generation:
         params: SamplingParams,
         request_id: str,
     ) -> None:
+        self.request_id = request_id
+        self.num_sequences = len(prompts) * params.n
+        state.check_queue(self.num_sequences)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._state = state
         self._params = params
@@ -40,6 +43,9 @@ class Generation:
         self._failure: Exception | None = None
         self._unfinished = len(prompts)
         state.generations.add(self)
+        if state.options.log_requests:
+            lengths = [len(prompt) for prompt in prompts]
+            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, params)
         self._tasks = [
             asyncio.create_task(self._follow(index, prompt, f"{request_id}-{index}"))
             for index, prompt in enumerate(prompts)

@@ -9,13 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 import kvserve
+from kvserve.server.chat_protocol import TokenizeChatRequest
 from kvserve.server.prompts import decode, encode, encode_chat
-from kvserve.server.protocol import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-    parse,
-)
+from kvserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse
 from kvserve.server.responses import json_response, kv_stats
 from kvserve.server.state import ServerState
 

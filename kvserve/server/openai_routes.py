@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kvserve.sampling_params import SamplingParams
+from kvserve.server.chat import plan_chat
+from kvserve.server.chat_protocol import ChatCompletionRequest
 from kvserve.server.generation import Generation
-from kvserve.server.prompts import check_lengths, decode, encode, encode_chat
-from kvserve.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from kvserve.server.message_parser import read_message
+from kvserve.server.prompts import check_lengths, decode, encode, truncate
+from kvserve.server.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.responses import (
+    Echo,
     Json,
     chat_choice,
     chat_completion,
@@ -20,6 +24,7 @@ from kvserve.server.responses import (
     completion_choice,
     json_response,
     model_card,
+    prompt_logprobs,
 )
 from kvserve.server.state import ServerState
 from kvserve.server.streaming import ChatChunks, CompletionChunks, stream_response
@@ -30,57 +35,62 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 @router.post("/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
-    state, model, params = _admit(body, request)
-    request_id = _request_id(body, request, "cmpl")
+    state, model = _admit(body, request)
+    params = body.sampling_params(state.default_sampling)
+    request_id = name_request(body, request, "cmpl")
     prompts = await encode(state, body.prompt, body.add_special_tokens)
+    prompts = [truncate(state, body, ids) for ids in prompts]
     check_lengths(state, body, prompts)
-    echoed = _echoed(state, body)
+    echoes = _echoes(state, body, prompts)
+    fingerprint = state.fingerprint(body.kv_policy)
     generation = Generation(state, prompts, params, request_id)
     if body.stream:
-        chunks = CompletionChunks(body, request_id, model, len(prompts), echoed=echoed)
+        chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
     outputs = await generation.finish(request.receive)
     choices = []
     for i, output in enumerate(outputs):
+        echo = echoes[i] if echoes else None
         for choice in output.outputs:
-            part = completion_choice(
-                i * params.n + choice.index,
-                choice,
-                params.logprobs or 0,
-                echoed[i] if echoed else None,
-            )
+            index = i * params.n + choice.index
+            part = completion_choice(index, choice, params.logprobs or 0, echo, output)
             if body.return_token_ids:
                 part["token_ids"] = choice.token_ids
                 part["prompt_token_ids"] = output.prompt_token_ids
+            if body.prompt_logprobs is not None:
+                part["prompt_logprobs"] = prompt_logprobs(output)
             choices.append(part)
-    return json_response(completion(_head(request_id, model), outputs, choices))
+    return json_response(completion(_head(request_id, model, fingerprint), outputs, choices))
 
 
 @router.post("/chat/completions")
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    state, model, params = _admit(body, request)
-    request_id = _request_id(body, request, "chatcmpl")
-    prompts = [await encode_chat(state, body)]
-    check_lengths(state, body, prompts)
-    generation = Generation(state, prompts, params, request_id)
+    state, model = _admit(body, request)
+    request_id = name_request(body, request, "chatcmpl")
+    plan = await plan_chat(state, body)
+    fingerprint = state.fingerprint(body.kv_policy)
+    generation = Generation(state, [plan.prompt], plan.params, request_id)
     if body.stream:
-        chunks = ChatChunks(body, request_id, model, len(prompts))
+        chunks = ChatChunks(body, request_id, model, 1, fingerprint, parser=plan.parser)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
     [output] = await generation.finish(request.receive)
     choices = []
     for choice in output.outputs:
-        part = chat_choice(choice, params.logprobs or 0)
+        message, reason = read_message(choice, plan.parser())
+        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
         choices.append(part)
-    answer = chat_completion(_head(request_id, model), output, choices)
+    answer = chat_completion(_head(request_id, model, fingerprint), output, choices)
     if body.return_token_ids:
         answer["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output)
     return json_response(answer)
 
 
@@ -104,34 +114,43 @@ async def get_model(name: str, request: Request) -> Response:
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str, SamplingParams]:
+def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
     """Refuse what can be refused without looking at the prompt."""
     state: ServerState = request.app.state.server
     state.check_health()
     model = state.check_model(body.model)
     state.check_policy(body.kv_policy)
-    return state, model, body.sampling_params(state.default_sampling)
+    return state, model
 
 
-def _request_id(body: GenerationRequest, request: Request, prefix: str) -> str:
+def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:
     """A ``request_id`` in the body wins over the header, and is what ``X-Request-Id`` says then."""
     if body.request_id is not None:
         request.state.request_id = body.request_id
     return f"{prefix}-{request.state.request_id}"
 
 
-def _echoed(state: ServerState, body: CompletionRequest) -> list[str] | None:
-    """Texts that ``echo`` puts before the completions."""
+def _echoes(
+    state: ServerState, body: CompletionRequest, prompts: Sequence[list[int]]
+) -> list[Echo] | None:
+    """What ``echo`` puts before the completions."""
     if not body.echo:
         return None
-    return [
-        prompt if isinstance(prompt, str) else decode(state, prompt, "prompt")
-        for prompt in body.prompt
-    ]
+    echoes = []
+    for given, ids in zip(body.prompt, prompts, strict=True):
+        text = given if isinstance(given, str) else decode(state, ids, "prompt")
+        first = "" if body.logprobs is None else decode(state, ids[:1], "prompt")
+        echoes.append(Echo(text, first))
+    return echoes
 
 
-def _head(request_id: str, model: str) -> Json:
-    return {"id": request_id, "created": int(time.time()), "model": model}
+def _head(request_id: str, model: str, fingerprint: str) -> Json:
+    return {
+        "id": request_id,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvserve.log import RequestError
-from kvserve.server.protocol import ChatPrompt, GenerationRequest
+from kvserve.server.chat_protocol import ChatPrompt
+from kvserve.server.protocol import GenerationRequest
 from kvserve.server.state import ServerState
 
 _THREAD_ABOVE = 20_000
@@ -60,6 +61,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             "continue_final_message": bool(request.continue_final_message),
             "chat_template": state.options.chat_template,
         }
+        if tools := request.tools_for_template():
+            own["tools"] = tools
         if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):
             raise RequestError(
                 f"chat_template_kwargs must not hold {', '.join(clash)}",
@@ -69,14 +72,24 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
 
     try:
         if sum(len(message["content"]) for message in messages) <= _THREAD_ABOVE:
-            return apply()
-        return await asyncio.to_thread(apply)
+            ids = apply()
+        else:
+            ids = await asyncio.to_thread(apply)
     except RequestError:
         raise
     except Exception as exc:  # templates raise what they like: jinja errors, ValueError, TypeError
         raise RequestError(
             f"messages: the chat template refuses them: {exc}", param="messages"
         ) from exc
+    return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
+
+
+def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:
+    """The last ``truncate_prompt_tokens`` of a prompt; -1 is what the context leaves room for."""
+    limit = request.truncate_prompt_tokens
+    if limit == -1:
+        limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
+    return ids if limit is None else ids[-limit:]
 
 
 def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:

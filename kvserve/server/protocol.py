@@ -7,119 +7,36 @@ accept them and do nothing would be a lie), and unknown ones, which are ignored 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams
-
-# ---- fields that come in several shapes -------------------------------------------------------
-
-
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _parse_prompt(value: Any) -> list[str | list[int]]:
-    """Any of the four forms of ``prompt`` -> a list of texts or of token id lists."""
-    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
-    if not (all(isinstance(prompt, str) for prompt in prompts) or all(map(_is_token_ids, prompts))):
-        raise RequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of token id "
-            "lists"
-        )
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            where = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
-            raise RequestError(f"{where} must not be empty", code="empty_prompt")
-    return prompts
-
-
-def _parse_stop(value: Any) -> list[str]:
-    stop = [value] if isinstance(value, str) else value
-    if stop is None:
-        return []
-    if not isinstance(stop, list) or not all(isinstance(item, str) for item in stop):
-        raise RequestError("stop must be a string or a list of strings")
-    return stop
-
-
-def _parse_content(value: Any) -> str:
-    """A message's text; content parts are joined by newlines, and only text parts are built."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise RequestError("content must be a string or a list of content parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"content parts of type {kind!r} are not supported; only text is")
-    return "\n".join(part["text"] for part in value)
-
-
-def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
-    if value is None or isinstance(value, str | dict):
-        return value
-    raise RequestError('kv_policy must be a name or an object like {"name": "kara", "window": 512}')
-
-
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(
-        _parse_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-    ),
-]
-Stop = Annotated[
-    list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)
-]
-Content = Annotated[
-    str,
-    PlainValidator(_parse_content, json_schema_input_type=str | list[dict[str, Any]] | None),
-]
-KVPolicy = Annotated[
-    str | dict[str, Any] | None,
-    PlainValidator(_parse_kv_policy, json_schema_input_type=str | dict[str, Any] | None),
-]
+from kvserve.sampling_params import SamplingParams, StructuredOutput
+from kvserve.server.fields import KVPolicy, Prompts, Stop
+from kvserve.server.structured import structured_output
 
 # ---- requests ---------------------------------------------------------------------------------
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": (None, []),
+    "background": (None, False),
     "best_of": (None, 1),
     "chat_template": (None,),
     "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "priority": (None, 0),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "store": (None, False),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
@@ -132,16 +49,17 @@ _IGNORED = frozenset(
         "prompt_cache_key",
         "safety_identifier",
         "service_tier",
+        "store",
         "user",
     )
 )
 """Fields that say nothing about the output."""
 
 _SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed"),
+    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
     *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
     *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    "logit_bias",
+    *("allowed_token_ids", "bad_words", "priority"),
 )
 
 _unknown_fields: set[str] = set()
@@ -180,6 +98,16 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     kv_policy: KVPolicy = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
@@ -196,6 +124,12 @@ class GenerationRequest(BaseModel):
                 _log_once(name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs do not go with stream", param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens"
+            )
         return self
 
     @property
@@ -217,7 +151,11 @@ class GenerationRequest(BaseModel):
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def structured_output(self) -> StructuredOutput | None:
+        """What the output must match."""
+        return structured_output(self.__dict__)
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The request over the model's ``defaults``; raises ``RequestError`` naming the field."""
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
@@ -229,7 +167,9 @@ class GenerationRequest(BaseModel):
                 "stop": self.stop,
                 "max_tokens": self.token_limit(),
                 "logprobs": self.num_logprobs(),
+                "structured_outputs": self.structured_output(),
                 "kv_policy": self.kv_policy,
+                **more,
             }
         )
 
@@ -242,14 +182,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo with logprobs is not supported", param="echo", code="unsupported_field"
-            )
-        return self
-
     def token_limit(self) -> int | None:
         """OpenAI's default of 16 applies when the field is absent, not when it is ``null``."""
         asked = super().token_limit()
@@ -258,55 +190,11 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-
-class ChatMessage(BaseModel):
-    """One message. Further keys (``name``, ``tool_calls``, ...) go to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content = ""
-
-    def for_template(self) -> dict[str, Any]:
-        """``developer`` is the newer name of ``system``, which is the one that templates know."""
-        message = self.model_dump()
-        return {**message, "role": "system" if self.role == "developer" else self.role}
-
-
-class ChatPrompt(BaseModel):
-    """The part of a chat request that becomes the prompt; ``/tokenize`` takes it too."""
-
-    messages: list[ChatMessage]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _check_messages(self) -> ChatPrompt:
-        if not self.messages:
-            raise RequestError("messages must not be empty", param="messages", code="empty_prompt")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
-        return self
-
-
-class ChatCompletionRequest(ChatPrompt, GenerationRequest):
-    """``POST /v1/chat/completions``."""
-
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self
-
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """``echo`` with ``logprobs`` needs those of the prompt too."""
+        if self.echo and self.logprobs is not None:
+            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return super().sampling_params(defaults, **more)
 
 
 class TokenizeRequest(BaseModel):
@@ -315,13 +203,6 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class TokenizeChatRequest(ChatPrompt):
-    """``POST /tokenize`` of messages."""
-
-    model: str | None = None
     return_token_strs: bool | None = None
 
 

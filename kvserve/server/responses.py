@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
@@ -47,17 +47,39 @@ def _summed(details: Sequence[KVCacheDetails]) -> Json:
 # ---- log probabilities ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that stands before its completions; ``first`` is the text of its first token."""
+
+    text: str
+    first: str = ""
+
+
 def completion_logprobs(
-    choice: CompletionOutput, top: int, start: int = 0, offset: int = 0
+    choice: CompletionOutput,
+    top: int,
+    start: int = 0,
+    offset: int = 0,
+    echo: Echo | None = None,
+    prompt: RequestOutput | None = None,
 ) -> Json | None:
-    """The completions form, from token ``start`` on; ``offset`` is where its text begins."""
+    """The completions form, from token ``start`` on; ``offset`` is where its text begins.
+
+    With ``prompt`` its tokens come first; nothing predicts the first of them.
+    """
     if choice.logprobs is None:
         return None
     tokens: list[str] = []
-    chosen: list[float] = []
-    tops: list[dict[str, float]] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token_id, entry in _steps(choice, start):
+    steps = _steps(choice, start)
+    if echo is not None and prompt is not None and prompt.prompt_logprobs is not None:
+        tokens, chosen, tops, offsets = [echo.first], [None], [None], [offset]
+        offset += len(echo.first)
+        entries = [entry or {} for entry in prompt.prompt_logprobs[1:]]
+        steps = [*zip(prompt.prompt_token_ids[1:], entries, strict=True), *steps]
+    for token_id, entry in steps:
         sampled = entry[token_id]
         tokens.append(sampled.decoded_token)
         chosen.append(_finite(sampled))
@@ -82,6 +104,25 @@ def chat_logprobs(choice: CompletionOutput, top: int, start: int = 0) -> Json | 
         for token_id, entry in _steps(choice, start)
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
+    """vLLM's form: one map by token id for each prompt token, ``null`` for the first."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {
+                "logprob": _finite(item),
+                "rank": item.rank,
+                "decoded_token": item.decoded_token,
+            }
+            for token, item in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]
 
 
 def _steps(choice: CompletionOutput, start: int) -> list[tuple[int, Mapping[int, Logprob]]]:
@@ -112,11 +153,13 @@ def completion(head: Json, outputs: Sequence[RequestOutput], choices: list[Json]
     return {**head, "object": "text_completion", "choices": choices, "usage": usage(outputs)}
 
 
-def completion_choice(index: int, choice: CompletionOutput, top: int, echoed: str | None) -> Json:
+def completion_choice(
+    index: int, choice: CompletionOutput, top: int, echo: Echo | None, prompt: RequestOutput
+) -> Json:
     return {
         "index": index,
-        "text": (echoed or "") + choice.text,
-        "logprobs": completion_logprobs(choice, top),
+        "text": ("" if echo is None else echo.text) + choice.text,
+        "logprobs": completion_logprobs(choice, top, echo=echo, prompt=prompt),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
@@ -126,12 +169,12 @@ def chat_completion(head: Json, output: RequestOutput, choices: list[Json]) -> J
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
 
 
-def chat_choice(choice: CompletionOutput, top: int) -> Json:
+def chat_choice(choice: CompletionOutput, top: int, message: Json, reason: str | None) -> Json:
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(choice, top),
-        "finish_reason": choice.finish_reason,
+        "finish_reason": reason,
         "stop_reason": choice.stop_reason,
     }
 

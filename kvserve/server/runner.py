@@ -48,7 +48,7 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     options = _options(config, settings)
     # Bound first: a port in use is found before minutes of loading; health checks get their 503.
-    with _bind(settings.host, settings.port) as listener:
+    with _bind(settings) as listener:
         state = ServerState(make_engine(config), config, options)
         _run(_serve(state, settings, listener))
     return 0
@@ -76,7 +76,7 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
             task.cancel()
         server.should_exit = True
         await asyncio.wait((serving, loading))
-        if state.ready:
+        if loading.done() and not loading.cancelled() and loading.exception() is None:
             await state.engine.shutdown()
 
 
@@ -92,6 +92,9 @@ class DrainingServer(uvicorn.Server):
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
             )
         )
         self._state = state
@@ -157,6 +160,11 @@ def _options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
         docs=settings.docs,
         max_body_bytes=settings.max_body_size,
         chat_template=_read_template(settings.chat_template),
+        reasoning_parser=settings.reasoning_parser,
+        tool_parser=settings.tool_call_parser,
+        auto_tools=settings.enable_auto_tool_choice,
+        max_queued=settings.max_queued_requests,
+        log_requests=settings.enable_log_requests,
     )
 
 
@@ -167,18 +175,33 @@ def _read_template(path: str | None) -> str | None:
         raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(settings: ServeSettings) -> socket.socket:
+    host, port = settings.host, settings.port
+    address: Any = (host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where, flags = f"{host}:{port}", "--host or --port"
+    if settings.uds is not None:
+        address, family, where, flags = settings.uds, socket.AF_UNIX, settings.uds, "--uds"
+        _remove_stale(settings.uds)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind(address)
     except OSError as exc:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {exc.strerror}; change --host or --port"
-        ) from None
+        raise ConfigError(f"cannot listen on {where}: {exc.strerror}; change {flags}") from None
     return listener
+
+
+def _remove_stale(path: str) -> None:
+    """A socket that a dead server left behind; one that answers stays."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+        except OSError:
+            return
 
 
 def _run(main: Any) -> None:
@@ -210,8 +233,7 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
 
 def _announce(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
     """The start-up table, then the address."""
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    address = _address(settings, listener)
     rows = [*state.engine.summary, *_server_rows(state, settings)]
     names = ", ".join(state.options.served_names)
     sys.stderr.write(
@@ -219,6 +241,14 @@ def _announce(state: ServerState, settings: ServeSettings, listener: socket.sock
         f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
     )
     sys.stderr.flush()
+
+
+def _address(settings: ServeSettings, listener: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_keyfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
@@ -229,8 +259,17 @@ def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
         ("kv_policy in requests", _on(overrides), "--allow-request-policy"),
         ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
+        ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),
+        ("tools", _tools(options), "--tool-call-parser, --enable-auto-tool-choice"),
+        ("queue", f"{options.max_queued} sequences", "--max-queued-requests"),
         ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
     ]
+
+
+def _tools(options: ServerOptions) -> str:
+    if options.auto_tools and options.tool_parser is not None:
+        return options.tool_parser
+    return "only required and named"
 
 
 def _on(value: object) -> str:

@@ -22,6 +22,9 @@ environment, the environment over the file. --policy.FIELD VALUE sets a field of
 `kvserve policies` lists them. Sizes: 32k is 32,000; 32K and 32Ki are 32,768; 2GiB is 2 x 1024^3.
 """
 
+# Named here, not where they are built: ``--help`` loads nothing of the server.
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+TOOL_PARSERS = ("hermes", "internlm", "llama3_json", "mistral")
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -42,6 +45,22 @@ class ServeSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja chat template, instead of the tokenizer's"
     )
+    reasoning_parser: str | None = setting(
+        None, "tell reasoning from content in chat answers", choices=REASONING_PARSERS
+    )
+    tool_call_parser: str | None = setting(
+        None, "how the model writes tool calls", choices=TOOL_PARSERS
+    )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model decide to call tools (needs --tool-call-parser)"
+    )
+    max_queued_requests: int = setting(
+        4096, "most sequences that wait beyond --max-num-seqs; further requests get a 429"
+    )
+    uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
+    ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
+    ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS")
+    ssl_ca_certs: str | None = setting(None, "certificates of the authorities that sign clients'")
     shutdown_timeout: float = setting(
         25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C"
     )
@@ -55,6 +74,7 @@ class ServeSettings:
     uvicorn_log_level: str = setting(
         "warning", "verbosity of the HTTP server's log", choices=_LEVELS
     )
+    enable_log_requests: bool = setting(False, "log each request's id, sizes and sampling")
     disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
 
     def __post_init__(self) -> None:
@@ -62,6 +82,12 @@ class ServeSettings:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_timeout < 0:
             raise ConfigError("--shutdown-timeout must not be negative")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+        if self.max_queued_requests < 0:
+            raise ConfigError("--max-queued-requests must not be negative")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
 

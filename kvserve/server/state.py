@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import orjson
+
+import kvserve
 from kvserve.config import EngineConfig
-from kvserve.log import RequestError, logger
+from kvserve.log import ConfigError, RequestError, logger
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.errors import ApiError, unavailable
 from kvserve.server.metrics import Metrics
+from kvserve.server.reasoning import CLOSE, ReasoningParser
 
 if TYPE_CHECKING:
     from kvserve.server.generation import Generation
 
 
 class Tokenizer(Protocol):
+    def describe(self) -> dict[str, Any]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
@@ -50,6 +56,7 @@ class Engine(Protocol):
     @property
     def dead_error(self) -> BaseException | None: ...
     async def start(self) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]: ...
@@ -70,6 +77,12 @@ class ServerOptions:
     max_body_bytes: int = 64 * 2**20
     ping_interval: float = 15.0
     chat_template: str | None = None
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    auto_tools: bool = False
+    log_requests: bool = False
+    max_queued: int = 4096
+    """Sequences beyond those that can run at once."""
 
 
 @dataclass
@@ -87,9 +100,14 @@ class ServerState:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine, self.config, self.options)
         self.default_sampling: dict[str, Any] = {}
+        self.reasoning: ReasoningParser | None = None
+        settings = {k: v for k, v in asdict(self.config).items() if k != "compression"}
+        self._config_digest = hashlib.sha256(_canonical(settings))
 
     def mark_ready(self) -> None:
-        """The engine has started."""
+        """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
+        if self.options.reasoning_parser is not None:
+            self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
         self.default_sampling = _usable_defaults(self.engine.default_sampling)
         self.ready = True
 
@@ -126,6 +144,42 @@ class ServerState:
             code="policy_not_allowed",
         )
 
+    def check_queue(self, count: int) -> None:
+        """Room for ``count`` more sequences."""
+        most = self.config.scheduler.max_num_seqs + self.options.max_queued
+        if count > most:
+            raise RequestError(
+                f"prompt: {count} sequences at once are more than this server queues ({most})",
+                param="prompt",
+            )
+        if count + sum(generation.num_sequences for generation in self.generations) > most:
+            raise ApiError(
+                429,
+                "the queue is full (--max-queued-requests)",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+
+    def fingerprint(self, kv_policy: str | Mapping[str, Any] | None) -> str:
+        """``system_fingerprint``: equal settings and the same KV policy give equal ones."""
+        compression = self.config.compression
+        if kv_policy is None:
+            policy = {"name": compression.policy, **compression.policy_args}
+        else:
+            policy = {"name": kv_policy} if isinstance(kv_policy, str) else dict(kv_policy)
+        digest = self._config_digest.copy()
+        digest.update(_canonical(policy))
+        return f"kvserve-{kvserve.__version__}-{digest.hexdigest()[:12]}"
+
+    def _reasoning_parser(self, name: str) -> ReasoningParser:
+        tokenizer = self.engine.tokenizer
+        ids = [] if tokenizer is None else tokenizer.encode(CLOSE, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer, and is {len(ids)}"
+            )
+        return ReasoningParser(name, ids[0])
+
     def require_tokenizer(self, param: str) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
@@ -134,6 +188,10 @@ class ServerState:
                 param=param,
             )
         return self.engine.tokenizer
+
+
+def _canonical(settings: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(settings, default=str, option=orjson.OPT_SORT_KEYS)
 
 
 def _usable_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Every chunk of a stream has the same id and creation time. An error after the fi
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.errors import as_api_error
 from kvserve.server.generation import Generation
-from kvserve.server.protocol import ChatCompletionRequest, CompletionRequest
-from kvserve.server.responses import Json, chat_logprobs, completion_logprobs, usage
+from kvserve.server.message_parser import MessageParser
+from kvserve.server.protocol import GenerationRequest
+from kvserve.server.responses import Echo, Json, chat_logprobs, completion_logprobs, usage
 
 FIRST_OUTPUT_GRACE = 5.0
 """Seconds for which the status waits for output: a refusal comes earlier, as a real status."""
@@ -46,10 +47,11 @@ class ChunkWriter:
 
     def __init__(
         self,
-        request: CompletionRequest | ChatCompletionRequest,
+        request: GenerationRequest,
         request_id: str,
         model: str,
         num_prompts: int,
+        fingerprint: str,
     ) -> None:
         self._n = request.n or 1
         self._top = request.num_logprobs() or 0
@@ -61,6 +63,7 @@ class ChunkWriter:
             "object": self.object_name,
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint,
         }
         self._cursors = [_Cursor() for _ in range(self._n * num_prompts)]
 
@@ -105,18 +108,20 @@ class CompletionChunks(ChunkWriter):
 
     object_name = "text_completion"
 
-    def __init__(self, *args: Any, echoed: list[str] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, echoes: list[Echo] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._echoed = echoed
+        self._echoes = echoes
 
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
     ) -> list[Json]:
         first, start = not cursor.started, cursor.tokens
         text, tokens = self._advance(cursor, choice)
-        if first and self._echoed is not None:
-            text = self._echoed[index // self._n] + text
-        logprobs = completion_logprobs(choice, self._top, start, cursor.text_offset)
+        echo = None
+        if first and self._echoes is not None:
+            echo = self._echoes[index // self._n]
+            text = echo.text + text
+        logprobs = completion_logprobs(choice, self._top, start, cursor.text_offset, echo, output)
         if logprobs is not None:
             cursor.text_offset += sum(map(len, logprobs["tokens"]))
         if not (text or choice.finished or (tokens and (self._token_ids or logprobs))):
@@ -140,6 +145,12 @@ class ChatChunks(ChunkWriter):
 
     object_name = "chat.completion.chunk"
 
+    def __init__(
+        self, *args: Any, parser: Callable[[], MessageParser | None], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._parsers = [parser() for _ in self._cursors]
+
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
     ) -> list[Json]:
@@ -152,15 +163,21 @@ class ChatChunks(ChunkWriter):
         start = cursor.tokens
         text, tokens = self._advance(cursor, choice)
         logprobs = chat_logprobs(choice, self._top, start)
-        if text or (tokens and (self._token_ids or logprobs)):
-            part = self._part(index, {"content": text})
-            part["logprobs"] = logprobs
+        parser, reason = self._parsers[index], choice.finish_reason
+        deltas: list[Json] = [{"content": text}] if text else []
+        if parser is not None:
+            deltas = parser.push(text, choice.finished)
+            reason = parser.finish_reason(reason)
+        if not deltas and tokens and (self._token_ids or logprobs):
+            deltas = [{"content": ""}]
+        parts += [self._part(index, delta) for delta in deltas]
+        if deltas:
+            parts[-1]["logprobs"] = logprobs
             if self._token_ids:
-                part["token_ids"] = tokens
-            parts.append(part)
+                parts[-1]["token_ids"] = tokens
         if choice.finished:
             last = self._part(index, {})
-            last["finish_reason"] = choice.finish_reason
+            last["finish_reason"] = reason
             last["stop_reason"] = choice.stop_reason
             parts.append(last)
         return parts

@@ -1,12 +1,14 @@
 """An engine without a model: it answers ``0 1 2 ...`` and remembers what was aborted.
 
-Words in the prompt steer it: SLOW steps slowly, STUCK never answers, DIE kills the engine after two
-tokens, BUG raises something unforeseen. Tokens are characters.
+Words in the prompt steer it: SAY[...] is what it says instead, SLOW steps slowly, STUCK never
+answers, DIE kills the engine after two tokens, BUG raises something unforeseen. Tokens are
+characters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,16 +26,21 @@ from kvserve.outputs import (
 )
 from kvserve.sampling_params import SamplingParams
 
-BOS, EOS = 1, 2
+BOS, EOS, END = 1, 2, 3
 
 
 class FakeTokenizer:
+    def describe(self) -> dict[str, Any]:
+        return {"eos_token": chr(EOS), "chat_template": "fake"}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # refuses lone surrogates, as real tokenizers do
+        text = text.replace("</think>", chr(END))
         return [BOS] * add_special_tokens + [ord(char) for char in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(i) for i in ids if i not in (BOS, EOS) or not skip_special_tokens)
+        shown = (i for i in ids if i not in (BOS, EOS) or not skip_special_tokens)
+        return "".join(map(chr, shown)).replace(chr(END), "</think>")
 
     def apply_chat_template(
         self,
@@ -47,7 +54,9 @@ class FakeTokenizer:
         if chat_template_kwargs.get("refuse"):
             raise ValueError("no such conversation")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self.encode(text + "<assistant>" * add_generation_prompt)
+        self.seen = messages, chat_template_kwargs
+        text += "<assistant>" * add_generation_prompt
+        return self.encode(text + "</think>\n" * chat_template_kwargs.get("close", False))
 
 
 @dataclass
@@ -65,6 +74,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     seen: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     stopped: bool = False
+    resets: int = 0
 
     summary: list[tuple[str, str, str]] = field(
         default_factory=lambda: [("prefix cache", "off", "not built"), ("chunks", "on", "")]
@@ -74,6 +84,9 @@ class FakeEngine:
         await asyncio.sleep(self.start_delay)
         if self.start_error is not None:
             raise ConfigError(self.start_error)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     async def shutdown(self) -> None:
         self.stopped = True
@@ -86,6 +99,9 @@ class FakeEngine:
         self.seen.append((ids, params, request_id))
         self._refuse(ids, params)
         output = RequestOutput(request_id, None, ids, [])
+        if params.prompt_logprobs is not None:
+            scored = [{i: Logprob(-1.0, 1, chr(i))} for i in ids[1:]]
+            output.prompt_logprobs = [None, *scored]
         output.outputs = [CompletionOutput(index) for index in range(params.n)]
         output.metrics = RequestMetrics(time.time())
         self._count(request_id, ids, +1)
@@ -115,6 +131,9 @@ class FakeEngine:
     async def _steps(self, output: RequestOutput, params: SamplingParams) -> AsyncIterator[None]:
         prompt = FakeTokenizer().decode(output.prompt_token_ids)
         limit = params.max_tokens or self.max_model_len - len(output.prompt_token_ids)
+        said = re.search(r"SAY\[(.*)\]", prompt, re.DOTALL)
+        script = None if said is None else said[1]
+        limit = limit if script is None else min(limit, len(script))
         for step in range(limit):
             await asyncio.sleep(0.02 if "SLOW" in prompt else 0)
             if "STUCK" in prompt:
@@ -125,9 +144,9 @@ class FakeEngine:
                 self.dead_error = RuntimeError("out of memory")
                 raise EngineDeadError("out of memory")
             for choice in output.outputs:
-                self._extend(choice, step, params)
+                self._extend(choice, step, params, f"{step} " if script is None else script[step])
                 if step == limit - 1:
-                    choice.finish_reason = "length"
+                    choice.finish_reason = "length" if script is None else "stop"
             output.kv_cache_details = KVCacheDetails(
                 policy=self._policy(params),
                 logical_tokens=len(output.prompt_token_ids) + step + 1,
@@ -139,8 +158,9 @@ class FakeEngine:
             output.finished = step == limit - 1
             yield
 
-    def _extend(self, choice: CompletionOutput, step: int, params: SamplingParams) -> None:
-        text = f"{step} "
+    def _extend(
+        self, choice: CompletionOutput, step: int, params: SamplingParams, text: str
+    ) -> None:
         choice.text += text
         choice.token_ids.append(100 + step)
         if params.logprobs is not None:

@@ -76,6 +76,13 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
         "skip_special_tokens": False,
         "seed": 3,
         "n": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {7: 2.0},
+        "allowed_token_ids": [7, 9],
+        "bad_words": ["no"],
+        "priority": 3,
         "kv_policy": {"name": "kara", "window": 8},
     }
     assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
@@ -162,6 +169,47 @@ def test_echo(server: RunningServer) -> None:
     assert server.complete("abc", echo=True, max_tokens=1).json()["choices"][0]["text"] == "abc0 "
     choices = server.complete([[97], [98]], echo=True, max_tokens=1, n=2).json()["choices"]
     assert [choice["text"] for choice in choices] == ["a0 ", "a0 ", "b0 ", "b0 "]
+
+
+def test_echo_with_logprobs(server: RunningServer) -> None:
+    """What lm-eval sends: token ids, echo, one token."""
+    body: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1}
+    [choice] = server.complete([97, 98, 99], **body).json()["choices"]
+    assert choice["text"] == "abc0 "
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "0 "],
+        "token_logprobs": [None, -1.0, -1.0, -0.5],
+        "top_logprobs": [None, {"b": -1.0}, {"c": -1.0}, {"0 ": -0.5}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    chunks = list(
+        server.openai().completions.create(
+            model=MODEL, prompt=[97, 98, 99], echo=True, logprobs=1, max_tokens=2, stream=True
+        )
+    )
+    tokens, offsets = [], []
+    for chunk in chunks:
+        logprobs = chunk.choices[0].logprobs
+        assert logprobs is not None
+        tokens += logprobs.tokens or []
+        offsets += logprobs.text_offset or []
+    assert (tokens, offsets) == (["a", "b", "c", "0 ", "1 "], [0, 1, 2, 3, 5])
+
+
+def test_prompt_logprobs(server: RunningServer) -> None:
+    [choice] = server.complete([97, 98], prompt_logprobs=0, max_tokens=1).json()["choices"]
+    expected = [None, {"98": {"logprob": -1.0, "rank": 1, "decoded_token": "b"}}]
+    assert choice["prompt_logprobs"] == expected
+    assert server.chat("a", prompt_logprobs=0, max_tokens=1).json()["prompt_logprobs"][0] is None
+
+
+def test_truncated_prompts(server: RunningServer) -> None:
+    for limit, kept in ((2, [98, 99]), (-1, [97, 98, 99])):
+        response = server.complete([97, 98, 99], truncate_prompt_tokens=limit, max_tokens=1)
+        assert response.status_code == 200
+        assert server.engine.seen[-1][0] == kept
+    assert server.chat("a" * 600, truncate_prompt_tokens=-1, max_tokens=12).status_code == 200
+    assert len(server.engine.seen[-1][0]) == 500
 
 
 def test_token_ids(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ import pytest
 from kvserve.config import EngineConfig
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def check(response: httpx.Response, status: int, param: str | None = None, code: str = "") -> str:
@@ -65,15 +68,28 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
         ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 3}}, "kv_policy"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "request_id": "a\r\nb"}, "request_id"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
-        ({"prompt": "a", "guided_json": {}}, "guided_json"),
-        ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "a", "guided_regex": ""}, "guided_regex"),
+        (
+            {"prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}},
+            "guided_regex",
+        ),
+        ({"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"json": {}}, "min_tokens": 1}, "min_tokens"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"prompt": "a", "thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "a", "bad_words": [""]}, "bad_words"),
+        ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
     ],
 )
 def test_completion_fields(server: RunningServer, body: dict[str, Any], param: str) -> None:
@@ -105,11 +121,18 @@ def test_completion_fields(server: RunningServer, body: dict[str, Any], param: s
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS}, "tools"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"store": True}, "store"),
         ({"echo": True}, "echo"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"refuse": True}}, "messages"),
@@ -238,6 +261,27 @@ def test_loading_and_draining(start_server: StartServer) -> None:
     assert server.http.get("/metrics").status_code == 200
 
 
+def test_a_full_queue(start_server: StartServer) -> None:
+    config = EngineConfig.from_flat(model=MODEL, max_num_seqs=2)
+    server = start_server(config=config, max_queued=1)
+    body = {"prompt": ["SLOW"] * 2, "max_tokens": 300, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as running:
+        lines = running.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=server.url) as other:
+            response = other.post("/v1/completions", json={"prompt": "a", "n": 2})
+            assert "--max-queued-requests" in check(response, 429, None, "queue_full")
+            assert response.headers["Retry-After"] == "1"
+            assert other.post("/v1/completions", json={"prompt": "a"}).is_success
+            # What could never be queued is wrong, not early.
+            check(other.post("/v1/completions", json={"prompt": "a", "n": 4}), 400, "prompt")
+        ending = threading.Timer(0.3, running.close)
+        ending.start()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
+        assert client.completions.create(model=MODEL, prompt="a", n=2).choices
+        ending.join()
+
+
 def test_policies_of_requests_may_be_switched_off(start_server: StartServer) -> None:
     config = EngineConfig.from_flat(model=MODEL, policy="kara", allow_request_policy="none")
     server = start_server(FakeEngine(policy_name="kara"), config=config)
@@ -255,6 +299,7 @@ class TestApiKeys:
     GUARDED = (
         *("/v1/models", "/v1/models/x", "/metrics", "/server_info", "/v1/kv/policies"),
         *("/v1/kv/stats", "/docs", "/openapi.json", "/nowhere", "/health/", "//health"),
+        *("/health_generate", "/load", "/tokenizer_info"),
     )
 
     @pytest.fixture
@@ -268,7 +313,10 @@ class TestApiKeys:
             response = keyed.http.get(path)
             check(response, 401, None, "invalid_api_key")
             assert response.headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/detokenize"):
+        for path in (
+            *("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/detokenize"),
+            *("/v1/responses", "/abort_requests", "/reset_prefix_cache", "/flush_cache"),
+        ):
             check(keyed.post(path, prompt="a"), 401)
 
     def test_keys(self, keyed: RunningServer) -> None:

@@ -1,0 +1,78 @@
+"""What a model says before it answers: the reasoning, told apart from the content as it streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class ReasoningParser:
+    """``deepseek_r1`` reasons from the first token on; ``qwen3`` says ``<think>`` first."""
+
+    name: str
+    end_id: int
+    """The token that is ``</think>``."""
+
+    def begins_inside(self, prompt_end: str) -> bool | None:
+        """Whether the output starts as reasoning, given how the prompt ends.
+
+        ``None``: only if it opens with ``<think>``. ``False``: the template has switched it off.
+        """
+        tail = prompt_end.rstrip()
+        if tail.endswith(CLOSE):
+            return False
+        return True if tail.endswith(OPEN) or self.name == "deepseek_r1" else None
+
+
+class ReasoningSplit:
+    """One choice's text in two streams. Newlines around the marks are nobody's."""
+
+    def __init__(self, inside: bool | None) -> None:
+        self._held = ""
+        self._inside = inside
+        self._opened = inside is False
+        """Whether it is settled if the text opens with a mark."""
+        self._begun = False
+        """Whether the current stream has shown anything."""
+
+    def push(self, text: str, final: bool) -> tuple[str, str]:
+        """New text -> new (reasoning, content)."""
+        self._held += text
+        if not self._opened and not self._open(final):
+            return "", ""
+        if not self._inside:
+            return "", self._take(len(self._held))
+        at = self._held.find(CLOSE)
+        if at < 0:
+            shown = len(self._held)
+            if not final:
+                shown = len(self._held[: shown - opening(self._held, CLOSE)].rstrip("\n"))
+            return self._take(shown), ""
+        reasoning = self._take(at).rstrip("\n")
+        self._held = self._held[len(CLOSE) :]
+        self._inside, self._begun = False, False
+        return reasoning, self._take(len(self._held))
+
+    def _open(self, final: bool) -> bool:
+        stripped = self._held.lstrip()
+        if not final and OPEN.startswith(stripped):
+            return False
+        self._opened = True
+        if stripped.startswith(OPEN):
+            self._held, self._inside = stripped[len(OPEN) :], True
+        return True
+
+    def _take(self, count: int) -> str:
+        taken, self._held = self._held[:count], self._held[count:]
+        if not self._begun:
+            taken = taken.lstrip("\n")
+            self._begun = bool(taken)
+        return taken
+
+
+def opening(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that begins ``mark``."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(mark[:n])), 0)

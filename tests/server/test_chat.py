@@ -1,0 +1,195 @@
+"""Chat answers in parts: reasoning and tool calls, whole and streamed, with the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvserve.log import ConfigError
+from tests.server.conftest import MODEL, RunningServer, StartServer, run_server
+from tests.server.fake_engine import END, FakeEngine, FakeTokenizer
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}},
+                       "$defs": {"City": {"type": "string"}}},
+    },
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[RunningServer]:
+    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    yield from run_server(FakeEngine(max_model_len=2000), **options)
+
+
+def ask(server: RunningServer, says: str, stream: bool, **more: Any) -> tuple[Any, list[Any]]:
+    """(message, finish reasons) of one answer, put together from its chunks where streamed."""
+    messages: Any = [{"role": "user", "content": f"SAY[{says}]"}]
+    create = server.openai().chat.completions.create
+    if not stream:
+        [choice] = create(model=MODEL, messages=messages, **more).choices
+        message = choice.message.model_dump()
+        calls = [call["function"] for call in message["tool_calls"] or ()]
+        return {**message, "tool_calls": calls}, [choice.finish_reason]
+    whole: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": ""}
+    calls = []
+    reasons: list[Any] = []
+    for chunk in create(model=MODEL, messages=messages, stream=True, **more):
+        delta = chunk.choices[0].delta.model_dump(exclude_none=True)
+        for name in ("content", "reasoning", "reasoning_content"):
+            whole[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                assert call["id"]
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+        reasons += filter(None, [chunk.choices[0].finish_reason])
+    return {**{k: v or None for k, v in whole.items()}, "tool_calls": calls}, reasons
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content_and_calls(model: RunningServer, stream: bool) -> None:
+    message, reasons = ask(model, f"<think>hm\nhm</think>\n\nLook: {CALL}", stream, tools=[TOOL])
+    assert message["reasoning"] == message["reasoning_content"] == "hm\nhm"
+    assert message["content"] == "Look: "
+    [call] = message["tool_calls"]
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Bern"})
+    assert reasons == ["tool_calls"]
+    seen = model.engine.seen[-1][1]
+    assert seen.thinking_end == END and seen.structured_output is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_plain_answer(model: RunningServer, stream: bool) -> None:
+    message, reasons = ask(model, "just <b>text", stream, tools=[TOOL])
+    assert (message["content"], message["tool_calls"]) == ("just <b>text", [])
+    assert not message.get("reasoning")
+    assert reasons == ["stop"]
+    message, _ = ask(model, CALL, stream, tools=[TOOL], tool_choice="none")
+    assert (message["content"], message["tool_calls"]) == (CALL, [])
+    tokenizer = model.engine.tokenizer
+    assert tokenizer is not None and "tools" not in tokenizer.seen[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls(model: RunningServer, stream: bool) -> None:
+    says = '[{"name": "weather", "parameters": {"city": "Bern"}}]'
+    more = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    message, reasons = ask(model, says, stream, **more)
+    assert message["tool_calls"] == [{"name": "weather", "arguments": '{"city": "Bern"}'}]
+    assert (message["content"], reasons) == (None, ["tool_calls"])
+    wanted = model.engine.seen[-1][1].structured_output
+    assert wanted is not None
+    schema = json.loads(wanted.value)
+    assert schema["$defs"] == {"City": {"type": "string"}} and schema["maxItems"] == 1
+    [item] = schema["items"]["anyOf"]
+    assert item["properties"]["name"] == {"const": "weather"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_call(model: RunningServer, stream: bool) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    message, reasons = ask(model, '{"city": "Bern"}', stream, tools=[TOOL], tool_choice=choice)
+    assert message["tool_calls"] == [{"name": "weather", "arguments": '{"city": "Bern"}'}]
+    assert reasons == ["stop"]
+
+
+def test_history_reaches_the_template(model: RunningServer) -> None:
+    messages: Any = [
+        {"role": "user", "content": "w?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "hm",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    body = {"messages": messages, "tools": [TOOL], "max_tokens": 1}
+    assert model.post("/v1/chat/completions", **body).status_code == 200
+    tokenizer = model.engine.tokenizer
+    assert tokenizer is not None
+    seen, kwargs = tokenizer.seen
+    assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+    assert seen[1]["reasoning"] == seen[1]["reasoning_content"] == "hm"
+    assert seen[2]["tool_call_id"] == "call_1"
+    assert kwargs["tools"][0]["function"]["name"] == "weather"
+
+
+def test_a_budget_and_a_template_without_reasoning(model: RunningServer) -> None:
+    assert model.chat("a", max_tokens=1, thinking_token_budget=9).status_code == 200
+    params = model.engine.seen[-1][1]
+    assert (params.thinking_end, params.thinking_token_budget) == (END, 9)
+    off = {"chat_template_kwargs": {"close": True}, "thinking_token_budget": 9}
+    answer = model.chat("SAY[<think> is a word]", **off).json()
+    assert answer["choices"][0]["message"]["content"] == "<think> is a word"
+    params = model.engine.seen[-1][1]
+    assert (params.thinking_end, params.thinking_token_budget) == (None, None)
+
+
+def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> None:
+    server = start_server(FakeEngine(), tool_parser="mistral", auto_tools=True)
+    says = '[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
+    message, _ = ask(server, says, False, tools=[TOOL])
+    assert message["tool_calls"] == [{"name": "weather", "arguments": "{}"}]
+    assert not server.engine.seen[-1][1].skip_special_tokens
+    server.chat("a", max_tokens=1)
+    assert server.engine.seen[-1][1].skip_special_tokens
+
+
+def test_logprobs_ride_along(model: RunningServer) -> None:
+    messages: Any = [{"role": "user", "content": "SAY[<think>ab</think>cd]"}]
+    chunks = model.openai().chat.completions.create(
+        model=MODEL, messages=messages, stream=True, logprobs=True
+    )
+    seen = [
+        item.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for item in chunk.choices[0].logprobs.content or ()
+    ]
+    assert "".join(seen) == "<think>ab</think>cd"
+
+
+def test_a_tokenizer_without_the_mark(start_server: StartServer) -> None:
+    class Plain(FakeTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return list(map(ord, text))
+
+    with pytest.raises(ConfigError, match="--reasoning-parser"):
+        start_server(FakeEngine(tokenizer=Plain()), reasoning_parser="qwen3")
+
+
+def test_structured_output_of_requests(server: RunningServer) -> None:
+    schema = {"type": "object"}
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    cases: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
+        ({"response_format": {"type": "json_object"}}, ("json_object", "", "response_format")),
+        ({"response_format": named}, ("json", '{"type": "object"}', "response_format")),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+", "structured_outputs")),
+        ({"guided_choice": ["a", "b"]}, ("choice", '["a", "b"]', "guided_choice")),
+        ({"guided_json": '{"type":"object"}'}, ("json", '{"type": "object"}', "guided_json")),
+    ]
+    for fields, expected in cases:
+        for response in (
+            server.chat("a", max_tokens=1, **fields),
+            server.complete("a", max_tokens=1, **fields),
+        ):
+            assert response.status_code == 200, response.text
+            found = server.engine.seen[-1][1].structured_output
+            assert found is not None
+            assert (found.kind, found.value, found.field) == expected

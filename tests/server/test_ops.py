@@ -1,0 +1,78 @@
+"""Operating the server: deep health, load, aborts, the prefix cache, the tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from kvserve.server import ops_routes
+from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
+from tests.server.fake_engine import FakeEngine
+
+
+def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server(FakeEngine())
+    assert server.http.get("/health_generate").json() == {"status": "ok"}
+    [(ids, params, _)] = server.engine.seen
+    assert (len(ids), params.max_tokens) == (1, 1)
+
+    async def hang(*args: Any, **kwargs: Any) -> Any:
+        import asyncio
+
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(ops_routes, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(ops_routes.Generation, "_settled", hang)
+    response = server.http.get("/health_generate")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_stuck"
+    wait_until(lambda: not server.state.generations)
+
+
+def test_load_and_abort(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+    answers: list[httpx.Response] = []
+
+    def ask(name: str) -> None:
+        body = {"prompt": "SLOW", "max_tokens": 400, "request_id": name}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=20))
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("one", "two", "three")]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.http.get("/load").json()["server_load"] == 3)
+    assert server.http.get("/load").json()["num_requests_running"] == 3
+    aborted = server.post("/abort_requests", request_ids=["one", "cmpl-two", "nobody"]).json()
+    assert sorted(aborted["aborted"]) == ["cmpl-one", "cmpl-two"]
+    wait_until(lambda: len(answers) == 2)
+    assert {answer.json()["error"]["code"] for answer in answers} == {"aborted"}
+    wait_until(lambda: len(server.engine.aborted) == 2)
+    server.post("/abort_requests", request_ids=["three"])
+    for thread in threads:
+        thread.join()
+    assert server.post("/abort_requests").json()["error"]["param"] == "request_ids"
+
+
+def test_prefix_cache_and_tokenizer(server: RunningServer) -> None:
+    before = server.engine.resets
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        assert server.post(path).json() == {"status": "ok"}
+    assert server.engine.resets == before + 2
+    assert server.http.get("/tokenizer_info").json()["chat_template"] == "fake"
+
+
+def test_fingerprints(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+
+    def fingerprint(**body: Any) -> str:
+        found: str = server.complete("a", max_tokens=1, **body).json()["system_fingerprint"]
+        return found
+
+    assert fingerprint() == fingerprint(kv_policy="none") == fingerprint(seed=3)
+    assert fingerprint() != fingerprint(kv_policy="kara")
+    assert fingerprint(kv_policy={"name": "kara", "window": 8}) != fingerprint(kv_policy="kara")
+    chunk = next(iter(server.openai().completions.create(model=MODEL, prompt="a", stream=True)))
+    assert chunk.system_fingerprint == fingerprint()
