@@ -16,6 +16,7 @@ from kvserve.engine.sampler import RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence
 
 _STATS_INTERVAL = 0.05
@@ -67,6 +68,11 @@ class EngineCore:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+        if new.priority and self.config.scheduler.scheduling_policy != "priority":
+            raise RequestError(
+                "priority needs a server started with --scheduling-policy priority",
+                param="priority",
+            )
         policy = self._request_policy(new.kv_policy)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
         self._check_fits(prompt, max_len, policy)
@@ -79,6 +85,7 @@ class EngineCore:
             policy_id=self._policy_id(policy),
             trigger=policy.trigger,
             sampling=self._row_sampling(new, prompt),
+            priority=new.priority,
         )
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self.scheduler.add(sequence)
@@ -93,8 +100,12 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """Run one step to its end and report its tokens."""
+        started, compacting = time.perf_counter(), self.runner.compaction_seconds
         output = self.scheduler.schedule()
         result = self.runner.launch(output).collect()
+        if self.scheduler.events.gate is not None:
+            compacting = self.runner.compaction_seconds - compacting
+            self._record_costs(output, time.perf_counter() - started, compacting)
         finished = self.scheduler.update(output, result.token_ids)
         self._generation_tokens += len(result.token_ids)
         return StepOutputs(
@@ -104,6 +115,17 @@ class EngineCore:
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
         )
+
+    def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
+        """Tell the gate what this step took."""
+        gate, decoding = self.scheduler.events.gate, output.num_decoding
+        assert gate is not None
+        if output.compactions:
+            observed = sum(int(task.plan.observed.sum()) for task in output.compactions)
+            gate.record_events(observed, compacting)
+        elif decoding == output.num_tokens > 0:
+            entries = int(self.scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
+            gate.record_step(decoding, entries, seconds)
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
@@ -135,6 +157,9 @@ class EngineCore:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
             preemptions_total=scheduler.num_preemptions,
+            swaps_total=scheduler.num_swaps,
+            early_compactions_total=scheduler.events.early_compactions,
+            skipped_compactions_total=scheduler.events.skipped,
             compactions_total=scheduler.events.compactions,
             blocks_released_total=scheduler.events.blocks_released,
             tokens_evicted_total=scheduler.events.tokens_evicted,

@@ -27,6 +27,7 @@ class NewSequence:
     min_tokens: int
     logprobs: int | None
     kv_policy: str | dict[str, Any] | None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
