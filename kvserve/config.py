@@ -75,6 +75,11 @@ class CacheConfig:
     enable_prefix_caching: bool = setting(
         True, "keep computed prompt blocks and reuse them for prompts that begin alike"
     )
+    swap_space: float | None = setting(
+        None,
+        "GiB of host memory for compressed sequences that have to make way (default: as much as "
+        "the pool, at most 4; 0: they are computed again)",
+    )
     kv_layout: str = setting(
         "auto",
         "which lengths may differ; auto is what --policy needs",
@@ -93,6 +98,16 @@ class SchedulerConfig:
     max_num_batched_tokens: int = setting(2048, "most tokens in one step")
     enable_chunked_prefill: bool = setting(
         True, "split prompts that do not fit a step, and mix them with decodes"
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "who goes first: the oldest, or the lowest priority number and then the oldest",
+        choices=("fcfs", "priority"),
+    )
+    max_num_observed_tokens: int | None = setting(
+        None,
+        "most tokens whose queries the compactions of one step observe; the others wait "
+        "(default: --max-num-batched-tokens)",
     )
 
 
@@ -116,6 +131,12 @@ class CompressionConfig:
         "all",
         "whether a request's kv_policy may override --policy (none as policy is always allowed)",
         choices=("all", "none"),
+    )
+    gate: str = setting(
+        "off",
+        "on leaves out periodic compactions that, by the steps measured so far, would cost more "
+        "time than they save",
+        choices=("off", "on"),
     )
 
 
@@ -182,6 +203,14 @@ def _validate(config: EngineConfig) -> None:
         (
             0.0 < cache.gpu_memory_utilization <= 1.0,
             "--gpu-memory-utilization must be in (0, 1]",
+        ),
+        (
+            cache.swap_space is None or cache.swap_space >= 0.0,
+            "--swap-space must be >= 0 (GiB of host memory)",
+        ),
+        (
+            scheduler.max_num_observed_tokens is None or scheduler.max_num_observed_tokens >= 1,
+            "--max-num-observed-tokens must be >= 1",
         ),
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),

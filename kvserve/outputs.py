@@ -90,6 +90,8 @@ class EngineStats:
     """The engine's state and counters (totals since start).
 
     ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
+    ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
+    compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
     """
 
     num_running: int = 0
@@ -102,7 +104,10 @@ class EngineStats:
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    swaps_total: int = 0
     compactions_total: int = 0
+    early_compactions_total: int = 0
+    skipped_compactions_total: int = 0
     blocks_released_total: int = 0
     tokens_evicted_total: int = 0
     compaction_seconds_total: float = 0.0

@@ -137,6 +137,9 @@ class _Meter:
             "compaction_s": after.compaction_seconds_total - self.before.compaction_seconds_total,
             "evicted_tokens": after.tokens_evicted_total - self.before.tokens_evicted_total,
             "preemptions": after.preemptions_total - self.before.preemptions_total,
+            "swaps": after.swaps_total - self.before.swaps_total,
+            "early_compactions": after.early_compactions_total
+            - self.before.early_compactions_total,
             "itl_p50_ms": None if p50 is None else 1000 * p50,
             "itl_p99_ms": None if p99 is None else 1000 * p99,
             "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),

@@ -19,6 +19,7 @@ from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import RowState
 
@@ -73,6 +74,11 @@ class EngineCore:
                 code="context_length_exceeded",
             )
         self._check_tokens(new)
+        if new.priority and self.config.scheduler.scheduling_policy != "priority":
+            raise RequestError(
+                "priority needs a server started with --scheduling-policy priority",
+                param="priority",
+            )
         policy = self._request_policy(new.kv_policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy)
@@ -87,6 +93,7 @@ class EngineCore:
             policy_id=self._policy_id(policy),
             trigger=policy.trigger,
             sampling=self._row_sampling(new, prompt),
+            priority=new.priority,
         )
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
@@ -109,8 +116,12 @@ class EngineCore:
 
     def step(self) -> StepOutputs:
         """Run one step to its end and report its tokens."""
+        started, compacting = time.perf_counter(), self.runner.compaction_seconds
         output = self.scheduler.schedule()
         result = self.runner.launch(output).collect()
+        if self.scheduler.events.gate is not None:
+            compacting = self.runner.compaction_seconds - compacting
+            self._record_costs(output, time.perf_counter() - started, compacting)
         finished = self.scheduler.update(output, result.token_ids)
         self._generation_tokens += len(result.token_ids)
         return StepOutputs(
@@ -121,6 +132,17 @@ class EngineCore:
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
         )
+
+    def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
+        """Tell the gate what this step took."""
+        gate, decoding = self.scheduler.events.gate, output.num_decoding
+        assert gate is not None
+        if output.compactions:
+            observed = sum(int(task.plan.observed.sum()) for task in output.compactions)
+            gate.record_events(observed, compacting)
+        elif decoding == output.num_tokens > 0:
+            entries = int(self.scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
+            gate.record_step(decoding, entries, seconds)
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
@@ -152,6 +174,9 @@ class EngineCore:
             prompt_tokens_total=self._prompt_tokens,
             generation_tokens_total=self._generation_tokens,
             preemptions_total=scheduler.num_preemptions,
+            swaps_total=scheduler.num_swaps,
+            early_compactions_total=scheduler.events.early_compactions,
+            skipped_compactions_total=scheduler.events.skipped,
             compactions_total=scheduler.events.compactions,
             blocks_released_total=scheduler.events.blocks_released,
             tokens_evicted_total=scheduler.events.tokens_evicted,
@@ -224,17 +249,13 @@ class EngineCore:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Token ids other than the prompt's, and what the scheduler does not do."""
+        """Token ids other than the prompt's."""
         named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
         for name, ids in named.items():
             if any(not 0 <= token < self.info.vocab_size for token in ids):
                 raise RequestError(
                     f"{name} holds a token id outside [0, {self.info.vocab_size})", param=name
                 )
-        if new.priority:
-            raise RequestError(
-                "priority needs a server with --scheduling-policy priority", param="priority"
-            )
 
     def _row_sampling(self, new: NewSequence, prompt: int) -> RowSampling:
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed

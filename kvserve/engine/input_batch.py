@@ -45,17 +45,20 @@ class InputBatch:
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._kept_scores: dict[int, Tensor] = {}
+        self._parked_scores: dict[int, dict[int, Tensor]] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
         self._swap(output.row_swaps)
-        if output.admitted:
-            rows = torch.tensor([seq.row for seq in output.admitted], device=self.device)
-            computed = self._long(output.admitted_computed)
-            self.kv_lens[:, rows] = computed[:, None]
-            self.num_computed[rows] = computed
-            self.log_from[rows] = self._long(output.admitted_log_from)
-            self.sampling.set_rows(output.admitted)
+        self._park_scores(output)
+        new = output.admitted
+        if new.sequences:
+            rows = torch.tensor([seq.row for seq in new.sequences], device=self.device)
+            self.kv_lens[:, rows] = self._long(new.kv_lens)
+            self.num_computed[rows] = self._long(new.num_computed)
+            self.log_from[rows] = self._long(new.log_from)
+            self.last_token[rows] = self._long(new.last_token)
+            self.sampling.set_rows(new.sequences)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
 
@@ -166,6 +169,15 @@ class InputBatch:
         entries = torch.arange(columns * self.layout.block_size, device=self.device)
         visible = torch.zeros((), dtype=self.dtype, device=self.device)
         return torch.where(entries <= last[..., None], visible, -torch.inf)[:, :, None]
+
+    def _park_scores(self, output: SchedulerOutput) -> None:
+        """What policies keep of a row goes with it to host memory, and comes back."""
+        for task in output.swap_outs:
+            kept = self._kept_scores.items()
+            self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
+        for task in output.swap_ins:
+            for i, scores in self._parked_scores.pop(task.place).items():
+                self._kept_scores[i][task.row] = scores.to(self.device)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:

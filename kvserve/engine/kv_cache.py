@@ -8,6 +8,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import SwapTask
 
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
 
@@ -28,10 +29,14 @@ class KVCache:
         device: str,
         *,
         fp8_log: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self.log_heads = log_heads
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
+        # Block 0 is a null block here too. Pages that no sequence was parked in cost no memory.
+        host_shape = layout.cache_shape(num_host_blocks + 1)
+        self.host = torch.empty(host_shape, dtype=dtype, pin_memory=device == "cuda")
         self.log_block_tokens = log_block_tokens(
             layout, log_heads, dtype.itemsize if fp8_log else 1
         )
@@ -58,6 +63,19 @@ class KVCache:
                     reduced.clamp(-_E4M3.max, _E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
                 )
             store_queries(self.query_log, place, batch.query_slots[group], reduced)
+
+    def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
+        """Copy blocks to host memory, then back. Logged queries are blocks like others."""
+        for task in outs:
+            device, host = self._blocks(task)
+            self.host[host] = self.kv[device].to(self.host.device)
+        for task in ins:
+            device, host = self._blocks(task)
+            self.kv[device] = self.host[host].to(self.kv.device)
+
+    def _blocks(self, task: SwapTask) -> tuple[Tensor, Tensor]:
+        device = torch.as_tensor(task.device_blocks, device=self.kv.device)
+        return device.long(), torch.as_tensor(task.host_blocks).long()
 
     def logged(self, entries: Tensor) -> Tensor:
         """Entries read from ``query_log`` as numbers."""

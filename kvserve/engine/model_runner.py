@@ -98,6 +98,7 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
         self._compact(output)
+        self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if not output.num_tokens:
             return LaunchedStep(None, np.zeros(0, np.int32))

@@ -19,6 +19,7 @@ from kvserve.engine.models.loader import find_model, load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
+from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
@@ -58,6 +59,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         raise ConfigError(f"--block-size: {error}") from None
     model = load_model(directory, config.model, spec, max_len, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
+    num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
     scheduler = Scheduler(
         layout,
         num_blocks,
@@ -67,11 +69,16 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         log_block_tokens=log_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        max_observed_tokens=config.scheduler.max_num_observed_tokens,
+        gate=BreakEvenGate() if config.compression.gate == "on" else None,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     max_rows = config.scheduler.max_num_seqs
     batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, dtype, device)
-    cache = KVCache(layout, num_blocks, log_heads, dtype, device, fp8_log=fp8)
+    cache = KVCache(
+        layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
+    )
     runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
     defaults, eos = _generation_config(directory, spec, config)
     info = EngineInfo(
@@ -83,7 +90,8 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         block_size=layout.block_size,
         num_blocks=num_blocks - 1,
         default_sampling=defaults,
-        summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+        summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device)
+        + _scheduling_summary(config, num_host_blocks),
     )
     return BuiltEngine(scheduler, runner, info, query_reduce, "fp8" if fp8 else "model")
 
@@ -147,6 +155,14 @@ def _num_blocks(
     return int(min(affordable, usable + 1))
 
 
+def _num_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of the swap space, the null block aside."""
+    space = config.cache.swap_space
+    if space is None:
+        return min(num_blocks - 1, 4 * _GIB // block_bytes)
+    return int(space * _GIB) // block_bytes
+
+
 def _default_memory(config: EngineConfig, device: str) -> int:
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -207,5 +223,17 @@ def _summary(
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
         ("attention", "torch", "gathered blocks and torch's SDPA"),
-        ("preemption", "recompute", "newest first; compressed sequences replay their events"),
+    ]
+
+
+def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:
+    """Rows of the start-up table on who runs, who makes way, and when events run."""
+    scheduler = config.scheduler
+    observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
+    swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
+    return [
+        ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
+        ("preemption", swap, "--swap-space; what is not compressed, or not fits, is recomputed"),
+        ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
+        ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
     ]

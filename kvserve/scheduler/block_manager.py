@@ -145,6 +145,31 @@ class BlockManager:
         self.log.release_row(row)
         self.start_row(row)
 
+    def give_back_unused(self, row: int, computed: int) -> None:
+        """Give back blocks reserved for entries behind the last one held."""
+        at, size = np.array([row]), self.log_block_tokens
+        self.kv.truncate(at, -(-self.kv_lens[:, at] // self.layout.block_size))
+        self.log.truncate(at, np.maximum(-(-computed // size), self.log.first[:, at]))
+
+    def restore_row(
+        self,
+        row: int,
+        kv_lens: IntArray,
+        columns: IntArray,
+        log_from: int,
+        log_first: int,
+        log_end: int,
+    ) -> None:
+        """Begin an empty row with shared ``columns`` and fresh blocks for the rest it held."""
+        at = np.array([row])
+        self.start_row(row)
+        self.kv.adopt(row, columns)
+        self.kv.extend(at, -(-kv_lens[:, None] // self.layout.block_size))
+        self.log.start(row, log_first)
+        self.log.extend(at, np.full_like(kv_lens, log_end)[:, None])
+        self.kv_lens[:, row] = kv_lens
+        self._log_from[row] = log_from
+
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
         return self.kv.held(num_rows) + self.log.held(num_rows)

@@ -72,9 +72,7 @@ class BlockTable:
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
-        columns = self.end[:, row] - self.first[:, row]
-        where = _entries(np.array([row]), self.first[:, [row]], columns[:, None])
-        self.pool.release(self.blocks[where])
+        self.pool.release(self.row_entries(row)[0])
         self.start(row, 0)
 
     def replace_shared(self, rows: IntArray, columns: IntArray) -> IntArray:
@@ -90,6 +88,12 @@ class BlockTable:
         self.blocks[where] = self.pool.allocate(len(at))
         np.minimum.at(self._synced, where[:3], columns[at])
         return np.asarray(shared.any(axis=(1, 2)))
+
+    def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
+        """Blocks that a row names, group by group, and the columns they stand in."""
+        first = self.first[:, [row]]
+        where = _entries(np.array([row]), first, self.end[:, [row]] - first)
+        return self.blocks[where], where[3]
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names."""

@@ -56,6 +56,35 @@ class CompactionTask:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapTask:
+    """A row that leaves for host memory, or comes back.
+
+    ``row`` is the one after all row swaps; ``place`` names what it keeps beside its blocks;
+    contents move between ``device_blocks`` and ``host_blocks``, pair by pair.
+    """
+
+    row: int
+    place: int
+    device_blocks: IntArray
+    host_blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Rows given to n sequences: what they hold before this step's forward.
+
+    ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
+    ``log_from [n]`` on; ``last_token [n]`` is the newest known token.
+    """
+
+    sequences: tuple[Sequence, ...]
+    num_computed: IntArray
+    kv_lens: IntArray
+    log_from: IntArray
+    last_token: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Chunks of sequences that catch up: rows, first logical positions, lengths and token ids."""
 
@@ -71,10 +100,9 @@ class SchedulerOutput:
 
     compactions: tuple[CompactionTask, ...]
     row_swaps: tuple[tuple[int, int], ...]
-    admitted: tuple[Sequence, ...]
-    admitted_log_from: IntArray
-    admitted_computed: IntArray
-    """Tokens each newcomer finds in the prefix cache: what its row holds before this step."""
+    swap_outs: tuple[SwapTask, ...]
+    swap_ins: tuple[SwapTask, ...]
+    admitted: NewRows
     table_update: TableUpdate
     log_update: TableUpdate
     num_decoding: int

@@ -28,7 +28,7 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
-        self._counters: IntArray = np.zeros((14, max_rows), np.int32)
+        self._counters: IntArray = np.zeros((16, max_rows), np.int32)
         (
             self.num_prompt,
             self.num_tokens,
@@ -37,6 +37,8 @@ class RowTable:
             self.run_start,
             self.next_event,
             self.caught_up,
+            self.replay_until,
+            self.priority,
             self.arrival,
             self.policy_id,
             self.compactions,
@@ -52,19 +54,33 @@ class RowTable:
 
     def add(self, seq: Sequence) -> int:
         """Give ``seq`` the next row, as one that has computed nothing."""
-        row = self.num_rows
-        self.num_rows += 1
-        self.sequences[row] = seq
-        seq.row, seq.status = row, SequenceStatus.RUNNING
+        row = self._next_row(seq)
         self._counters[:, row] = 0
-        self.token_ids[row, : seq.num_tokens] = seq.token_ids
         self.num_prompt[row] = seq.num_prompt_tokens
         self.num_tokens[row] = seq.num_tokens
         self.max_len[row] = seq.max_len
+        self.replay_until[row] = seq.replay_until
+        self.priority[row] = seq.priority
         self.arrival[row] = seq.arrival
         self.policy_id[row] = seq.policy_id
-        self._set_stop_ids(row, seq.stop_token_ids)
         return row
+
+    def restore(self, seq: Sequence, counters: IntArray) -> int:
+        """Give ``seq`` the next row, with the ``counters`` it had when it left one."""
+        row = self._next_row(seq)
+        self._counters[:, row] = counters
+        return row
+
+    def counters_of(self, row: int) -> IntArray:
+        """A copy of all counters of a row."""
+        counters: IntArray = self._counters[:, row].copy()
+        return counters
+
+    def owner(self, row: int) -> Sequence:
+        """The sequence of a row in use."""
+        seq = self.sequences[row]
+        assert seq is not None
+        return seq
 
     def save(self, seq: Sequence) -> None:
         """Write the row's tokens and counts back to its sequence."""
@@ -98,6 +114,12 @@ class RowTable:
             self.num_decoding -= 1
             self._swap(int(row), self.num_decoding)
 
+    def decoding_next(self) -> IntArray:
+        """Rows that want a token and have no event waiting, before they are sorted in front."""
+        n = self.num_rows
+        no_event = self.num_computed[:n] < self.next_event[:n]
+        return np.flatnonzero(self.caught_up[:n] & no_event).astype(np.int32)
+
     def take_swaps(self) -> tuple[tuple[int, int], ...]:
         """Rows exchanged since the last call, in order."""
         swaps, self._swaps = tuple(self._swaps), []
@@ -109,6 +131,15 @@ class RowTable:
         places = start[:, None] + np.arange((last - start).max() + 1)
         tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
         return tokens
+
+    def _next_row(self, seq: Sequence) -> int:
+        row = self.num_rows
+        self.num_rows += 1
+        self.sequences[row] = seq
+        seq.row, seq.status = row, SequenceStatus.RUNNING
+        self.token_ids[row, : seq.num_tokens] = seq.token_ids
+        self._set_stop_ids(row, seq.stop_token_ids)
+        return row
 
     def _swap(self, a: int, b: int) -> None:
         """Exchange two rows with all that belongs to them."""

@@ -2,32 +2,35 @@
 
 There is no prefill phase and no decode phase, only ``num_computed`` catching up with
 ``num_tokens``; chunked prefill and recomputation after a preemption fall out of it. Compactions
-come first, at logical positions of the sequence itself, and what they free serves the same step.
+come first, and what they free serves the same step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
+from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.events import EventBook
+from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import PrefillBatch, SchedulerOutput
-from kvserve.scheduler.prefix_cache import PrefixCache, column_hashes
+from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.prefix_cache import PrefixCache
+from kvserve.scheduler.prefixes import Prefixes
+from kvserve.scheduler.queue import WaitingQueue
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.swap_space import SwapSpace
+from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
 
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
 
-    A newcomer is admitted only beside ``admission_reserve`` tokens of growth of every running
-    sequence (fewer where its next event or its end comes first): less admits more and preempts
-    more. Waiting for a whole window would keep out what compression makes room for.
+    When blocks run out, in this order: prefix columns that nobody uses are dropped, optional events
+    come early, and the newest sequence of the lowest priority makes way: a compressed one to host
+    memory if its blocks fit there, others (and those that do not fit) to be computed again.
     """
 
     def __init__(
@@ -41,6 +44,9 @@ class Scheduler:
         log_block_tokens: int,
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        max_observed_tokens: int | None = None,
+        gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
     ) -> None:
         self.layout = layout
@@ -54,16 +60,27 @@ class Scheduler:
             PrefixCache(self.pool) if prefix_caching else None,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
-        self.events = EventBook(self.rows, self.blocks)
-        self.waiting: deque[Sequence] = deque()
+        self.events = EventBook(
+            self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
+        )
+        self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
+        self.waiting = WaitingQueue()
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self._prefixes = Prefixes(self.rows, self.blocks)
+        self._admission = Admission(
+            self.rows,
+            self.blocks,
+            self.events,
+            self._prefixes,
+            self.swap,
+            reserve=admission_reserve,
+            chunked=chunked_prefill,
+        )
         self._max_tokens = max_num_batched_tokens
-        self._chunked = chunked_prefill
-        self._reserve = admission_reserve
         self._arrivals = 0
-        # What the next output tells the runner, and what the next update tells the caller.
-        self._admitted: list[Sequence] = []
+        # Who ended since the last step, and whom the next update reports for outgrowing the pool.
         self._finished: list[Sequence] = []
         self._outgrown: list[Sequence] = []
 
@@ -71,23 +88,23 @@ class Scheduler:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """Blocks without which a sequence cannot get past its prompt and its first event."""
-        first_event, log_from = _first_event(num_prompt, trigger)
-        tokens = num_prompt + 1 if first_event == NO_EVENT else min(first_event, max_len)
-        return self._blocks_alone(tokens, log_from)
+        return self._admission.blocks_at_least(num_prompt, max_len, trigger)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""
         seq.arrival = self._arrivals
         self._arrivals += 1
         self.events.register(seq)
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now and free its blocks; its row is given away by the next step."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
+            if seq in self.swap:
+                self.swap.discard(seq)
         elif seq.status is SequenceStatus.RUNNING:
-            self._publish(seq, int(self.rows.num_computed[seq.row]))
+            self._prefixes.publish(seq, int(self.rows.num_computed[seq.row]))
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
@@ -106,8 +123,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes; tables and lengths are those after it."""
         rows = self.rows
-        self.events.take_engine_wide()
-        compactions = self.events.compact_due()
+        compactions = self._compact()
         self._drop_finished()
         rows.demote_due()
         rows.promote_ready()
@@ -115,10 +131,11 @@ class Scheduler:
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
         self._compute(decoding, np.ones_like(decoding))
         chunks = self._schedule_chunks()
-        while not chunks and not len(decoding) and rows.num_rows:
+        while not (chunks or len(decoding) or self._admission.has_new) and rows.num_rows:
             # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
-            self._preempt_newest()
+            self._preempt()
             chunks = self._schedule_chunks()
+        admitted = self._admission.take_new_rows()
         prefill = self._prefill_batch(chunks)
         complete = rows.num_computed[prefill.rows] == rows.num_tokens[prefill.rows]
         sampled = np.concatenate([decoding, prefill.rows[complete]])
@@ -126,12 +143,14 @@ class Scheduler:
         rows.num_tokens[sampled] += 1
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
-        output = SchedulerOutput(
+        swap_outs, swap_ins = self.swap.take_tasks()
+        self.num_steps += 1
+        return SchedulerOutput(
             compactions=compactions,
             row_swaps=rows.take_swaps(),
-            admitted=tuple(self._admitted),
-            admitted_computed=np.array([seq.num_cached_tokens for seq in self._admitted], np.int32),
-            admitted_log_from=self.blocks.logged_from([seq.row for seq in self._admitted]),
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
+            admitted=admitted,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
@@ -139,11 +158,8 @@ class Scheduler:
             columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
             logs_queries=bool(self.blocks.log.held(n).any()),
             sampled_chunks=np.flatnonzero(complete),
-            sampled=tuple(rows.sequences[row] for row in sampled),
+            sampled=tuple(rows.owner(row) for row in sampled),
         )
-        self._admitted.clear()
-        self.num_steps += 1
-        return output
 
     def update(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
         """Take in the sampled tokens, in the order of ``output.sampled``; return who finished."""
@@ -163,6 +179,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
+        self.swap.check_integrity()
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
@@ -178,28 +195,50 @@ class Scheduler:
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
         self.blocks.release_row(seq.row)
-        self.rows.next_event[seq.row] = NO_EVENT
+        self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
     def _drop_finished(self) -> None:
         for seq in self._finished:
             self.rows.drop(seq)
         self._finished.clear()
 
-    def _preempt_newest(self) -> None:
-        """Send the newest sequence back to the queue; the only one left ends instead."""
-        rows = self.rows
-        seq = rows.live()[int(rows.arrival[: rows.num_rows].argmax())]
-        if rows.num_rows == 1:
+    def _preempt(self) -> None:
+        """Send the newest of the lowest priority back to the queue; the only one left ends."""
+        rows, n = self.rows, self.rows.num_rows
+        seq = rows.owner(np.lexsort((rows.arrival[:n], rows.priority[:n]))[-1])
+        if n == 1:
             self._outgrow(seq)
             self._drop_finished()
             return
+        if rows.compactions[seq.row] and self.swap.park(seq):
+            self.num_swaps += 1
+        seq.replay_until = max(seq.replay_until, int(rows.num_computed[seq.row]))
         self._empty_row(seq)
         rows.drop(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        self.waiting.add(seq)
         self.num_preemptions += 1
 
+    def _outgrow(self, seq: Sequence) -> None:
+        """End a sequence that the whole pool cannot hold any longer."""
+        self.finish(seq, "length")
+        self._outgrown.append(seq)
+
     # ---- blocks and chunks -------------------------------------------------------------------
+
+    def _compact(self) -> tuple[CompactionTask, ...]:
+        """Events that are due, and early ones if this step's decodes would find no blocks."""
+        self.events.take_engine_wide()
+        entries = self.pool.capacity * self.layout.block_size // self.layout.groups
+        tasks = self.events.compact_due(entries if self.waiting else 0)
+        at = self.rows.decoding_next()
+        missing = self._missing(at)
+        return tasks + self.events.compact_early(missing) if missing else tasks
+
+    def _missing(self, at: IntArray) -> int:
+        """Blocks that cannot be had for one more token in each of the rows ``at``."""
+        wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
+        return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 
     def _compute(self, at: IntArray, lengths: IntArray) -> None:
         """Store ``lengths`` more tokens in rows ``at``."""
@@ -208,33 +247,50 @@ class Scheduler:
         self.rows.num_computed[at] += lengths
 
     def _make_room_for_decodes(self) -> None:
-        while self.rows.num_decoding:
-            at = np.arange(self.rows.num_decoding, dtype=np.int32)
-            computed = self.rows.num_computed[at]
-            if self.blocks.have_free(self.blocks.wanted(at, np.ones_like(at), computed)):
-                return
-            self._preempt_newest()
+        while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
+            self._preempt()
 
     def _schedule_chunks(self) -> list[tuple[int, int]]:
         """Rows that catch up in this step, oldest first, and how many tokens of each."""
         rows = self.rows
         budget = self._max_tokens - rows.num_decoding
         chunks = []
-        catching_up = range(rows.num_decoding, rows.num_rows)
-        for row in sorted(catching_up, key=rows.arrival.__getitem__):
+        at = np.arange(rows.num_decoding, rows.num_rows)
+        at = at[rows.caught_up[at] == 0]
+        for row in at[np.lexsort((rows.arrival[at], rows.priority[at]))].tolist():
             length = self._continue(row, budget)
             if length:
                 chunks.append((row, length))
                 budget -= length
-                self._publish_chunk(row, length)
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
-            admitted = self._admit(budget)
-            if admitted is None:
+            seq = self.waiting.first
+            if not self._admission.admit(seq, budget):
+                if not rows.num_rows:
+                    self._outgrow(seq)
                 break
-            chunks.append(admitted)
-            budget -= admitted[1]
-            self._publish_chunk(*admitted)
+            self.waiting.remove(seq)
+            if not rows.caught_up[seq.row]:
+                length = self._continue(seq.row, budget)
+                chunks.append((seq.row, length))
+                budget -= length
         return chunks
+
+    def _continue(self, row: int, budget: int) -> int:
+        """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait.
+
+        A chunk ends where an event is due.
+        """
+        rows, at = self.rows, np.array([row], np.int32)
+        target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
+        length = self._admission.chunk_length(int(rows.num_computed[row]), target, budget)
+        new = np.array([length], np.int32)
+        if not length or not self.blocks.have_free(
+            self.blocks.wanted(at, new, rows.num_computed[at])
+        ):
+            return 0
+        self.blocks.grow(at, new, rows.num_computed[at])
+        self._prefixes.publish_chunk(row, length)
+        return length
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
         at = np.array([row for row, _ in chunks], np.int32)
@@ -246,123 +302,3 @@ class Scheduler:
             for row, start, length in zip(at, starts, lengths, strict=True)
         ]
         return PrefillBatch(at, starts, lengths, np.concatenate([np.zeros(0, np.int32), *tokens]))
-
-    def _chunk_length(self, computed: int, known: int, next_event: int, budget: int) -> int:
-        """Tokens to compute now; a chunk ends where an event is due."""
-        length = min(int(known), int(next_event)) - int(computed)
-        if length > budget:
-            return budget if self._chunked else 0
-        return length
-
-    def _continue(self, row: int, budget: int) -> int:
-        """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait."""
-        rows, at = self.rows, np.array([row], np.int32)
-        length = self._chunk_length(
-            rows.num_computed[row], rows.num_tokens[row], rows.next_event[row], budget
-        )
-        new = np.array([length], np.int32)
-        if not self.blocks.have_free(self.blocks.wanted(at, new, rows.num_computed[at])):
-            return 0
-        self.blocks.grow(at, new, rows.num_computed[at])
-        return length
-
-    def _admit(self, budget: int) -> tuple[int, int] | None:
-        """Give the oldest waiting sequence a row and the blocks of its prompt, if there is room."""
-        seq, rows = self.waiting[0], self.rows
-        stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
-        stop = min([stop, *seq.engine_events])
-        target = min(seq.num_tokens, stop)
-        columns = self._cached_columns(seq, min(target - 1, log_from))
-        cached = len(columns) * self.layout.block_size
-        length = self._chunk_length(cached, seq.num_tokens, stop, budget)
-        if not length:
-            return None
-        self.pool.share(columns.ravel())  # what is hit must not be evicted to make room
-        wanted = self._blocks_alone(target, log_from) - columns.size
-        fits = wanted + self._expected_growth() <= self.blocks.headroom
-        if fits and self.blocks.have_free(wanted):
-            self._seat(seq, columns, target)
-        self.pool.release(columns.ravel())
-        if seq.status is SequenceStatus.RUNNING:
-            return seq.row, length
-        if not rows.num_rows:
-            self._outgrow(seq)
-        return None
-
-    def _seat(self, seq: Sequence, columns: IntArray, target: int) -> None:
-        """Give the first waiting sequence a row that begins with ``columns``, and its blocks."""
-        rows = self.rows
-        self.waiting.popleft()
-        at = np.array([rows.add(seq)], np.int32)
-        seq.num_cached_tokens = len(columns) * self.layout.block_size
-        rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
-        rows.num_identity[at] = NO_EVENT
-        rows.num_computed[at] = seq.num_cached_tokens
-        rows.num_published[at] = len(columns)
-        self.blocks.start_row(seq.row)
-        self.blocks.adopt(seq.row, columns)
-        self.events.expect(seq.policy_id, at)
-        self.blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
-        self._admitted.append(seq)
-
-    def _cached_columns(self, seq: Sequence, limit: int) -> IntArray:
-        """Columns ``[n, LG, R]`` of the prefix cache that hold the sequence's first tokens.
-
-        At most ``limit`` tokens: the rest has to be computed, for its logits or its queries.
-        """
-        size = self.layout.block_size
-        seq.column_hashes = column_hashes(seq.token_ids, size, seq.column_hashes)
-        return self.blocks.match(seq.column_hashes[: max(limit, 0) // size])
-
-    def _publish_chunk(self, row: int, length: int) -> None:
-        """Offer the prompt columns that a chunk completes to sequences admitted after it.
-
-        They may read them in the same step: a layer stores all its new entries before it attends.
-        """
-        seq = self.rows.sequences[row]
-        assert seq is not None
-        end = int(self.rows.num_computed[row]) + length
-        self._publish(seq, min(end, seq.num_prompt_tokens))
-
-    def _publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
-        rows, row, size = self.rows, seq.row, self.layout.block_size
-        first = int(rows.num_published[row])
-        end = min(num_tokens, int(rows.num_identity[row])) // size
-        if end > first:
-            tokens = rows.token_ids[row, : end * size]
-            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
-            self.blocks.publish(row, first, seq.column_hashes[first:end])
-            rows.num_published[row] = end
-
-    def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
-        blocks = self.layout.blocks_for(num_tokens)
-        if num_tokens > log_from:
-            size = self.blocks.log_block_tokens
-            blocks += (-(-num_tokens // size) - log_from // size) * self.layout.groups
-        return blocks
-
-    def _expected_growth(self) -> int:
-        """Blocks the running sequences will want until their next event, end, or reserve."""
-        rows, n = self.rows, self.rows.num_rows
-        if not n:
-            return 0
-        computed = rows.num_computed[:n]
-        horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
-        growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
-        at = np.arange(n, dtype=np.int32)
-        return self.blocks.wanted(at, growth, computed)
-
-    def _outgrow(self, seq: Sequence) -> None:
-        """End a sequence that the whole pool cannot hold any longer."""
-        self.finish(seq, "length")
-        self._outgrown.append(seq)
-
-
-def _first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
-    """Where a fresh sequence's first event is due, and from where it logs queries until then."""
-    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, trigger.start(prompt))
-    next_event = trigger.next_event(state)
-    return int(next_event[0]), int(trigger.log_from(state, next_event)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +35,12 @@ class Sequence:
     sampling: Any = None
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
-    engine_events: list[int] = field(default_factory=list)
-    """Positions at which an ``EngineWide`` trigger took it; a recomputation replays them."""
+    priority: int = 0
     arrival: int = 0
+    events: list[int] = field(default_factory=list)
+    """Logical positions of its events so far."""
+    replay_until: int = 0
+    """Tokens computed when it lost its cache: up to there exactly ``events`` happen again."""
     row: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
@@ -52,3 +56,10 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens of a waiting sequence (after a preemption the generated ones count too)."""
         return len(self.token_ids)
+
+    def next_event(self, position: int, due: int) -> int:
+        """Where the next event behind ``position`` comes, if its trigger would say ``due``."""
+        if position >= self.replay_until:
+            return due
+        later = bisect_right(self.events, position)
+        return self.events[later] if later < len(self.events) else max(due, self.replay_until)

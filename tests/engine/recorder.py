@@ -97,8 +97,11 @@ class Recorder:
         for a, b in output.row_swaps:
             self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
         layout = self._runner.cache.layout
-        for seq in output.admitted:
+        back = {task.row for task in output.swap_ins}
+        for seq in output.admitted.sequences:
             self._owner[seq.row] = seq.seq_id
+            if seq.row in back:
+                continue
             kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
             self.records[seq.seq_id] = Record(kept)
         return step

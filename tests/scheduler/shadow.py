@@ -9,6 +9,7 @@ computed after an eviction shows as a row that does not hold what it should.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -38,7 +39,10 @@ class ShadowRunner:
         self.computed = np.zeros(rows, int)
         self.log_from = np.zeros(rows, int)
         self.last_token = np.zeros(rows, int)
+        self.parked: dict[int, list[int]] = {}
+        self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.before: dict[int, list[tuple[int, int]]] = {}
         self._published: dict[bytes, list[int]] = {}
 
     def run(self, output: SchedulerOutput) -> IntArray:
@@ -51,13 +55,20 @@ class ShadowRunner:
             self.held[a], self.held[b] = self.held[b], self.held[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
-        for i, seq in enumerate(output.admitted):
-            cached = int(output.admitted_computed[i])
-            self.owner[seq.row], self.held[seq.row] = seq.seq_id, []
-            for token in seq.token_ids[:cached]:
+        self._swap(output)
+        new = output.admitted
+        back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
+        for i, seq in enumerate(new.sequences):
+            self.owner[seq.row] = seq.seq_id
+            self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
+            self.last_token[seq.row] = new.last_token[i]
+            if seq.row in back:
+                self.held[seq.row] = back[seq.row]
+                continue
+            self.held[seq.row] = []
+            for token in seq.token_ids[: new.num_computed[i]]:
                 self.held[seq.row].append(content(self.held[seq.row], int(token)))
-            self.computed[seq.row], self.log_from[seq.row] = cached, output.admitted_log_from[i]
-            self.events[seq.seq_id] = []
+            self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         for row in range(output.num_decoding):
@@ -81,6 +92,25 @@ class ShadowRunner:
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(column[0, 0]), i] for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
+
+    def _swap(self, output: SchedulerOutput) -> None:
+        """Blocks to host memory and back; every content, of entries and of logged queries."""
+        for task in output.swap_outs:
+            self.parked[task.place] = self.held[task.row]
+            for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
+                entries = {i: self.memory[device, i] for i in self._filled(self.memory, device)}
+                logged = {
+                    i: self.log_memory[device, i] for i in self._filled(self.log_memory, device)
+                }
+                self.host[host] = entries, logged
+        for task in output.swap_ins:
+            for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
+                entries, logged = self.host[host]
+                self.memory.update({(device, i): entry for i, entry in entries.items()})
+                self.log_memory.update({(device, i): query for i, query in logged.items()})
+
+    def _filled(self, memory: Mapping[Slot, object], block: int) -> list[int]:
+        return [i for i in range(max(self.size, self.log_size)) if (block, i) in memory]
 
     def _store(self, row: int, tokens: list[int]) -> None:
         for token in tokens:
@@ -119,7 +149,10 @@ class ShadowRunner:
                 self.memory[block, i % size] = new[i]
             self.held[row] = new
             self.log_from[row] = task.log_from[e]
-            self.events[self.owner[row]].append((int(self.computed[row]), int(windows)))
+            events, before = self.events[self.owner[row]], self.before[self.owner[row]]
+            events.append((int(self.computed[row]), int(windows)))
+            again = before[: len(events)]
+            assert events[: len(again)] == again, "a recomputation did not replay its events"
 
     def _slot(self, row: int, index: int) -> Slot:
         return int(self.tables[0, row, 0, index // self.size]), index % self.size

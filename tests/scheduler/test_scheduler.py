@@ -1,119 +1,22 @@
-"""Random traffic through the real scheduler against a shadow of the device."""
+"""What the scheduler promises, on a shadow of the device."""
 
 from __future__ import annotations
-
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import (
-    AtPrefillEnd,
-    Bounded,
-    Budget,
-    EngineWide,
-    EveryStep,
-    Never,
-    Periodic,
-    Trigger,
-    WhenOver,
-)
+from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.sequence import Sequence
 from tests.scheduler.shadow import ShadowRunner
-
-TRIGGERS: dict[int, Trigger] = {
-    0: Never(),
-    1: Periodic(16, 4, 4, 4),
-    2: Periodic(9, 0, 5, 3),
-    3: Periodic(12, 3, 2, 5, protect_prompt=False),
-    4: Periodic(12, 3, 2, 1, logs=False),
-    5: AtPrefillEnd(Budget(tokens=10), num_queries=4),
-    6: AtPrefillEnd(Budget(ratio=Fraction(1, 3), least=5), num_queries=0),
-    7: WhenOver(24, 15, num_queries=5, protect_prompt=False),
-    8: WhenOver(17, 9, num_queries=3, protect_prompt=True),
-    9: Bounded(10, 19, num_queries=4),
-    10: Bounded(7, 15, num_queries=2, block=6),
-    11: Bounded(9, None, num_queries=0, block=5),
-    12: EveryStep(14),
-    13: EveryStep(9, generated=False),
-    14: EngineWide(window=8, buffer=2, keep=3, period=5, most=2),
-}
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
-
-
-def make_scheduler(num_blocks: int = 60, **settings: object) -> Scheduler:
-    defaults: dict[str, object] = {
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "max_model_len": 128,
-        "log_block_tokens": 8,
-        "admission_reserve": 4,
-    }
-    return Scheduler(LAYOUT, num_blocks, **{**defaults, **settings})  # type: ignore[arg-type]
-
-
-def make_sequence(seq_id: int, prompt: int, output: int, policy: int) -> Sequence:
-    tokens = np.arange(prompt, dtype=np.int32) + 2
-    return Sequence(seq_id, tokens, prompt, prompt + output, (), policy, TRIGGERS[policy])
-
-
-def drain(scheduler: Scheduler, shadow: ShadowRunner, limit: int = 3000) -> list[Sequence]:
-    finished: list[Sequence] = []
-    for _ in range(limit):
-        if not scheduler.has_work:
-            return finished
-        output = scheduler.schedule()
-        finished += scheduler.update(output, shadow.run(output))
-        scheduler.check_integrity()
-    raise AssertionError("no end in sight")
-
-
-@pytest.mark.parametrize("seed", range(9))
-def test_random_traffic_keeps_every_row_true(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    chunked = bool(rng.integers(2))
-    budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
-    scheduler = make_scheduler(
-        int(rng.integers(30, 70)),
-        chunked_prefill=chunked,
-        max_num_batched_tokens=budget,
-        prefix_caching=bool(seed % 3),
-    )
-    shadow = ShadowRunner(scheduler, TRIGGERS)
-    alive: list[Sequence] = []
-    finished: list[Sequence] = []
-    added = 0
-    for _ in range(400):
-        if rng.random() < 0.25:
-            prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
-            seq = make_sequence(added, prompt, more, int(rng.integers(len(TRIGGERS))))
-            needed = scheduler.blocks_at_least(prompt, seq.max_len, seq.trigger)
-            assert needed <= scheduler.pool.capacity
-            scheduler.add(seq)
-            alive.append(seq)
-            added += 1
-        if alive and rng.random() < 0.05:
-            victim = alive[int(rng.integers(len(alive)))]
-            if victim.status is not SequenceStatus.FINISHED:
-                scheduler.finish(victim, "abort")
-        output = scheduler.schedule()
-        assert output.num_tokens <= budget
-        finished += scheduler.update(output, shadow.run(output))
-        scheduler.check_integrity()
-        alive = [seq for seq in alive if seq.status is not SequenceStatus.FINISHED]
-    finished += drain(scheduler, shadow)
-    assert_all_blocks_come_back(scheduler)
-    assert scheduler.events.compactions > 0
-    assert any(seq.finish_reason == "length" for seq in finished)
-
-
-def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
-    assert scheduler.blocks.headroom == scheduler.pool.capacity
-    if scheduler.blocks.prefix_cache is not None:
-        scheduler.blocks.prefix_cache.clear()
-    assert scheduler.pool.num_free == scheduler.pool.capacity
+from tests.scheduler.traffic import (
+    LAYOUT,
+    TRIGGERS,
+    assert_all_blocks_come_back,
+    drain,
+    make_scheduler,
+    make_sequence,
+    preempt_now_and_then,
+)
 
 
 def run_alone(prompt: int, output: int, policy: int, **settings: object) -> tuple[Sequence, list]:
@@ -127,26 +30,20 @@ def run_alone(prompt: int, output: int, policy: int, **settings: object) -> tupl
 ALONE = [i for i, trigger in TRIGGERS.items() if i and not isinstance(trigger, EngineWide)]
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 200])
 @pytest.mark.parametrize("policy", ALONE)
-def test_tokens_and_events_do_not_depend_on_the_crowd(
-    policy: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks, neighbours and preemptions change neither when events run nor what they take."""
-    scheduler = make_scheduler(40, max_num_batched_tokens=9)
-    rng, make_room = np.random.default_rng(policy), scheduler._make_room_for_decodes
-
-    def preempt_now_and_then() -> None:
-        if scheduler.rows.num_rows > 1 and rng.random() < 0.15:
-            scheduler._preempt_newest()
-        make_room()
-
-    monkeypatch.setattr(scheduler, "_make_room_for_decodes", preempt_now_and_then)
+def test_tokens_and_events_do_not_depend_on_the_crowd(policy: int, num_host_blocks: int) -> None:
+    """Chunks, neighbours, preemptions and swaps change neither events nor what they take."""
+    scheduler = make_scheduler(100, max_num_batched_tokens=9, num_host_blocks=num_host_blocks)
+    preempt_now_and_then(scheduler, np.random.default_rng(policy), 0.15)
     shadow = ShadowRunner(scheduler, TRIGGERS)
     shapes = [(5, 60), (17, 40), (3, 70), (20, 50), (11, 60), (8, 44)]
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
     crowd = {seq.seq_id: seq for seq in drain(scheduler, shadow)}
     assert scheduler.num_preemptions >= 2
+    assert scheduler.events.early_compactions == 0
+    assert num_host_blocks or not scheduler.num_swaps
     for seq_id, (prompt, output) in enumerate(shapes):
         alone, events = run_alone(prompt, output, policy)
         assert shadow.events[seq_id] == events
@@ -244,7 +141,7 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
     def preempt_once() -> None:
         if len(steps) == 24:
             before.extend(shadow.events[victim])
-            scheduler._preempt_newest()
+            scheduler._preempt()
         make_room()
 
     monkeypatch.setattr(scheduler, "_make_room_for_decodes", preempt_once)

@@ -18,7 +18,8 @@ from torch import Tensor
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
 from kvserve.engine.policies.scoring import AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.scheduler.trigger import EngineWide, Periodic, Trigger
+from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.trigger import Trigger
 
 _LEAST_QUERIES = 8
 _MOST_IN_THE_PAPER = 30

@@ -23,9 +23,11 @@ from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import DensePass, dense_pass, load_dense
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongestKeys
 from tests.engine.recorder import Choice, Record, Recorder
+from tests.scheduler.traffic import preempt_now_and_then
 
 LABELS = [case.label for case in CASES]
 (IDS,) = random_prompts([PROMPT], seed=3)
+WINDOW = next(case.make().trigger.num_queries for case in CASES if case.policy == "kara")
 MATES = random_prompts([5, 60, 12, 29], seed=4)
 EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
 
@@ -79,6 +81,8 @@ class Lab:
         self.directory = directory
         self.alone = cache(self._alone)
         self.dense = cache(self._dense)
+        self.preempted = cache(self._preempted)
+        self.chunked = cache(self._chunked)
 
     def engine(self, **settings: Any) -> Recorder:
         """All heads' queries are logged, so that requests may choose any of the cases."""
@@ -120,22 +124,30 @@ class Lab:
         assert any(run.cached for run in runs)
         return dict(zip(LABELS, runs, strict=True))
 
-    @cached_property
-    def preempted(self) -> dict[str, Run]:
-        """All cases at once, and now and then the newest has to start over."""
-        engine = self.engine()
-        scheduler, rng = engine.llm.engine.core.scheduler, np.random.default_rng(0)
-        make_room = scheduler._make_room_for_decodes
-
-        def preempt_now_and_then() -> None:
-            if scheduler.rows.num_rows > 1 and rng.random() < 0.1:
-                scheduler._preempt_newest()
-            make_room()
-
-        scheduler._make_room_for_decodes = preempt_now_and_then  # type: ignore[method-assign]
+    def _preempted(self, swap_space: int) -> dict[str, Run]:
+        """All cases at once, and now and then the newest makes way."""
+        engine = self.engine(swap_space=swap_space)
+        scheduler = engine.llm.engine.core.scheduler
+        preempt_now_and_then(scheduler, np.random.default_rng(0), 0.1)
         runs = generate(engine, [(IDS, case.spec) for case in CASES])
         assert scheduler.num_preemptions > 5
+        assert (scheduler.num_swaps > 2) == bool(swap_space)
         return dict(zip(LABELS, runs, strict=True))
+
+    def _chunked(self, chunk: int, hits: bool) -> dict[str, Run]:
+        """One case after the other, in chunks of a given size, without and with a cached prompt."""
+        engine = self.engine(
+            max_num_seqs=1,
+            max_num_batched_tokens=chunk,
+            max_num_observed_tokens=4096,
+            enable_prefix_caching=hits,
+            block_size=4,
+        )
+        if hits:
+            generate(engine, [(IDS, "none")])
+        runs = {case.label: generate(engine, [(IDS, case.spec)])[0] for case in CASES}
+        assert any(run.cached for run in runs.values()) == hits
+        return runs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,9 +227,26 @@ def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, case: Case) -> None:
     same(lab.alone(case.label), lab.crowd[case.label])
 
 
+@pytest.mark.parametrize("swap_space", [0, 1])
 @EACH
-def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case) -> None:
-    same(lab.alone(case.label), lab.preempted[case.label])
+def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case, swap_space: int) -> None:
+    """It replays the events it had, or comes back from host memory as it was."""
+    same(lab.alone(case.label), lab.preempted(swap_space)[case.label])
+
+
+@pytest.mark.parametrize("hits", [False, True])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        16,
+        4096,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(WINDOW - 1, marks=pytest.mark.slow),
+    ],
+)
+@EACH
+def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, chunk: int, hits: bool) -> None:
+    same(lab.alone(case.label), lab.chunked(chunk, hits)[case.label])
 
 
 @EACH

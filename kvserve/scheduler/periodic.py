@@ -1,0 +1,127 @@
+"""KvLLM's periodic events (arXiv 2607.01237, Algorithm 1): as built here, and as printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.trigger import NO_EVENT, NOT_LOGGING, EventPlan, OnDate, RowState
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """Every ``period`` decode steps of the sequence, once ``window`` tokens are uncompressed.
+
+    KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the window is anchored at the oldest
+    uncompressed token and all pending windows are taken at once. ``keep`` of the first
+    ``window - buffer`` tokens survive each window; the ``buffer`` opens the next one. Without
+    ``protect_prompt`` the prompt's windows are taken at its end. ``logs`` is off where queries are
+    recomputed instead.
+    """
+
+    window: int
+    buffer: int
+    keep: int
+    period: int
+    protect_prompt: bool = True
+    logs: bool = True
+
+    @property
+    def compressible(self) -> int:
+        """n: tokens of a window that compete for ``keep`` places."""
+        return self.window - self.buffer
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def optional_period(self) -> int:
+        return self.period
+
+    def willing(self, rows: RowState) -> IntArray:
+        return np.asarray(self.pending_windows(rows.num_computed - rows.run_start) > 0)
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return num_prompt if self.protect_prompt else np.zeros_like(num_prompt)
+
+    def next_event(self, rows: RowState) -> IntArray:
+        """First position, a whole number of periods after the prompt, with a full window."""
+        steps = np.maximum(rows.run_start + self.window - rows.num_prompt, 0)
+        return np.asarray(rows.num_prompt + -(-steps // self.period) * self.period)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return rows.run_start if self.logs else np.full_like(rows.run_start, NOT_LOGGING)
+
+    def pending_windows(self, run: IntArray) -> IntArray:
+        """Windows in ``run >= buffer`` uncompressed tokens; neighbours overlap by the buffer."""
+        return np.asarray((run - self.buffer) // self.compressible)
+
+    def plan(self, rows: RowState) -> EventPlan:
+        run = rows.num_computed - rows.run_start
+        windows = self.pending_windows(run)
+        return EventPlan(
+            region_start=rows.kv_len - run,
+            windows=windows,
+            window_len=np.full_like(run, self.compressible),
+            keep=np.full_like(run, self.keep),
+            query_start=rows.run_start,
+            num_queries=np.full_like(run, self.window),
+            run_start=rows.run_start + windows * self.compressible,
+        )
+
+
+@dataclass(frozen=True)
+class EngineWide(OnDate):
+    """KvLLM's Algorithm 1 as printed (arXiv 2607.01237): the engine counts the steps.
+
+    At every ``period``-th step since the last event the first ``most`` sequences, oldest first, are
+    taken that hold ``window`` uncompressed tokens in full blocks at their tail; of these blocks'
+    older tokens ``keep`` survive. What grows past the window while a sequence waits stays. Who is
+    taken depends on the neighbours, so the scheduler decides it, and records it for replays.
+    """
+
+    logs: ClassVar[bool] = False
+    window: int
+    buffer: int
+    keep: int
+    period: int
+    most: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return num_prompt
+
+    def next_event(self, rows: RowState) -> IntArray:
+        return np.full_like(rows.num_prompt, NO_EVENT)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return np.full_like(rows.num_prompt, NOT_LOGGING)
+
+    def eligible(self, rows: RowState) -> IntArray:
+        """Whether a row's trailing full blocks hold a whole generated window: bool [n]."""
+        run_entry = rows.kv_len - (rows.num_computed - rows.run_start)
+        return np.asarray(self._region_start(rows) >= np.maximum(run_entry, rows.num_prompt))
+
+    def plan(self, rows: RowState) -> EventPlan:
+        start = self._region_start(rows)
+        position = rows.num_computed - (rows.kv_len - start)
+        taken = np.full_like(start, self.window - self.buffer)
+        return EventPlan(
+            region_start=start,
+            windows=np.ones_like(start),
+            window_len=taken,
+            keep=np.full_like(start, self.keep),
+            query_start=position,
+            num_queries=np.full_like(start, self.window),
+            run_start=position + taken,
+        )
+
+    def _region_start(self, rows: RowState) -> IntArray:
+        return np.asarray(rows.kv_len // rows.block_size * rows.block_size - self.window)

@@ -1,0 +1,43 @@
+"""Long random runs: no leak, no shared block written, nobody loses or gains an entry."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.scheduler.traffic import Traffic
+
+OPERATIONS = 2_000
+RUNS = 10
+
+
+def what_happened(traffic: Traffic) -> Counter[str]:
+    scheduler = traffic.scheduler
+    return Counter(
+        compactions=scheduler.events.compactions,
+        early=scheduler.events.early_compactions,
+        skipped=scheduler.events.skipped,
+        preemptions=scheduler.num_preemptions,
+        swaps=scheduler.num_swaps,
+        recomputed=scheduler.num_preemptions - scheduler.num_swaps,
+        hits=traffic.num_hits,
+        finished=len(traffic.finished),
+    )
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_20_000_random_operations(half: int) -> None:
+    """All that can happen does happen, and after each operation everything adds up."""
+    seen: Counter[str] = Counter()
+    for seed in range(half * RUNS // 2, (half + 1) * RUNS // 2):
+        traffic = Traffic(seed)
+        traffic.run(OPERATIONS)
+        seen += what_happened(traffic)
+    assert len(seen) == 8, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_a_million_random_operations(seed: int) -> None:
+    Traffic(seed).run(10_000)

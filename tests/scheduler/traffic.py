@@ -1,0 +1,170 @@
+"""Random operations on a scheduler, followed by a shadow of the device and checked after each."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import (
+    AtPrefillEnd,
+    Bounded,
+    Budget,
+    EveryStep,
+    Never,
+    Trigger,
+    WhenOver,
+)
+from tests.scheduler.shadow import ShadowRunner
+
+TRIGGERS: dict[int, Trigger] = {
+    0: Never(),
+    1: Periodic(16, 4, 4, 4),
+    2: Periodic(9, 0, 5, 3),
+    3: Periodic(12, 3, 2, 5, protect_prompt=False),
+    4: Periodic(12, 3, 2, 1, logs=False),
+    5: AtPrefillEnd(Budget(tokens=10), num_queries=4),
+    6: AtPrefillEnd(Budget(ratio=Fraction(1, 3), least=5), num_queries=0),
+    7: WhenOver(24, 15, num_queries=5, protect_prompt=False),
+    8: WhenOver(17, 9, num_queries=3, protect_prompt=True),
+    9: Bounded(10, 19, num_queries=4),
+    10: Bounded(7, 15, num_queries=2, block=6),
+    11: Bounded(9, None, num_queries=0, block=5),
+    12: EveryStep(14),
+    13: EveryStep(9, generated=False),
+    14: EngineWide(window=8, buffer=2, keep=3, period=5, most=2),
+    15: Periodic(14, 2, 4, 25),
+}
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
+
+
+def make_scheduler(num_blocks: int = 60, **settings: object) -> Scheduler:
+    defaults: dict[str, object] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+        "log_block_tokens": 8,
+        "admission_reserve": 4,
+    }
+    return Scheduler(LAYOUT, num_blocks, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def make_sequence(
+    seq_id: int, prompt: int, output: int, policy: int, *, first: int = 2, priority: int = 0
+) -> Sequence:
+    """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes."""
+    tokens = np.arange(prompt, dtype=np.int32) + first
+    max_len = prompt + output
+    trigger = TRIGGERS[policy]
+    return Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, priority=priority)
+
+
+def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
+    """One step with all its checks; returns who finished."""
+    output = scheduler.schedule()
+    finished = scheduler.update(output, shadow.run(output))
+    scheduler.check_integrity()
+    return finished
+
+
+def drain(scheduler: Scheduler, shadow: ShadowRunner, limit: int = 3000) -> list[Sequence]:
+    """Run until nobody is left."""
+    finished: list[Sequence] = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return finished
+        finished += step(scheduler, shadow)
+    raise AssertionError("no end in sight")
+
+
+def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+    assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
+    if scheduler.blocks.prefix_cache is not None:
+        scheduler.blocks.prefix_cache.clear()
+    assert scheduler.pool.num_free == scheduler.pool.capacity
+
+
+def preempt_now_and_then(
+    scheduler: Scheduler, rng: np.random.Generator, probability: float
+) -> None:
+    """Make sequences lose their blocks in steps that would not have needed them."""
+    make_room = scheduler._make_room_for_decodes
+
+    def and_more() -> None:
+        if scheduler.rows.num_rows > 1 and rng.random() < probability:
+            scheduler._preempt()
+        make_room()
+
+    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
+
+
+class Traffic:
+    """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        chunked = bool(rng.integers(2))
+        self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
+        self.scheduler = make_scheduler(
+            int(rng.integers(30, 70)),
+            chunked_prefill=chunked,
+            max_num_batched_tokens=self.budget,
+            prefix_caching=bool(seed % 3),
+            num_host_blocks=int(rng.choice([0, 15, 80])),
+            max_observed_tokens=int(rng.choice([1, 20, 200])),
+            gate=BreakEvenGate() if seed % 5 == 1 else None,
+        )
+        self.shadow = ShadowRunner(self.scheduler, TRIGGERS)
+        self.alive: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.num_added = self.num_hits = 0
+        preempt_now_and_then(self.scheduler, rng, 0.01)
+
+    def run(self, operations: int) -> None:
+        """``operations`` random ones, then everybody to the end."""
+        for _ in range(operations):
+            self._operate()
+            self.alive = [s for s in self.alive if s.status is not SequenceStatus.FINISHED]
+        self.finished += drain(self.scheduler, self.shadow)
+        assert_all_blocks_come_back(self.scheduler)
+
+    def _operate(self) -> None:
+        draw, scheduler = self.rng.random(), self.scheduler
+        if draw < 0.12 and len(self.alive) < 40:
+            self._add()
+        elif draw < 0.15 and self.alive:
+            scheduler.finish(self.alive[int(self.rng.integers(len(self.alive)))], "abort")
+        else:
+            output = scheduler.schedule()
+            assert output.num_tokens <= self.budget
+            self.num_hits += int(output.admitted.num_computed.any())
+            self._learn(output.num_decoding)
+            self.finished += scheduler.update(output, self.shadow.run(output))
+        scheduler.check_integrity()
+
+    def _add(self) -> None:
+        """One request: a prompt that may begin like others, in one to three branches."""
+        rng, scheduler = self.rng, self.scheduler
+        prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
+        policy, first = int(rng.integers(len(TRIGGERS))), int(rng.integers(2, 5))
+        for _ in range(int(rng.choice([1, 1, 3]))):
+            seq = make_sequence(
+                self.num_added, prompt, more, policy, first=first, priority=int(rng.integers(2))
+            )
+            needed = scheduler.blocks_at_least(prompt, seq.max_len, seq.trigger)
+            assert needed <= scheduler.pool.capacity
+            scheduler.add(seq)
+            self.alive.append(seq)
+            self.num_added += 1
+
+    def _learn(self, num_decoding: int) -> None:
+        gate = self.scheduler.events.gate
+        if gate is not None:
+            gate.record_step(num_decoding, 10 * num_decoding, 1e-3 * (1 + self.rng.random()))
+            gate.record_events(16, 10.0 ** self.rng.integers(-6, 0))
