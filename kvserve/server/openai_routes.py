@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: completions, chat completions and models."""
+"""The OpenAI-compatible routes: completions, chat completions, responses and models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from kvserve.log import RequestError
 from kvserve.server.chat import plan_chat
 from kvserve.server.chat_protocol import ChatCompletionRequest
 from kvserve.server.generation import Generation
-from kvserve.server.message_parser import read_message
+from kvserve.server.message_parser import MessageParser, read_message
 from kvserve.server.prompts import check_lengths, decode, encode, truncate
 from kvserve.server.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.response_items import ResponseWriter, response_head
 from kvserve.server.responses import (
     Echo,
     Json,
@@ -26,6 +28,7 @@ from kvserve.server.responses import (
     model_card,
     prompt_logprobs,
 )
+from kvserve.server.responses_protocol import ResponsesRequest
 from kvserve.server.state import ServerState
 from kvserve.server.streaming import ChatChunks, CompletionChunks, stream_response
 
@@ -92,6 +95,27 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(output)
     return json_response(answer)
+
+
+@router.post("/responses")
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a history; nothing is stored. Converted to a chat request."""
+    chat = body.as_chat()
+    if (chat.n or 1) > 1:
+        raise RequestError("n must be 1", param="n")
+    state, model = _admit(chat, request)
+    request_id = name_request(chat, request, "resp")
+    plan = await plan_chat(state, chat)
+    generation = Generation(state, [plan.prompt], plan.params, request_id)
+    head = response_head(body, request_id, int(time.time()), model)
+    writer = ResponseWriter(head, plan.parser() or MessageParser(None, None))
+    if body.stream:
+        return await stream_response(
+            generation, writer, request.receive, state.options.ping_interval
+        )
+    [output] = await generation.finish(request.receive)
+    writer.advance(output)
+    return json_response(writer.body(output))
 
 
 @router.get("/models")

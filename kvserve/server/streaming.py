@@ -7,9 +7,9 @@ Every chunk of a stream has the same id and creation time. An error after the fi
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from fastapi.responses import StreamingResponse
@@ -38,6 +38,14 @@ class _Cursor:
     tokens: int = 0
     text_offset: int = 0
     finished: bool = False
+
+
+class EventWriter(Protocol):
+    """What a stream is made with."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]: ...
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+    def failure(self, exc: Exception) -> bytes: ...
 
 
 class ChunkWriter:
@@ -80,8 +88,11 @@ class ChunkWriter:
                 written.append(self._event([part], counts))
         return written
 
-    def usage_chunk(self, outputs: list[RequestOutput]) -> list[bytes]:
-        return [self._event([], usage(outputs))] if self._include_usage else []
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._event([], usage(outputs)) + _DONE if self._include_usage else _DONE
+
+    def failure(self, exc: Exception) -> bytes:
+        return b"data: %b\n\n" % orjson.dumps(as_api_error(exc).body()) + _DONE
 
     def _event(self, choices: list[Json], counts: Json | None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -188,7 +199,7 @@ class ChatChunks(ChunkWriter):
 
 
 async def stream_response(
-    generation: Generation, writer: ChunkWriter, receive: Receive, ping_interval: float
+    generation: Generation, writer: EventWriter, receive: Receive, ping_interval: float
 ) -> EventStream:
     """Answer with a stream; a request that is refused at once raises and keeps its own status."""
     first = await generation.first_changes(receive, FIRST_OUTPUT_GRACE)
@@ -197,7 +208,7 @@ async def stream_response(
 
 async def _events(
     generation: Generation,
-    writer: ChunkWriter,
+    writer: EventWriter,
     changes: dict[int, RequestOutput] | None,
     ping_interval: float,
 ) -> AsyncIterator[bytes]:
@@ -211,9 +222,9 @@ async def _events(
             elif not changes:
                 yield _PING
             changes = await generation.changes(ping_interval)
-        yield b"".join((*writer.usage_chunk(generation.finished_outputs()), _DONE))
+        yield writer.end(generation.finished_outputs())
     except Exception as exc:
-        yield b"data: %b\n\n" % orjson.dumps(as_api_error(exc).body()) + _DONE
+        yield writer.failure(exc)
 
 
 class EventStream(StreamingResponse):

@@ -1,0 +1,135 @@
+"""``/v1/responses`` with the official client: items, events, tools, history, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.server.fake_engine import FakeEngine
+
+TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+SAYS = (
+    '<think>hm</think>Look: <tool_call>{"name": "weather", "arguments": {"city": "Bern"}}'
+    "</tool_call>"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    yield from run_server(FakeEngine(max_model_len=2000), **options)
+
+
+def prompt_of(server: RunningServer) -> str:
+    assert server.engine.tokenizer is not None
+    return server.engine.tokenizer.decode(server.engine.seen[-1][0])
+
+
+def test_a_text(server: RunningServer) -> None:
+    response = server.openai().responses.create(
+        model=MODEL, input="hi", instructions="be brief", max_output_tokens=3
+    )
+    assert response.output_text == "0 1 2 "
+    assert (response.status, response.object) == ("incomplete", "response")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None and response.usage.output_tokens == 3
+    assert prompt_of(server) == "<system>be brief<user>hi<assistant>"
+    assert server.openai().responses.create(model=MODEL, input="SAY[x]").status == "completed"
+
+
+def test_items_and_their_events(server: RunningServer) -> None:
+    whole = server.openai().responses.create(model=MODEL, input=f"SAY[{SAYS}]", tools=[TOOL])
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output_text == "Look: "
+    call: Any = whole.output[2]
+    assert (call.name, call.arguments) == ("weather", '{"city": "Bern"}')
+    with server.openai().responses.stream(
+        model=MODEL, input=f"SAY[{SAYS}]", tools=[TOOL]
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == sorted(
+        {event.sequence_number for event in events}
+    )
+    assert final.output_text == "Look: "
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == "Look: "
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert (
+        kinds.count("response.output_item.added") == 3 == kinds.count("response.output_item.done")
+    )
+
+
+def test_a_history(server: RunningServer) -> None:
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "w?"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "r", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "It rains."}],
+        },
+        {"role": "user", "content": "sure?"},
+    ]
+    server.openai().responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=1)
+    assert server.engine.tokenizer is not None
+    messages, kwargs = server.engine.tokenizer.seen
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
+    assert messages[1]["reasoning"] == "hm"
+    assert kwargs["tools"][0]["function"]["name"] == "weather"
+
+
+def test_parse(server: RunningServer) -> None:
+    class City(BaseModel):
+        name: str
+
+    response = server.openai().responses.parse(
+        model=MODEL, input='SAY[{"name": "Bern"}]', text_format=City
+    )
+    assert response.output_parsed == City(name="Bern")
+    wanted = server.engine.seen[-1][1].structured_output
+    assert wanted is not None and wanted.kind == "json" and '"name"' in wanted.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 200}, "temperature"),
+        ({"n": 2}, "n"),
+        ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy"),
+    ],
+)
+def test_refusals(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        response = server.post("/v1/responses", **{"input": "a", "stream": stream, **fields})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+    with pytest.raises(openai.NotFoundError):
+        server.openai().responses.retrieve("resp_1")
+
+
+def test_a_failure_in_the_stream(start_server: Any) -> None:
+    server = start_server(FakeEngine())
+    events = list(server.openai().responses.create(model=MODEL, input="DIE SLOW", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
