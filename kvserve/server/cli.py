@@ -23,6 +23,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("kvserve.server.serve", "serve a model over HTTP"),
+    "chat": Command("kvserve.server.chat_client", "talk to a running server"),
+    "complete": Command("kvserve.server.complete_client", "have a running server continue texts"),
     "policies": Command("kvserve.server.policies", "list the KV cache policies and their fields"),
     "bench throughput": Command("kvserve.benchmarks.throughput", "measure offline throughput"),
     "bench policies": Command("kvserve.benchmarks.policies", "measure what a policy's events cost"),
