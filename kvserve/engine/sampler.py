@@ -207,7 +207,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     key = _mix(_mix(seeds ^ (seeds >> 32)) ^ positions)
     token = torch.arange(vocab_size, device=seeds.device)
     bits = _mix(key[:, None] + token * 0x9E3779B1)
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    # 23 bits: with one more, float32 rounds the largest to 1, whose noise is infinite and would
+    # lift even a token that a filter or a grammar has banned.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvserve.engine import sampler
 from kvserve.engine.sampler import RowSampling, SamplingRows, gumbel_noise
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import Never
@@ -46,6 +47,13 @@ def test_noise_is_uniform_in_every_direction() -> None:
         counts = torch.bincount(tokens, minlength=5)
         chi2 = ((counts - expected) ** 2 / expected).sum()
         assert chi2 < 4 + 4 * (2 * 4) ** 0.5, counts
+
+
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_noise_is_finite(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite noise would bring back tokens that are banned."""
+    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, bits))
+    assert gumbel_noise(torch.tensor([1]), torch.tensor([1]), 3).isfinite().all()
 
 
 def test_neighbouring_tokens_and_positions_are_independent() -> None:
