@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 import kvserve
 from tests.server.conftest import wait_until
+from tests.server.real_server import MODEL, Server, start
 
-MODEL = "kvserve/tiny"
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
 KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
 POLICY = (*KARA, "--policy.chunk-budget", "4")
@@ -31,58 +29,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def start(*argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvserve", *argv],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-
-
-class Server:
-    """A running server; its stderr is collected line by line."""
-
-    def __init__(self) -> None:
-        self.process = start("--model", MODEL, "--port", "0", *POLICY, "--max-num-seqs", "16")
-        self.lines: list[str] = []
-        assert self.process.stderr is not None
-        lines = iter(self.process.stderr.readline, "")
-        threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
-        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 60)
-        match = re.search(r"http://[^\s]+", self.text)
-        assert match, self.text
-        self.url = match[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30)
-        self.openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30
-        )
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    def complete(self, prompt: Any = "Hello", **body: Any) -> httpx.Response:
-        return self.http.post("/v1/completions", json={"prompt": prompt, **body})
-
-    def stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self.http.get("/v1/kv/stats").json()
-        return stats
-
-    def idle(self) -> bool:
-        stats = self.stats()
-        back = stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
-        return back and not stats["requests"]
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server()
+    server = Server(*POLICY, "--max-num-seqs", "16")
     yield server
-    server.http.close()
-    server.openai.close()
-    server.process.kill()
-    server.process.wait()
+    server.stop()
 
 
 LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -129,6 +80,72 @@ def test_chat(server: Server) -> None:
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert text == answer.choices[0].message.content
+
+
+def test_structured_output_and_tools(server: Server) -> None:
+    class Point(BaseModel):
+        x: int = Field(ge=0, le=9)
+        label: Literal["a", "b"]
+
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    parsed = server.openai.chat.completions.parse(
+        model=MODEL, messages=messages, response_format=Point, max_tokens=60, seed=1
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Point)
+    tool: Any = openai.pydantic_function_tool(Point, name="put")
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "put"}}]
+    for choice in choices:
+        for stream in (False, True):
+            answer = server.openai.chat.completions.create(
+                model=MODEL, messages=messages, tools=[tool], tool_choice=choice,
+                parallel_tool_calls=False, max_tokens=90, seed=2, stream=stream,
+            )  # fmt: skip
+            name, arguments = _call_of(answer)
+            assert name == "put"
+            Point.model_validate_json(arguments)
+    response = server.openai.responses.parse(
+        model=MODEL, input="Hello", text_format=Point, max_output_tokens=60
+    )
+    assert isinstance(response.output_parsed, Point)
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.openai.chat.completions.create(
+            model=MODEL, messages=messages, extra_body={"guided_regex": "("}
+        )
+    assert refused.value.param == "guided_regex" and refused.value.code == "invalid_grammar"
+    wait_until(server.idle)
+
+
+def _call_of(answer: Any) -> tuple[str, str]:
+    """Name and arguments of the one call in an answer or in its stream."""
+    if not isinstance(answer, openai.Stream):
+        [call] = answer.choices[0].message.tool_calls
+        return call.function.name, call.function.arguments
+    deltas = [chunk.choices[0].delta.tool_calls for chunk in answer]
+    calls = [call.function for delta in deltas if delta for call in delta]
+    return calls[0].name, "".join(call.arguments for call in calls)
+
+
+def test_a_prompt_is_scored(server: Server) -> None:
+    ids = server.http.post("/tokenize", json={"prompt": "Find Adam Kevin"}).json()["tokens"]
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    runs = [server.complete(ids, **body).json()["choices"][0]["logprobs"] for _ in range(2)]
+    assert runs[0] == runs[1], "whether the prefix cache knows the prompt makes no difference"
+    assert len(runs[0]["tokens"]) == len(ids) + 1
+    assert runs[0]["token_logprobs"][0] is None
+    assert all(value < 0 for value in runs[0]["token_logprobs"][1:])
+
+
+def test_operations(server: Server) -> None:
+    assert server.http.get("/health_generate").status_code == 200
+    prompt = "Hello " * 100
+    server.complete(prompt, max_tokens=1, kv_policy="none")
+    cached = server.complete(prompt, max_tokens=1, kv_policy="none").json()["usage"]
+    assert cached["prompt_tokens_details"]["cached_tokens"] > 0
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    fresh = server.complete(prompt, max_tokens=1, kv_policy="none").json()["usage"]
+    assert fresh["prompt_tokens_details"]["cached_tokens"] == 0
+    info = server.http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|eos|>" and "assistant" in info["chat_template"]
 
 
 def test_a_policy_per_request(server: Server) -> None:

@@ -1,0 +1,67 @@
+"""A server in a process of its own, with the shipped model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import httpx
+import openai
+
+from tests.server.conftest import wait_until
+
+MODEL = "kvserve/tiny"
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvserve", *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+class Server:
+    """A running server; its stderr is collected line by line."""
+
+    def __init__(self, *argv: str) -> None:
+        self.process = start("--model", MODEL, "--port", "0", *argv)
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        lines = iter(self.process.stderr.readline, "")
+        threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
+        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 60)
+        match = re.search(r"http://[^\s]+", self.text)
+        assert match, self.text
+        self.url = match[0]
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.openai = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30
+        )
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def complete(self, prompt: Any = "Hello", **body: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, **body})
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.http.get("/v1/kv/stats").json()
+        return stats
+
+    def idle(self) -> bool:
+        stats = self.stats()
+        back = stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
+        return back and not stats["requests"]
+
+    def stop(self) -> None:
+        self.http.close()
+        self.openai.close()
+        self.process.kill()
+        self.process.wait()
