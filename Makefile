@@ -25,10 +25,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_DONE := $(VENV)/.torch-installed
 RUN_DONE := $(VENV)/.kvserve-installed
 DEV_DONE := $(VENV)/.kvserve-dev-installed
+CLIENTS := .venv-acceptance
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long lint format docs bench clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -49,6 +50,9 @@ test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 test-long: $(DEV_DONE) ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
+acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, litellm, ...)
+	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
+
 lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
 	@status=0; for tool in "ruff check ." "ruff format --check ." mypy; do \
 		echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
@@ -68,8 +72,8 @@ clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and the virtual environment
-	rm -rf $(VENV)
+distclean: clean ## the same, and the virtual environments
+	rm -rf $(VENV) $(CLIENTS)
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -78,6 +82,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; \
 		exit 1; }
+
+# The clients pin packages of their own, and must not meet the server's.
+$(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@
 
 # torch first: a later step would otherwise take the newest one, which on Linux is a CUDA build of some GB.
 $(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python

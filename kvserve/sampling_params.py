@@ -12,7 +12,8 @@ from kvserve.log import RequestError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
-_MAX_BAD_WORDS = 128
+_MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
+_MAX_INT = 2**31
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -111,9 +112,8 @@ class SamplingParams:
         object.__setattr__(self, "structured_output", parsed)
         for name, ok, allowed in self._checks():
             if not ok:
-                raise RequestError(
-                    f"{name} must be {allowed}, got {getattr(self, name)!r}", param=name
-                )
+                given = repr(getattr(self, name))
+                raise RequestError(f"{name} must be {allowed}, got {given:.200}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -130,16 +130,22 @@ class SamplingParams:
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         bias, words = self.logit_bias or {}, self.bad_words or ()
-        budget = self.thinking_token_budget
+        budget, limit = self.thinking_token_budget, self.max_tokens
+        stop_ids, allowed = self.stop_token_ids or (), self.allowed_token_ids
         return (
             ("n", 1 <= self.n <= 128, "between 1 and 128"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1"),
+            ("top_k", -1 <= self.top_k < _MAX_INT, "-1 or 0 (off), or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("stop", all(self.stop_strings), "non-empty strings"),
+            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "at least 0"),
+            ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
+            (
+                "stop_token_ids",
+                _token_ids(stop_ids) and len(stop_ids) <= _MAX_WORDS,
+                "up to 128 token ids",
+            ),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("logprobs", _in_range(self.logprobs), f"between 0 and {MAX_LOGPROBS}"),
             ("prompt_logprobs", _in_range(self.prompt_logprobs), f"between 0 and {MAX_LOGPROBS}"),
@@ -148,16 +154,17 @@ class SamplingParams:
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
             (
                 "logit_bias",
-                all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values()),
-                f"between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+                _token_ids(list(bias)) and all(abs(x) <= MAX_LOGIT_BIAS for x in bias.values()),
+                f"token ids with values between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
             ),
             (
                 "allowed_token_ids",
-                self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+                allowed is None or (len(allowed) > 0 and _token_ids(allowed)),
                 "at least one token id",
             ),
-            ("bad_words", all(words) and len(words) <= _MAX_BAD_WORDS, "up to 128 non-empty texts"),
-            ("thinking_token_budget", budget is None or budget >= 0, "at least 0"),
+            ("bad_words", _short(words), "up to 128 non-empty strings of 1000 characters"),
+            ("thinking_token_budget", budget is None or 0 <= budget < _MAX_INT, "at least 0"),
+            ("priority", -_MAX_INT <= self.priority < _MAX_INT, "a 32-bit integer"),
         )
 
     def _check_grammar(self, wanted: StructuredOutput) -> None:
@@ -178,3 +185,12 @@ class SamplingParams:
 
 def _in_range(logprobs: int | None) -> bool:
     return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
+
+
+def _token_ids(ids: Sequence[int]) -> bool:
+    return all(0 <= token < _MAX_INT for token in ids)
+
+
+def _short(texts: Sequence[str]) -> bool:
+    """Every token is compared with them."""
+    return len(texts) <= _MAX_WORDS and all(0 < len(text) <= _MAX_WORD_LENGTH for text in texts)

@@ -13,6 +13,7 @@ from kvserve.server.middleware import (
     BodyLimitMiddleware,
     RequestIdMiddleware,
 )
+from kvserve.server.schemas import ERRORS
 from kvserve.server.state import ServerState
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
@@ -27,6 +28,7 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url="/docs" if options.docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if options.docs else None,
+        responses=ERRORS,
     )
     app.root_path = options.root_path
     app.state.server = state

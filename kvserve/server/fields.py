@@ -10,7 +10,8 @@ from kvserve.log import RequestError
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    """The engine knows which ids exist; here they must fit its messages."""
+    return isinstance(value, list) and all(type(i) is int and abs(i) < 2**31 for i in value)
 
 
 def _parse_prompt(value: Any) -> list[str | list[int]]:

@@ -6,13 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 import kvserve
 from kvserve.server.chat_protocol import TokenizeChatRequest
 from kvserve.server.prompts import decode, encode, encode_chat
 from kvserve.server.protocol import DetokenizeRequest, TokenizeRequest, parse
 from kvserve.server.responses import json_response, kv_stats
+from kvserve.server.schemas import Status, Text, Tokens, answers
 from kvserve.server.state import ServerState
 
 router = APIRouter(tags=["server"])
@@ -25,7 +26,7 @@ def _state(request: Request) -> ServerState:
     return state
 
 
-@router.get("/health")
+@router.get("/health", responses=answers(Status))
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 when requests are admitted; 503 while loading or draining and after the engine died."""
@@ -38,7 +39,7 @@ async def version() -> Response:
     return json_response({"version": kvserve.__version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text format."""
     state = _state(request)
@@ -75,7 +76,7 @@ async def server_info(request: Request) -> Response:
 # ---- tokenizer --------------------------------------------------------------------------------
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers(Tokens))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(body: dict[str, Any], request: Request) -> Response:
     """Token ids of a text (``prompt``), or of ``messages`` under the chat template."""
@@ -100,7 +101,7 @@ async def tokenize(body: dict[str, Any], request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answers(Text))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""

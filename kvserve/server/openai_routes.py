@@ -29,13 +29,22 @@ from kvserve.server.responses import (
     prompt_logprobs,
 )
 from kvserve.server.responses_protocol import ResponsesRequest
+from kvserve.server.schemas import (
+    ChatCompletion,
+    Completion,
+    ModelCard,
+    ModelList,
+    ResponseBody,
+    answers,
+    streamed,
+)
 from kvserve.server.state import ServerState
 from kvserve.server.streaming import ChatChunks, CompletionChunks, stream_response
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-@router.post("/completions")
+@router.post("/completions", responses=streamed(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     state, model = _admit(body, request)
@@ -68,7 +77,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     return json_response(completion(_head(request_id, model, fingerprint), outputs, choices))
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=streamed(ChatCompletion))
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     state, model = _admit(body, request)
@@ -97,7 +106,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     return json_response(answer)
 
 
-@router.post("/responses")
+@router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a history; nothing is stored. Converted to a chat request."""
     chat = body.as_chat()
@@ -118,7 +127,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return json_response(writer.body(output))
 
 
-@router.get("/models")
+@router.get("/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     state: ServerState = request.app.state.server
@@ -128,7 +137,7 @@ async def list_models(request: Request) -> Response:
     )
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:path}", responses=answers(ModelCard))
 async def get_model(name: str, request: Request) -> Response:
     state: ServerState = request.app.state.server
     state.check_ready()

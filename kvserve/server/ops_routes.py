@@ -12,6 +12,7 @@ from kvserve.sampling_params import SamplingParams
 from kvserve.server.errors import ApiError, unavailable
 from kvserve.server.generation import Generation
 from kvserve.server.responses import json_response
+from kvserve.server.schemas import Status, answers
 from kvserve.server.state import ServerState
 
 router = APIRouter(tags=["operations"])
@@ -25,7 +26,7 @@ def _state(request: Request) -> ServerState:
     return state
 
 
-@router.get("/health_generate")
+@router.get("/health_generate", responses=answers(Status))
 async def health_generate(request: Request) -> Response:
     """200 once the model has made a token; a device that hangs is a 503."""
     state = _state(request)
@@ -74,7 +75,7 @@ async def abort_requests(
     return json_response({"aborted": aborted})
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", responses=answers(Status))
 @router.post("/flush_cache", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget cached prompt blocks; requests sent after the answer find none."""

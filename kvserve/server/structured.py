@@ -94,4 +94,8 @@ def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> Struct
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}}
+    """Arguments that a function does not name are none: a schema that leaves it open is closed."""
+    return {
+        "additionalProperties": False,
+        **(function.get("parameters") or {"type": "object", "properties": {}}),
+    }

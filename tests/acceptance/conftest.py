@@ -16,6 +16,12 @@ from tests.server.real_server import Server
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-acceptance" / "bin" / "python"
 
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
 RunClient = Callable[..., Any]
 
 
@@ -40,7 +46,7 @@ def run_client() -> RunClient:
             capture_output=True,
             text=True,
             timeout=280,
-            env={**clean, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+            env={**clean, **OFFLINE},
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,45 @@
+"""schemathesis over the published document: no 5xx, no hang, answers as they are described."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.conftest import PYTHON
+from tests.server.conftest import wait_until
+from tests.server.real_server import Server
+
+pytestmark = pytest.mark.slow
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,"
+    "response_schema_conformance"
+)
+
+
+@pytest.fixture
+def small_server() -> Iterator[Server]:
+    server = Server("--max-model-len", "128")
+    yield server
+    server.stop()
+
+
+def test_the_document_is_kept(small_server: Server, tmp_path: Path) -> None:
+    if not PYTHON.exists():
+        pytest.skip("schemathesis is not installed; `make acceptance` installs it")
+    done = subprocess.run(
+        [
+            *(str(PYTHON.parent / "st"), "run", f"{small_server.url}/openapi.json"),
+            *("--checks", CHECKS, "--max-examples", "50", "--request-timeout", "20"),
+            *("--seed", "1", "--phases", "examples,coverage,fuzzing"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + small_server.text[-4000:]
+    wait_until(small_server.idle)
+    assert "Traceback" not in small_server.text
