@@ -32,6 +32,8 @@ class Sequence:
     stop_token_ids: tuple[int, ...]
     policy_id: int
     trigger: Trigger
+    uneven: bool = False
+    """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
     sampling: Any = None
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -1,0 +1,169 @@
+"""Too little memory: what must hold while sequences make way for each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.model_runner import LaunchedStep
+from kvserve.scheduler.output import SchedulerOutput
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.recorder import Recorder
+from tests.scheduler.traffic import preempt_now_and_then
+
+PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
+TOKENS = 90
+KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "max_chunk": 4}
+POISON = 1e15  # not NaN: SDPA multiplies what it masks by 0
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **settings}
+    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
+
+
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def watch(llm: LLM) -> None:
+    """After every step: tables name no free block, host and device agree, free ones are spoilt."""
+    core = llm.engine.core
+    scheduler, runner = core.scheduler, core.runner
+    launch, pool = runner.launch, scheduler.pool
+
+    def checked(output: SchedulerOutput) -> LaunchedStep:
+        step = launch(output)
+        n = scheduler.rows.num_rows
+        held, device = scheduler.blocks.kv_lens[:, :n], runner.batch.kv_lens[:, :n].numpy()
+        assert np.array_equal(held, device)
+        computed = scheduler.rows.num_computed[:n]
+        assert np.array_equal(computed, runner.batch.num_computed[:n].numpy())
+        assert (computed >= held.max(axis=(0, 2), initial=0)).all()
+        for table, mirror in (
+            (scheduler.blocks.kv, runner.batch.block_tables),
+            (scheduler.blocks.log, runner.batch.log_tables),
+        ):
+            column = np.arange(table.blocks.shape[3])
+            live = (column >= table.first[..., None]) & (column < table.end[..., None])
+            live[:, n:] = False
+            named = table.blocks[live]
+            assert pool.ref[named].all() and np.array_equal(named, mirror.numpy()[live])
+        runner.cache.kv[torch.as_tensor(np.flatnonzero(pool.ref == 0)[1:])] = POISON
+        host = scheduler.swap.pool
+        runner.cache.host[torch.as_tensor(np.flatnonzero(host.ref == 0)[1:])] = POISON
+        return step
+
+    runner.launch = checked  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("swap_space", [0, 1 / 2048])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none",
+        {**KARA, "period": 1},
+        {**KARA, "period": 1, "query_source": "recompute"},
+        {"name": "snapkv", "budget": 14, "window": 4, "trigger": "threshold", "threshold": 30},
+        {"name": "h2o", "budget": 24},
+        {"name": "keydiff", "budget": 20, "recent": 4, "mode": "block"},
+    ],
+    ids=lambda policy: policy if isinstance(policy, str) else policy["name"],
+)
+def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(
+    llama_dir: Path, policy: Any, swap_space: int
+) -> None:
+    """Whatever is freed, on the device or the host, is overwritten at once."""
+    ample = make_llm(llama_dir, policy)
+    tight = make_llm(
+        llama_dir, policy, block_size=4, num_gpu_blocks_override=56, swap_space=swap_space
+    )
+    watch(tight)
+    preempt_now_and_then(tight.engine.core.scheduler, np.random.default_rng(0), 0.05)
+    assert generate(tight) == generate(ample)
+    stats = tight.stats()
+    assert stats.preemptions_total > 0 and stats.early_compactions_total == 0
+    assert bool(stats.swaps_total) == bool(swap_space and policy != "none")
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+
+@pytest.mark.parametrize("fields", [{"period": 25}, {"preset": "paper", "period": 7}])
+def test_events_that_depend_on_others_leave_what_a_dense_replay_has(
+    llama_dir: Path, fields: dict[str, Any]
+) -> None:
+    """Early events and the paper's engine-wide ones: the logits of the recorded kept sets."""
+    recorder = Recorder(
+        make_llm(
+            llama_dir, {**KARA, **fields}, block_size=4, num_gpu_blocks_override=60, swap_space=0
+        )
+    )
+    tokens = generate(recorder.llm)
+    stats = recorder.llm.stats()
+    assert stats.preemptions_total > 0 and stats.compactions_total > len(PROMPTS)
+    assert ("preset" in fields) or stats.early_compactions_total > 0
+    model = load_dense(llama_dir)
+    for seq_id, (prompt, more) in enumerate(zip(PROMPTS, tokens, strict=True)):
+        record = recorder.records[seq_id]
+        dense = dense_pass(model, prompt + more[:-1], record.events)
+        logits = torch.stack(recorder.logits[seq_id])
+        torch.testing.assert_close(logits, dense.logits[len(prompt) - 1 :], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("swap_space", [0, 1 / 2048])
+def test_64_prompts_of_nearly_the_whole_pool(llama_dir: Path, swap_space: int) -> None:
+    """No 400, no standstill, no storm: each step moves on, and all end as they would alone."""
+    prompts = random_prompts([36] * 64, seed=6)
+    policy = {**KARA, "protect_prompt": False}
+    tight = make_llm(
+        llama_dir, policy, block_size=4, num_gpu_blocks_override=14, swap_space=swap_space
+    )
+    core = tight.engine.core
+    launch = core.runner.launch
+
+    def moves_on(output: SchedulerOutput) -> LaunchedStep:
+        assert output.num_tokens or output.swap_ins or not core.scheduler.has_work
+        return launch(output)
+
+    core.runner.launch = moves_on  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    outputs = tight.generate(prompts, params, use_tqdm=False)
+    alone = make_llm(llama_dir, policy, block_size=4, num_gpu_blocks_override=14)
+    for prompt, output in zip(prompts[:3], outputs, strict=False):
+        (expected,) = alone.generate([prompt], params, use_tqdm=False)
+        assert output.outputs[0] == expected.outputs[0]
+    assert tight.stats().preemptions_total <= 2 * 64
+
+
+def test_branches_hold_one_copy_of_a_prompt_that_a_policy_cuts(llama_dir: Path) -> None:
+    """n = 4 under a prefill policy: the prompt is stored once until each branch has its own cut."""
+    (prompt,) = random_prompts([64], seed=7)
+    llm = make_llm(llama_dir, {"name": "snapkv", "budget": 16, "window": 4}, block_size=4)
+    pool, launch = llm.engine.core.scheduler.pool, llm.engine.core.runner.launch
+    used = []
+
+    def measured(output: SchedulerOutput) -> LaunchedStep:
+        used.append(pool.capacity - pool.num_free)
+        return launch(output)
+
+    llm.engine.core.runner.launch = measured  # type: ignore[method-assign]
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert all(len(branch.token_ids) == 20 for branch in output.outputs)
+    details = output.kv_cache_details
+    assert details is not None and details.compactions > 0
+    one_prompt, one_cut = 64 // 4, 16 // 4
+    logs = 4 * 2  # the last four queries of each branch
+    assert max(used) <= one_prompt + 4 * (one_cut + 20 // 4 + 1) + logs
