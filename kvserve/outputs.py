@@ -71,6 +71,8 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    queued_seconds: float = 0.0
+    """Until the engine first gave it a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class EngineStats:
     tokens_evicted_total: int = 0
     compaction_seconds_total: float = 0.0
     steps_total: int = 0
+    scoring_workspace_bytes: int = 0
     requests: tuple[RequestStats, ...] = ()
 
     @property

@@ -80,6 +80,11 @@ class Compressor:
         self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Most that scoring takes at once, unless a single window needs more."""
+        return self._scratch_bytes
+
     def run(
         self,
         task: CompactionTask,

@@ -40,6 +40,8 @@ class EngineCore:
         self._query_dtype = built.query_dtype
         self._policy_ids: dict[Policy, int] = {}
         self._sequences: dict[int, tuple[Sequence, str]] = {}
+        self._waiting_since: dict[int, float] = {}
+        self._queued_seconds: dict[int, float] = {}
         self._grammars = GrammarCompiler(config, self.info)
         self._seeds = np.random.default_rng(config.model.seed)
         self._prompt_tokens = self._generation_tokens = 0
@@ -99,6 +101,7 @@ class EngineCore:
             # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
             sequence.column_hashes = [os.urandom(16)]
         self._sequences[new.seq_id] = (sequence, new.request_id)
+        self._waiting_since[new.seq_id] = time.monotonic()
         self.scheduler.add(sequence)
         self._prompt_tokens += prompt
 
@@ -118,6 +121,7 @@ class EngineCore:
         """Run one step to its end and report its tokens."""
         started, compacting = time.perf_counter(), self.runner.compaction_seconds
         output = self.scheduler.schedule()
+        self._note_admitted(output)
         result = self.runner.launch(output).collect()
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
@@ -182,6 +186,7 @@ class EngineCore:
             tokens_evicted_total=scheduler.events.tokens_evicted,
             compaction_seconds_total=self.runner.compaction_seconds,
             steps_total=scheduler.num_steps,
+            scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
             requests=requests,
         )
 
@@ -280,8 +285,18 @@ class EngineCore:
             return None
         return SequenceGrammar(self._grammars.compile(new.structured_output), new.thinking_end)
 
+    def _note_admitted(self, output: SchedulerOutput) -> None:
+        """How long newcomers have waited; one that returns from a preemption is no newcomer."""
+        now = time.monotonic()
+        for seq in output.admitted.sequences:
+            since = self._waiting_since.pop(seq.seq_id, None)
+            if since is not None:
+                self._queued_seconds[seq.seq_id] = now - since
+
     def _finished(self, seq: Sequence) -> FinishedSequence:
         self._sequences.pop(seq.seq_id, None)
+        self._waiting_since.pop(seq.seq_id, None)
+        queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
@@ -294,7 +309,7 @@ class EngineCore:
             peak_blocks=seq.peak_blocks,
         )
         return FinishedSequence(
-            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details
+            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
         )
 
     def _stats_when_due(self) -> EngineStats | None:

@@ -53,6 +53,7 @@ class FinishedSequence:
     stop_token: int | None
     num_cached_tokens: int
     details: KVCacheDetails
+    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

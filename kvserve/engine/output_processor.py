@@ -150,6 +150,7 @@ class OutputProcessor:
         request.kv_cache_details = _add(request.kv_cache_details, finished.details)
         if choice.index == 0:
             request.num_cached_tokens = finished.num_cached_tokens
+            branch.metrics.queued_seconds = finished.queued_seconds
         if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
             request.finished = True
             del self._by_request[request.request_id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect
@@ -31,6 +31,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         request_id: str,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
@@ -42,6 +43,7 @@ class Generation:
         self._wake = asyncio.Event()
         self._failure: Exception | None = None
         self._unfinished = len(prompts)
+        self._headers = headers or {}
         state.generations.add(self)
         if state.options.log_requests:
             lengths = [len(prompt) for prompt in prompts]
@@ -113,6 +115,8 @@ class Generation:
         # The engine's id is made unique: two clients may send the same X-Request-Id.
         unique_id = f"{request_id}-{secrets.token_hex(4)}"
         watch = self._state.metrics.watch(self._params)
+        tracer = self._state.tracer
+        span = tracer and tracer.start(self._headers, request_id, self._params)
         outputs = cast(
             AsyncGenerator[RequestOutput, None],
             self._state.engine.generate(prompt, self._params, unique_id),
@@ -131,6 +135,8 @@ class Generation:
             watch.ended("abort")
             raise
         finally:
+            if tracer is not None:
+                tracer.end(span, self.outputs[index])
             self._unfinished -= 1
             self._wake.set()
             await outputs.aclose()

@@ -41,7 +41,11 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN),
     "inter_token_latency_seconds": ("Time between two outputs of a request", _INTER_TOKEN),
     "e2e_request_latency_seconds": ("Time from arrival to the end", _LATENCY),
+    "request_queue_time_seconds": ("Time until the engine took it up", _LATENCY),
+    "request_prefill_time_seconds": ("Time from there to the first token", _LATENCY),
     "request_decode_time_seconds": ("Time from the first token to the end", _LATENCY),
+    "request_inference_time_seconds": ("Time from being taken up to the end", _LATENCY),
+    "request_time_per_output_token_seconds": ("Mean time of a token after the first", _INTER_TOKEN),
     "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
     "request_generation_tokens": ("Generated tokens per request", _TOKENS),
     "request_params_n": ("The n parameter", (1, 2, 5, 10, 20)),
@@ -68,7 +72,7 @@ class Metrics:
         self._finished: Counter[str] = Counter(stop=0, length=0, abort=0)
         self._compactions = Counter({config.compression.policy: 0})
         self._blocks_released = Counter({config.compression.policy: 0})
-        self._prefix = Counter(queries=0, hits=0)
+        self.prefix = Counter(queries=0, hits=0)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -96,8 +100,8 @@ class Metrics:
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         if self._config.cache.enable_prefix_caching:
-            self._prefix["queries"] += num_tokens
-            self._prefix["hits"] += num_cached
+            self.prefix["queries"] += num_tokens
+            self.prefix["hits"] += num_cached
 
     def count_compactions(self, new: KVCacheDetails, old: KVCacheDetails) -> None:
         self._compactions[new.policy] += new.compactions - old.compactions
@@ -112,8 +116,8 @@ class Metrics:
         yield self._counter("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
         yield self._counter("generation_tokens", "Tokens made", stats.generation_tokens_total)
         yield self._counter("num_preemptions", "Preempted sequences", stats.preemptions_total)
-        yield self._counter("prefix_cache_queries", "Tokens looked up", self._prefix["queries"])
-        yield self._counter("prefix_cache_hits", "Tokens found", self._prefix["hits"])
+        yield self._counter("prefix_cache_queries", "Tokens looked up", self.prefix["queries"])
+        yield self._counter("prefix_cache_hits", "Tokens found", self.prefix["hits"])
         info = {
             "block_size": self._config.cache.block_size or "auto",
             "num_gpu_blocks": stats.blocks_total,
@@ -149,6 +153,17 @@ class Metrics:
         yield self._counter(
             "kv_compaction_seconds", "Seconds spent compacting", stats.compaction_seconds_total
         )
+        yield self._gauge(
+            "kv_scoring_workspace_bytes",
+            "Most bytes that scoring takes at once",
+            stats.scoring_workspace_bytes,
+        )
+        yield self._counter(
+            "kv_early_compactions",
+            "Compactions before they were due, for want of blocks",
+            stats.early_compactions_total,
+        )
+        yield self._counter("kv_swaps", "Preemptions to host memory", stats.swaps_total)
         yield self._counter_by(
             "kv_compactions", "Compactions by policy", "policy", self._compactions
         )
@@ -215,8 +230,16 @@ class RequestWatch:
 
     def _finish(self, output: RequestOutput, now: float) -> None:
         metrics = self._metrics
-        metrics.observe("e2e_request_latency_seconds", now - self._started)
-        metrics.observe("request_decode_time_seconds", now - (self._first or now))
+        total, first = now - self._started, self._first or now
+        queued = output.metrics.queued_seconds if output.metrics is not None else 0.0
+        metrics.observe("e2e_request_latency_seconds", total)
+        metrics.observe("request_queue_time_seconds", queued)
+        metrics.observe("request_prefill_time_seconds", max(first - self._started - queued, 0.0))
+        metrics.observe("request_decode_time_seconds", now - first)
+        metrics.observe("request_inference_time_seconds", max(total - queued, 0.0))
+        if self._tokens > len(output.outputs):
+            mean = (now - first) / (self._tokens / len(output.outputs) - 1)
+            metrics.observe("request_time_per_output_token_seconds", mean)
         metrics.observe("request_prompt_tokens", len(output.prompt_token_ids))
         metrics.observe("request_generation_tokens", self._tokens)
         metrics.observe("request_params_n", self._params.n)
@@ -232,8 +255,10 @@ class StatsLog:
     """The line in the log while there is something to tell."""
 
     engine: Engine
+    metrics: Metrics
     _last: EngineStats = field(default_factory=EngineStats)
     _time: float = 0.0
+    _prefix: Counter[str] = field(default_factory=Counter)
 
     async def run(self, interval: float = LOG_INTERVAL) -> None:
         self._time = time.monotonic()
@@ -245,18 +270,22 @@ class StatsLog:
         new, old, now = self.engine.stats, self._last, time.monotonic()
         seconds = max(now - self._time, 1e-9)
         self._last, self._time = new, now
+        prefix = self.metrics.prefix - self._prefix
+        self._prefix = self.metrics.prefix.copy()
         prompt = new.prompt_tokens_total - old.prompt_tokens_total
         generated = new.generation_tokens_total - old.generation_tokens_total
         if not (prompt or generated or new.num_running or new.num_waiting):
             return
         logger.info(
             "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
-            "KV usage: %.1f%%, tokens held/logical: %d/%d, blocks released: %d",
+            "KV usage: %.1f%%, prefix hits: %.1f%%, tokens held/logical: %d/%d, "
+            "blocks released: %d",
             prompt / seconds,
             generated / seconds,
             new.num_running,
             new.num_waiting,
             100 * new.kv_cache_usage,
+            100 * prefix["hits"] / max(prefix["queries"], 1),
             new.tokens_held,
             new.tokens_logical,
             new.blocks_released_total - old.blocks_released_total,

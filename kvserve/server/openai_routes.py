@@ -55,7 +55,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     check_lengths(state, body, prompts)
     echoes = _echoes(state, body, prompts)
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(state, prompts, params, request_id)
+    generation = Generation(state, prompts, params, request_id, request.headers)
     if body.stream:
         chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
         return await stream_response(
@@ -84,7 +84,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(state, [plan.prompt], plan.params, request_id)
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, parser=plan.parser)
         return await stream_response(
@@ -115,7 +115,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state, model = _admit(chat, request)
     request_id = name_request(chat, request, "resp")
     plan = await plan_chat(state, chat)
-    generation = Generation(state, [plan.prompt], plan.params, request_id)
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan.parser() or MessageParser(None, None))
     if body.stream:

@@ -26,6 +26,7 @@ from kvserve.server.errors import unavailable
 from kvserve.server.metrics import StatsLog
 from kvserve.server.serve import ServeSettings
 from kvserve.server.state import Engine, ServerOptions, ServerState
+from kvserve.server.tracing import Tracer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
@@ -47,10 +48,15 @@ def make_engine(config: EngineConfig) -> Engine:
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     options = _options(config, settings)
+    tracer = None
+    if settings.otlp_traces_endpoint is not None:
+        tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
     # Bound first: a port in use is found before minutes of loading; health checks get their 503.
     with _bind(settings) as listener:
-        state = ServerState(make_engine(config), config, options)
+        state = ServerState(make_engine(config), config, options, tracer)
         _run(_serve(state, settings, listener))
+    if tracer is not None:
+        tracer.shutdown()
     return 0
 
 
@@ -66,7 +72,7 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
         loading.result()
         state.mark_ready()
         _announce(state, settings, listener)
-        background.append(asyncio.create_task(StatsLog(state.engine).run()))
+        background.append(asyncio.create_task(StatsLog(state.engine, state.metrics).run()))
         background.append(asyncio.create_task(_watch(state, server)))
         await serving
         if state.engine.dead_error is not None:
@@ -262,6 +268,7 @@ def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
         ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),
         ("tools", _tools(options), "--tool-call-parser, --enable-auto-tool-choice"),
         ("queue", f"{options.max_queued} sequences", "--max-queued-requests"),
+        ("traces", settings.otlp_traces_endpoint or "off", "--otlp-traces-endpoint"),
         ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
     ]
 

@@ -70,6 +70,9 @@ class ServeSettings:
     )
     max_body_size: int = setting(64 * 2**20, "largest request body in bytes (accepts 64MiB)")
     docs: bool = setting(True, "serve the API's documentation at /docs")
+    otlp_traces_endpoint: str | None = setting(
+        None, "where OpenTelemetry spans go, one per request (extra otel)"
+    )
     log_level: str = setting("info", "verbosity of kvserve's log", choices=_LEVELS)
     uvicorn_log_level: str = setting(
         "warning", "verbosity of the HTTP server's log", choices=_LEVELS

@@ -21,6 +21,7 @@ from kvserve.server.reasoning import CLOSE, ReasoningParser
 
 if TYPE_CHECKING:
     from kvserve.server.generation import Generation
+    from kvserve.server.tracing import Tracer
 
 
 class Tokenizer(Protocol):
@@ -92,6 +93,7 @@ class ServerState:
     engine: Engine
     config: EngineConfig
     options: ServerOptions
+    tracer: Tracer | None = None
     ready: bool = False
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))

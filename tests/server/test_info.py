@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
 from kvserve.outputs import EngineStats, RequestStats
-from kvserve.server.metrics import StatsLog
+from kvserve.server.metrics import Metrics, StatsLog
+from kvserve.server.state import ServerOptions
 from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
 from tests.server.fake_engine import BOS, FakeEngine
 
@@ -28,6 +29,9 @@ STATS = EngineStats(
     blocks_released_total=6,
     tokens_evicted_total=750,
     compaction_seconds_total=1.5,
+    scoring_workspace_bytes=4096,
+    early_compactions_total=2,
+    swaps_total=1,
     requests=(RequestStats("r", "kara", 1000, 250, 30, 5),),
 )
 
@@ -108,6 +112,9 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         "kv_admission_headroom_blocks": 70,
         "kv_tokens_evicted_total": 750,
         "kv_compaction_seconds_total": 1.5,
+        "kv_scoring_workspace_bytes": 4096,
+        "kv_early_compactions_total": 2,
+        "kv_swaps_total": 1,
         "kv_compactions_total|kara": 0,
         "kv_blocks_released_total|kara": 0,
     }
@@ -126,6 +133,10 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
     assert values["kvserve:request_success_total|abort"] == 0
     assert values["kvserve:time_to_first_token_seconds_count"] == 3
     assert values["kvserve:inter_token_latency_seconds_count"] == 19 + 19 + 3
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert values[f"kvserve:request_{name}_time_seconds_count"] == 3
+        assert values[f"vllm:request_{name}_time_seconds_count"] == 3
+    assert values["kvserve:request_time_per_output_token_seconds_count"] == 3
     assert values["kvserve:e2e_request_latency_seconds_count"] == 3
     assert values["kvserve:request_generation_tokens_sum"] == 44
     assert values["kvserve:request_params_max_tokens_sum"] == 44
@@ -207,10 +218,19 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     monkeypatch.setattr(logging.getLogger("kvserve"), "propagate", True)
     caplog.set_level(logging.INFO, "kvserve")
     engine = FakeEngine(stats=STATS)
-    log = StatsLog(engine)
+    metrics = Metrics(engine, EngineConfig(), ServerOptions(served_names=(MODEL,)))
+    metrics.count_prompt(200, 50)
+    log = StatsLog(engine, metrics)
     log.log()
     [line] = caplog.messages
-    for part in ("Running: 2", "Waiting: 1", "KV usage: 30.0%", "250/1000", "released: 6"):
+    for part in (
+        "Running: 2",
+        "Waiting: 1",
+        "KV usage: 30.0%",
+        "hits: 25.0%",
+        "250/1000",
+        "released: 6",
+    ):
         assert part in line
     caplog.clear()
     engine.stats = EngineStats(prompt_tokens_total=300, generation_tokens_total=700)

@@ -1,0 +1,40 @@
+"""Spans: one per request, in the client's trace, with what became of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvserve.log import ConfigError
+from kvserve.server.tracing import Tracer
+from tests.server.conftest import MODEL, StartServer, wait_until
+from tests.server.fake_engine import FakeEngine
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_a_span_per_request(start_server: StartServer) -> None:
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter = memory.InMemorySpanExporter()
+    server = start_server(FakeEngine())
+    tracer = server.state.tracer = Tracer("", MODEL, exporter)
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    body = {"prompt": ["a", "b"], "max_tokens": 16, "kv_policy": "kara"}
+    assert server.http.post("/v1/completions", json=body, headers=headers).is_success
+    server.complete("a" * 600)
+    wait_until(lambda: not server.state.generations)
+    tracer.shutdown()
+    *answered, refused = exporter.get_finished_spans()
+    for span in answered:
+        assert f"{span.context.trace_id:032x}" == TRACE
+        assert span.attributes["gen_ai.usage.completion_tokens"] == 16
+        assert span.attributes["gen_ai.request.model"] == MODEL
+        assert span.attributes["kvserve.policy"] == "kara"
+        assert span.attributes["kvserve.compactions"] == 2
+    assert len(answered) == 2
+    assert "gen_ai.usage.completion_tokens" not in refused.attributes
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
+        Tracer("http://localhost:4317", MODEL)
