@@ -12,6 +12,7 @@ from kvserve.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     RequestIdMiddleware,
+    TurnstileMiddleware,
 )
 from kvserve.server.schemas import ERRORS
 from kvserve.server.state import ServerState
@@ -49,5 +50,6 @@ def create_app(state: ServerState) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(TurnstileMiddleware)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -4,6 +4,7 @@ Starlette's ``BaseHTTPMiddleware`` hides a client's disconnect from the route.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
@@ -49,6 +50,21 @@ class RequestIdMiddleware:
             if started:
                 raise
             await as_api_error(exc).response()(scope, receive, send_with_id)
+
+
+class TurnstileMiddleware:
+    """Lets so many requests in per turn of the event loop: a crowd that comes at once must not
+    keep the running streams waiting until all of it is read.
+    """
+
+    def __init__(self, app: ASGIApp, per_turn: int = 8) -> None:
+        self.app = app
+        self._turn = asyncio.Semaphore(per_turn)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._turn.acquire()
+        asyncio.get_running_loop().call_soon(self._turn.release)
+        await self.app(scope, receive, send)
 
 
 class ApiKeyMiddleware:
