@@ -53,8 +53,8 @@ class RequestIdMiddleware:
 
 
 class TurnstileMiddleware:
-    """Lets so many requests in per turn of the event loop: a crowd that comes at once must not
-    keep the running streams waiting until all of it is read.
+    """Hands on so many bodies per turn of the event loop: a crowd that comes at once must not keep
+    the running streams waiting until all of it is read and queued.
     """
 
     def __init__(self, app: ASGIApp, per_turn: int = 8) -> None:
@@ -62,9 +62,14 @@ class TurnstileMiddleware:
         self._turn = asyncio.Semaphore(per_turn)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._turn.acquire()
-        asyncio.get_running_loop().call_soon(self._turn.release)
-        await self.app(scope, receive, send)
+        async def receive_in_turn() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                await self._turn.acquire()
+                asyncio.get_running_loop().call_soon(self._turn.release)
+            return message
+
+        await self.app(scope, receive_in_turn, send)
 
 
 class ApiKeyMiddleware:
