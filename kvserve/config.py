@@ -212,7 +212,6 @@ def _validate(config: EngineConfig) -> None:
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
         (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
-        (cache.kv_layout in ("auto", "model"), "--kv-layout: only auto and model are built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs "

@@ -70,9 +70,9 @@ class InputBatch:
         return self._kept_scores.get(policy_id)
 
     def after_compaction(self, task: CompactionTask) -> None:
-        """All groups of each row hold what the task left them."""
+        """Each group of each row holds what the task left it."""
         rows = self._long(task.rows)
-        self.kv_lens[:, rows] = self._long(task.new_lens)[:, None]
+        self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:

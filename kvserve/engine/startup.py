@@ -20,12 +20,17 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _GIB = 1024**3
+_LAYOUT_MEANS = {
+    Granularity.MODEL: "all layers and heads hold equally many entries",
+    Granularity.LAYER: "layers may hold different numbers of entries",
+    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,11 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     query_reduce = policy.query_reduction or "group_mean"
     fp8 = _fp8_log(policy, dtype, device)
     layout = KVLayout(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        config.cache.block_size or 16,
+        _granularity(config, policy),
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
     try:
@@ -125,6 +134,19 @@ def _check_policy(policy: Policy, max_len: int) -> None:
     window = policy.trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+
+
+def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that was asked for, or what the policy needs."""
+    if config.cache.kv_layout == "auto":
+        return policy.granularity
+    layout = Granularity(config.cache.kv_layout)
+    if not policy.granularity.fits(layout):
+        raise ConfigError(
+            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
+            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+        )
+    return layout
 
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
@@ -212,7 +234,7 @@ def _summary(
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         ("context", f"{max_len} tokens", "--max-model-len"),
         ("policy", str(policy), "--policy; a request's kv_policy may override it"),
-        ("kv layout", layout.granularity.value, "all layers and heads hold equally many entries"),
+        ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (
             "kv pool",
             f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB",
