@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -64,22 +66,48 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """What transformers generates, one prompt at a time, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+@dataclass(frozen=True)
+class Generated:
+    """What transformers makes of a prompt: new tokens, and the logits [n, V] they came from."""
+
+    token_ids: list[int]
+    logits: Tensor
+
+
+def generate(
+    directory: Path,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> list[Generated]:
+    """Greedy decoding by transformers, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention
+    ).eval()
     out = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        generated = model.generate(
+        # Dynamic RoPE remembers the longest sequence it has seen: each prompt gets a new one.
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        done = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        out.append(generated[0, len(prompt) :].tolist())
+        new = done.sequences[0, len(prompt) :].tolist()
+        out.append(Generated(new, torch.cat(done.logits)))
     return out
+
+
+def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The tokens alone, in float32."""
+    return [done.token_ids for done in generate(directory, prompts, tokens)]
 
 
 def write_tokenizer(directory: Path) -> Path:

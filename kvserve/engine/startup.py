@@ -45,7 +45,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     spec = read_spec(directory)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
-    _check_policy(policy, max_len)
+    _check_policy(policy, spec, max_len)
     query_reduce = policy.query_reduction or "group_mean"
     fp8 = _fp8_log(policy, dtype, device)
     layout = KVLayout(
@@ -56,7 +56,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    model = load_model(directory, config.model, spec, max_len, dtype, device)
+    model = load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     scheduler = Scheduler(
         layout,
@@ -97,13 +97,12 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        wanted = spec.max_position
-    elif wanted > spec.max_position:
-        raise ConfigError(
-            f"--max-model-len: {wanted} exceeds the model's {spec.max_position} positions"
-        )
+    # Within its window, a sliding-window layer sees everything, as any other does.
+    longest = min(spec.max_position, spec.window or spec.max_position)
+    wanted = config.model.max_model_len or longest
+    if wanted > longest:
+        what = "sliding window of" if longest == spec.window else "longest context,"
+        raise ConfigError(f"--max-model-len: {wanted} exceeds the model's {what} {longest} tokens")
     budget = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and budget < wanted:
         raise ConfigError(
@@ -113,7 +112,9 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _check_policy(policy: Policy, max_len: int) -> None:
+def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
+    if policy.name != "none" and spec.policy_refusal is not None:
+        raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
     window = policy.trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
@@ -176,6 +177,16 @@ def _generation_config(
     return {name: raw[name] for name in _SAMPLING_DEFAULTS if raw.get(name) is not None}, eos
 
 
+def _context_reason(spec: ModelSpec) -> str:
+    if spec.window is not None:
+        return "at most the sliding window: more is not built; --max-model-len"
+    if spec.rope.kind == "dynamic":
+        return (
+            f"--max-model-len; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
+        )
+    return "--max-model-len"
+
+
 def _summary(
     config: EngineConfig,
     policy: Policy,
@@ -194,8 +205,12 @@ def _summary(
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
-        ("context", f"{max_len} tokens", "--max-model-len"),
-        ("policy", str(policy), "--policy; a request's kv_policy may override it"),
+        ("context", f"{max_len} tokens", _context_reason(spec)),
+        (
+            "policy",
+            str(policy),
+            spec.policy_refusal or "--policy; a request's kv_policy may override it",
+        ),
         ("kv layout", layout.granularity.value, "all layers and heads hold equally many entries"),
         (
             "kv pool",

@@ -272,7 +272,7 @@ class Scheduler:
         stop, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
         stop = min([stop, *seq.engine_events])
         target = min(seq.num_tokens, stop)
-        columns = self._cached_columns(seq, min(target - 1, log_from))
+        columns = self._cached_columns(seq, min(target - 1, log_from, seq.num_shareable))
         cached = len(columns) * self.layout.block_size
         length = self._chunk_length(cached, seq.num_tokens, stop, budget)
         if not length:
@@ -296,7 +296,7 @@ class Scheduler:
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self.layout.block_size
         rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
-        rows.num_identity[at] = NO_EVENT
+        rows.num_identity[at] = seq.num_shareable
         rows.num_computed[at] = seq.num_cached_tokens
         rows.num_published[at] = len(columns)
         self.blocks.start_row(seq.row)

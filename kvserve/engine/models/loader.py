@@ -47,13 +47,12 @@ def load_model(
     directory: Path,
     config: ModelConfig,
     spec: ModelSpec,
-    max_len: int,
     dtype: torch.dtype,
     device: str,
 ) -> Transformer:
     """The decoder with its weights (random ones for ``load_format="dummy"``)."""
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, max_len, dtype, device)
+        model = Transformer(spec, dtype, device)
     if config.load_format == "dummy":
         _fill_randomly(model, config.seed)
     else:

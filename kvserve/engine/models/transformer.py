@@ -67,7 +67,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Token ids in, hidden states out; ``logits`` is separate, since few positions need it."""
 
-    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = _empty(spec.vocab_size, spec.hidden_size)
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         self.head = (
             self.embedding if spec.tied_embeddings else _empty(spec.vocab_size, spec.hidden_size)
         )
-        self.rotary = Rotary(spec, max_len, dtype, device)
+        self.rotary = Rotary(spec, dtype, device)
         self.scale = spec.head_dim**-0.5
 
     @property
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
         hidden = F.embedding(input_ids, self.embedding)
-        rope = self.rotary.at(batch.positions)
+        rope = self.rotary.at(batch.positions, batch.prompt_lens)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, batch, cache, attention, index)
         return hidden
