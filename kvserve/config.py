@@ -42,8 +42,14 @@ class ModelConfig:
         aliases=("--context-length",),
     )
     load_format: str = setting(
-        "auto", "dummy gives random weights from config.json alone", choices=("auto", "dummy")
+        "auto",
+        "auto reads safetensors; dummy gives random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
     )
+    download_dir: str | None = setting(
+        None, "where hub models are kept (default: the cache that HF_HOME names)"
+    )
+    hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
     trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
     generation_config: str = setting(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +26,8 @@ from transformers import (
 )
 
 VOCAB = 128
+_AS_LLAMA = "as_llama"
+"""Beside an InternLM2 checkpoint, which transformers does not know: the Llama it was made of."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -42,6 +47,11 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"num_key_value_heads": 8, "tie_word_embeddings": True},
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "internlm2": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
 }
@@ -58,7 +68,49 @@ def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
         else:
             parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(directory)
+    if kind == "internlm2":
+        shutil.copytree(directory, directory / _AS_LLAMA)
+        _rewrite_as_internlm2(directory, model.config)
     return directory
+
+
+def _rewrite_as_internlm2(directory: Path, llama: Any) -> None:
+    """A Llama checkpoint in InternLM2's names and layout, its config as such files are written."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    tensors = load_file(directory / "model.safetensors")
+    kv_heads, head_dim = llama.num_key_value_heads, llama.head_dim
+    for layer in range(llama.num_hidden_layers):
+        attention = f"model.layers.{layer}.self_attn."
+        q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
+        groups = []
+        for head in range(kv_heads):
+            size = len(q) // kv_heads
+            kv = slice(head * head_dim, (head + 1) * head_dim)
+            groups += [q[head * size : (head + 1) * size], k[kv], v[kv]]
+        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(groups)
+    for llama_name, name in names.items():
+        tensors = {key.replace(llama_name, name): tensor for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {
+        "architectures": ["InternLM2ForCausalLM"],
+        "model_type": "internlm2",
+        "bias": False,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": rope["rope_type"], "factor": rope["factor"]},
+    }
+    del raw["attention_bias"], raw["mlp_bias"], raw["head_dim"]
+    (directory / "config.json").write_text(json.dumps(raw))
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -82,6 +134,8 @@ def generate(
     attention: str = "sdpa",
 ) -> list[Generated]:
     """Greedy decoding by transformers, one prompt at a time."""
+    if (directory / _AS_LLAMA).exists():
+        directory = directory / _AS_LLAMA
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=attention
     ).eval()

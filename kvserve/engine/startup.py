@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.model_runner import ModelRunner
-from kvserve.engine.models.loader import find_model, load_model
+from kvserve.engine.models.hub import find_model, read_json
+from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
@@ -41,8 +41,14 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     """Load the model, size the pool, wire the parts. ``ConfigError`` names the flag to change."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    directory = find_model(config.model.model, config.model.revision)
-    spec = read_spec(directory)
+    directory = find_model(
+        config.model.model,
+        config.model.revision,
+        config.model.download_dir,
+        weights=config.model.load_format != "dummy",
+        code=config.model.trust_remote_code,
+    )
+    spec = read_spec(directory, config.model.hf_overrides)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
@@ -169,7 +175,7 @@ def _generation_config(
 ) -> tuple[dict[str, Any], list[int]]:
     """Sampling defaults and end-of-sequence ids that the checkpoint suggests."""
     path = directory / "generation_config.json"
-    raw = json.loads(path.read_text()) if path.exists() else {}
+    raw = read_json(path) if path.exists() else {}
     eos = raw.get("eos_token_id", list(spec.eos_token_ids))
     eos = [eos] if isinstance(eos, int) else list(eos or [])
     if config.model.generation_config == "none":

@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-mha-tied": {},
     "mistral": {"head_dim": 32},  # as in Nemo: heads wider than hidden_size / num_attention_heads
     "mistral-window": {"sliding_window": 160},
+    "internlm2": {"max_position_embeddings": 100},  # the longest prompt's answer goes past them
     "qwen2": {},
     "qwen3": {},
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError
 
 
@@ -74,6 +74,7 @@ class _Variant:
 
 
 VARIANTS = {
+    "InternLM2ForCausalLM": _Variant(),
     "LlamaForCausalLM": _Variant(),
     "MistralForCausalLM": _Variant(),
     "Qwen2ForCausalLM": _Variant(qkv_bias=True),
@@ -99,13 +100,9 @@ def read_spec(directory: Path, overrides: Mapping[str, Any] | None = None) -> Mo
     ``overrides`` replace fields of the file (``--hf-overrides``).
     """
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"--model: no config.json in {directory}") from None
-    except ValueError as error:
-        raise ConfigError(f"--model: {path} is not valid JSON ({error}); fetch it again") from None
-    return parse_spec({**raw, **(overrides or {})}, str(path))
+    if not path.exists():
+        raise ConfigError(f"--model: no config.json in {directory}; is it a checkpoint?")
+    return parse_spec({**read_json(path), **(overrides or {})}, str(path))
 
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
@@ -117,7 +114,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
     kv_heads, hidden = config.count("num_key_value_heads", heads), config.count("hidden_size")
     if heads % kv_heads:
-        raise config.error(f"has {heads} attention heads for {kv_heads} KV heads")
+        raise config.error(f"has {heads} attention heads for {kv_heads} KV heads, no multiple")
     head_dim = config.count("head_dim", hidden // heads)
     if head_dim % 2:
         raise config.error(f"has heads of {head_dim} dimensions; RoPE needs an even number")
@@ -154,13 +151,18 @@ class _Fields:
     def error(self, problem: str) -> ConfigError:
         return ConfigError(f"--model: {self.where} {problem}")
 
+    def absent(self, name: str, why: str = "") -> ConfigError:
+        return self.error(
+            f"has no field {name!r}{why}; fetch it again, or set it by --hf-overrides"
+        )
+
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.raw.get(name)
         if value is None:
             value = default
         if value is None:
-            raise self.error(f"has no field {name!r}")
+            raise self.absent(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(f"sets {name} to {value!r}, which is no positive integer")
         return value
@@ -235,7 +237,7 @@ def _rope(config: _Fields) -> RopeSpec:
     needed, optional = _ROPE_TYPES[kind]
     missing = [name for name in needed if rope.raw.get(name) is None]
     if missing:
-        raise rope.error(f"has no field {missing[0]!r}, which type {kind} needs")
+        raise rope.absent(missing[0], f", which type {kind} needs")
     given = [name for name in (*needed, *optional) if rope.raw.get(name) is not None]
     original = config.count("max_position_embeddings")
     if kind in ("llama3", "yarn"):
