@@ -184,3 +184,32 @@ def write_tokenizer(directory: Path) -> Path:
     )
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def write_byte_fallback_tokenizer(directory: Path) -> Path:
+    """A tokenizer as Llama 2, Mistral and InternLM2 have it: some words, and bytes for the rest."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", "\u2581one", "\u2581two", *"abc.", "\u4f60"]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *bytes_, *words])}
+    merges = [("\u2581", "one"), ("\u2581", "two")]
+    backend = Tokenizer(
+        models.BPE(vocab | {"one": 500, "two": 501}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    return directory

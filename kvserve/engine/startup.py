@@ -14,7 +14,8 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.model_runner import ModelRunner
-from kvserve.engine.models.hub import find_model, read_json
+from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
+from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import Policy
@@ -23,7 +24,6 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _GIB = 1024**3
 
 
@@ -78,17 +78,21 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
     batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
     cache = KVCache(layout, num_blocks, log_heads, dtype, device, fp8_log=fp8)
     runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
-    defaults, eos = _generation_config(directory, spec, config)
+    use_sampling = config.model.generation_config != "none"
+    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
         model_path=str(directory),
         max_model_len=max_len,
         vocab_size=spec.vocab_size,
-        eos_token_ids=eos,
+        eos_token_ids=defaults.eos_token_ids,
         policy_name=policy.name,
         block_size=layout.block_size,
         num_blocks=num_blocks - 1,
-        default_sampling=defaults,
-        summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+        default_sampling=defaults.sampling,
+        summary=[
+            *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            _sampling_row(config, defaults),
+        ],
     )
     return BuiltEngine(scheduler, runner, info, query_reduce, "fp8" if fp8 else "model")
 
@@ -170,17 +174,17 @@ def _available_memory() -> int:
         return 4 * _GIB
 
 
-def _generation_config(
-    directory: Path, spec: ModelSpec, config: EngineConfig
-) -> tuple[dict[str, Any], list[int]]:
-    """Sampling defaults and end-of-sequence ids that the checkpoint suggests."""
-    path = directory / "generation_config.json"
-    raw = read_json(path) if path.exists() else {}
-    eos = raw.get("eos_token_id", list(spec.eos_token_ids))
-    eos = [eos] if isinstance(eos, int) else list(eos or [])
+def _sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> tuple[str, str, str]:
     if config.model.generation_config == "none":
-        return {}, eos
-    return {name: raw[name] for name in _SAMPLING_DEFAULTS if raw.get(name) is not None}, eos
+        return "sampling defaults", "none", "--generation-config"
+    reason = "generation_config.json; --generation-config"
+    if defaults.left_out:
+        reason = f"generation_config.json, but {_listed(defaults.left_out)} is not supported yet"
+    return "sampling defaults", _listed(defaults.sampling) or "none", reason
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _context_reason(spec: ModelSpec) -> str:

@@ -16,8 +16,8 @@ class Tokenizer:
 
         try:
             self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # what the file, the library or its own code thinks of it
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
                 "tokenizer.json, or --skip-tokenizer-init"
