@@ -57,6 +57,12 @@ class ModelConfig:
         "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
         choices=("auto", "none"),
     )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantised; config.json says so itself, and this only has to agree",
+        choices=("compressed-tensors", "awq"),
+        aliases=("-q",),
+    )
     seed: int = setting(0, "seed of dummy weights and of requests that bring none")
 
 

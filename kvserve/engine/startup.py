@@ -49,6 +49,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
@@ -104,6 +105,15 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigError(f"--dtype: config.json asks for {name}; choose {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
+    found = None if spec.quantization is None else spec.quantization.method
+    if config.model.quantization not in (None, found):
+        raise ConfigError(
+            f"--quantization: {config.model.quantization} is asked for, but config.json says "
+            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
+        )
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -174,6 +184,17 @@ def _available_memory() -> int:
         return 4 * _GIB
 
 
+def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
+    if config.model.load_format == "dummy":
+        return "weights", "random", "--load-format dummy"
+    if spec.quantization is None:
+        return "weights", str(dtype)[6:], "--dtype"
+    reason = "dequantised when read: the checkpoint's accuracy, not its size"
+    if spec.quantization.not_applied:
+        reason += f"; not applied: {spec.quantization.not_applied}"
+    return "weights", f"{str(dtype)[6:]}, from {spec.quantization.method}", reason
+
+
 def _sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> tuple[str, str, str]:
     if config.model.generation_config == "none":
         return "sampling defaults", "none", "--generation-config"
@@ -215,6 +236,7 @@ def _summary(
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
+        _weights_row(config, spec, dtype),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",

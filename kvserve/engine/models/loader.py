@@ -13,7 +13,7 @@ from tqdm import tqdm
 from kvserve.config import ModelConfig
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import Plain
+from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import is_unused, weight_targets
 from kvserve.log import ConfigError
@@ -33,35 +33,50 @@ def load_model(
 
 
 def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None:
-    targets = weight_targets(model)
-    missing = sorted(targets.keys() - checkpoint.names)
-    if missing:
-        raise ConfigError(
-            f"--model: the checkpoint in {checkpoint.directory} has no tensor {missing[0]} "
-            f"({len(missing)} missing); fetch it again"
-        )
-    unknown = sorted(n for n in checkpoint.names - targets.keys() if not is_unused(n, model))
-    if unknown:
-        raise ConfigError(
-            f"--model: {checkpoint.file(unknown[0])} has a tensor {unknown[0]} ({len(unknown)} "
-            f"such) that {model.spec.architecture} does not; config.json names another model"
-        )
-    storage, dtype = Plain(), model.embedding.dtype
+    targets, dtype = weight_targets(model), model.embedding.dtype
+    stored = {weight: _storage(checkpoint, model.spec, weight) for weight in targets}
+    _check_names(model, checkpoint, stored)
     for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=None):
+        storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         shape, wanted = storage.shape(checkpoint, weight), tuple(target.tensor.shape)
         if shape != wanted:
             raise ConfigError(
-                f"--model: {weight} in {checkpoint.file(weight)} has shape {shape}, config.json "
-                f"says {wanted}; they are not of one model"
+                f"--model: {weight} in {file} has shape {shape}, config.json says {wanted}; they "
+                "are not of one model"
             )
         for place, values in storage.pieces(checkpoint, weight):
             values = values.to(dtype)
             if not all(bound.isfinite() for bound in values.aminmax()):
                 raise ConfigError(
-                    f"--model: {weight} in {checkpoint.file(weight)} holds NaN or infinite values "
-                    f"as {str(dtype)[6:]}; fetch it again, or choose another --dtype"
+                    f"--model: {weight} in {file} holds NaN or infinite values as "
+                    f"{str(dtype)[6:]}; fetch it again, or choose another --dtype"
                 )
             target.write(place, values)
+
+
+def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
+    """Quantised checkpoints keep some weights as they are: what is there decides."""
+    quantized = spec.quantization
+    if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
+        return quantized
+    return Plain()
+
+
+def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage]) -> None:
+    """Every tensor is there, and none that the model would not use."""
+    wanted = {part for weight, storage in stored.items() for part in storage.parts(weight)}
+    missing = sorted(wanted - checkpoint.names)
+    if missing:
+        raise ConfigError(
+            f"--model: the checkpoint in {checkpoint.directory} has no tensor {missing[0]} "
+            f"({len(missing)} missing); fetch it again"
+        )
+    unknown = sorted(n for n in checkpoint.names - wanted if not is_unused(n, model))
+    if unknown:
+        raise ConfigError(
+            f"--model: {checkpoint.file(unknown[0])} has a tensor {unknown[0]} ({len(unknown)} "
+            f"such) that {model.spec.architecture} does not; config.json names another model"
+        )
 
 
 def _fill_randomly(model: nn.Module, seed: int) -> None:

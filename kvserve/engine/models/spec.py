@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.quantization import Quantization, parse_quantization
 from kvserve.log import ConfigError
 
 
@@ -46,6 +47,7 @@ class ModelSpec:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
+    quantization: Quantization | None = None
 
     @property
     def policy_refusal(self) -> str | None:
@@ -118,7 +120,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     head_dim = config.count("head_dim", hidden // heads)
     if head_dim % 2:
         raise config.error(f"has heads of {head_dim} dimensions; RoPE needs an even number")
-    eos = raw.get("eos_token_id")
+    eos, quantized = raw.get("eos_token_id"), config.part("quantization_config")
     rope = _rope(config)
     return ModelSpec(
         architecture=architecture,
@@ -138,6 +140,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         qk_norm=variant.qk_norm,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        quantization=parse_quantization(quantized, where) if quantized else None,
     )
 
 
@@ -196,8 +199,6 @@ def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
         raise config.error(
             f"names architecture {architecture}; kvserve runs {', '.join(sorted(VARIANTS))}"
         )
-    if raw.get("quantization_config"):
-        raise config.error("is quantised, which kvserve does not read yet")
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise config.error(f"sets {name}, which kvserve does not run")

@@ -44,8 +44,9 @@ class Plain:
         for rows, values in checkpoint.pieces(name, rows_per_piece(checkpoint.shape(name)[1:])):
             if values.dtype not in _FLOATS:
                 raise ConfigError(
-                    f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]}, and "
-                    "config.json names no quantization that says how to read it"
+                    f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]}, but "
+                    "there is no scale for it or no quantization_config in config.json; fetch both "
+                    "again"
                 )
             yield (rows,), values
 

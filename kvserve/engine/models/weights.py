@@ -73,6 +73,9 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
 
 def is_unused(name: str, model: Transformer) -> bool:
     """Whether a checkpoint may hold a tensor that no weight of the model comes from."""
+    quantization = model.spec.quantization
+    if quantization is not None and quantization.is_unused(name):
+        return True
     heads = (f"{_LLAMA['head']}.weight", f"{_INTERNLM2['head']}.weight")
     return name.endswith("rotary_emb.inv_freq") or (model.spec.tied_embeddings and name in heads)
 
