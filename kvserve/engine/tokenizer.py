@@ -20,7 +20,7 @@ class Tokenizer:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
-                "tokenizer.json, or --skip-tokenizer-init"
+                "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
             ) from error
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")

@@ -150,10 +150,16 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     directory = write_checkpoint("qwen3", tmp_path)
-    (directory / "model.safetensors").unlink()
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    edit_config(directory, quantization_config={"quant_method": "awq", "bits": 4})
     llm = LLM(str(directory), load_format="dummy", skip_tokenizer_init=True)
-    (output,) = llm.generate([3, 4, 5], SamplingParams(max_tokens=5), use_tqdm=False)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    assert row == ("weights", "random", "--load-format dummy")
 
 
 def test_a_missing_tokenizer_is_named(llama_dir: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError, RequestError
@@ -55,12 +57,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+BF16 = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3")),
+]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(family.removesuffix("-window"), tmp_path, **FAMILIES[family])
     expected = generate(directory, PROMPTS, TOKENS)
     check_parity(directory, expected)
     check_parity(directory, expected, **CHUNKED)
+
+
+@pytest.mark.parametrize("family", BF16)
+def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path: Path) -> None:
+    """Its eager and sdpa attention round differently; so may ours, but no more than that."""
+    directory = write_checkpoint(family, tmp_path)
+    sequences = random_prompts([len(prompt) + TOKENS for prompt in PROMPTS], seed=5)
+    llm = LLM(str(directory), dtype="bfloat16", skip_tokenizer_init=True)
+    recorder, runner = Recorder(llm), llm.engine.core.runner
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS + 1, ignore_eos=True)
+    logits: dict[str, list[Tensor]] = {"ours": [], "eager": [], "sdpa": []}
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.bfloat16, attn_implementation=name
+        )
+        for name in ("eager", "sdpa")
+    }
+    for i, tokens in enumerate(sequences):
+        start = len(tokens) - TOKENS
+        given = torch.tensor([*tokens, 0])
+        runner.force = given.__getitem__
+        llm.generate([tokens[:start]], params, use_tqdm=False)
+        logits["ours"] += recorder.logits[i]
+        for name, model in models.items():
+            with torch.no_grad():
+                logits[name] += model(given[None, :-1]).logits[0, start - 1 :].float()
+    ours, eager, sdpa = (torch.stack(logits[name]) for name in ("ours", "eager", "sdpa"))
+    allowed = (eager - sdpa).abs()
+    assert (ours - sdpa).abs().mean() < allowed.mean()
+    assert (ours - sdpa).abs().max() < allowed.max()
 
 
 def with_rope(directory: Path, kind: str, **fields: Any) -> Path:

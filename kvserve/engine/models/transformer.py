@@ -61,7 +61,7 @@ class Layer(nn.Module):
         return hidden + F.linear(F.silu(gate) * up, self.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+        return _rms_norm(x, weight, self.spec.rms_norm_eps)
 
 
 class Transformer(nn.Module):
@@ -96,8 +96,13 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
-        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.spec.rms_norm_eps)
+        hidden = _rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self.head).float()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rounds before it multiplies by the weight, as transformers does: bfloat16 can tell."""
+    return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
 def _empty(*shape: int) -> nn.Parameter:
