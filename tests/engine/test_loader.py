@@ -244,4 +244,5 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 1e9
+    print(f"peak / size: {int(done.stdout) / size:.3f}")
     assert 0.95 * size < int(done.stdout) < 1.15 * size
