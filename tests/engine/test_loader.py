@@ -119,6 +119,7 @@ def lose_shard(directory: Path) -> None:
         (lambda d: edit_config(d, partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda d: edit_config(d, attention_bias=True), "attention_bias"),
         (lambda d: edit_config(d, mlp_bias=True), "mlp_bias"),
+        (lambda d: edit_config(d, architectures=["InternLM2ForCausalLM"], bias=True), "sets bias"),
         (lambda d: edit_config(d, hidden_act="gelu"), "'gelu'"),
         (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json"),

@@ -121,6 +121,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
             {"window": None},
         ),  # from layer 28 on: there is none
         ({**QWEN25, "use_sliding_window": True, "max_window_layers": 27}, {"window": 131072}),
+        ({**QWEN3, "use_sliding_window": True}, {"window": None}),
         (
             {**QWEN25, "use_sliding_window": True, "layer_types": ["full_attention"]},
             {"window": None},

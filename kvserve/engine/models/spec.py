@@ -172,7 +172,11 @@ class _Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)
-        return self._number(name, default if value is None else value)
+        if value is None:
+            return default
+        if not isinstance(value, int | float):
+            raise self.error(f"sets {name} to {value!r}, which is no number")
+        return float(value)
 
     def part(self, name: str) -> dict[str, Any]:
         """A JSON object in the object, empty where it is absent."""
@@ -180,11 +184,6 @@ class _Fields:
         if not isinstance(value, dict):
             raise self.error(f"sets {name} to {value!r}, which is no JSON object")
         return dict(value)
-
-    def _number(self, name: str, value: Any) -> float:
-        if not isinstance(value, int | float):
-            raise self.error(f"sets {name} to {value!r}, which is no number")
-        return float(value)
 
 
 def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
@@ -199,7 +198,7 @@ def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
         raise config.error(
             f"names architecture {architecture}; kvserve runs {', '.join(sorted(VARIANTS))}"
         )
-    for name in ("attention_bias", "mlp_bias"):
+    for name in ("attention_bias", "mlp_bias", "bias"):
         if raw.get(name):
             raise config.error(f"sets {name}, which kvserve does not run")
     if raw.get("hidden_act", "silu") != "silu":
@@ -207,9 +206,11 @@ def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
 
 
 def _window(config: _Fields, architecture: str, layers: int) -> int | None:
-    """As transformers decides it: Mistral by ``sliding_window``, Qwen by layer, Llama never."""
+    """As transformers decides it: Mistral by ``sliding_window``, Qwen by layer, others never."""
+    if config.raw.get("sliding_window", "absent") is None:
+        return None
     if architecture == "MistralForCausalLM":
-        sliding = "sliding_window" not in config.raw or config.raw["sliding_window"] is not None
+        sliding = True
     elif architecture.startswith("Qwen"):
         types = config.raw.get("layer_types")
         full = config.count("max_window_layers", 28) >= layers

@@ -41,7 +41,7 @@ class Target:
     def write(self, place: tuple[slice, ...], values: Tensor) -> None:
         """Store one piece, ``values`` being ``[place]`` of the checkpoint's tensor."""
         rows = place[0] if self.order is None else self.order[place[0]]
-        self.tensor[(rows, *place[1:])] = values
+        self.tensor[(rows, *place[1:])] = values.to(self.tensor.device)
 
 
 def weight_targets(model: Transformer) -> dict[str, Target]:
