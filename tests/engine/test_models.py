@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError, RequestError
 from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
+from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.recorder import Recorder
 
 TOKENS = 64
@@ -116,6 +117,22 @@ def test_rope_types_past_the_original_context(kind: str, tmp_path: Path) -> None
     expected = generate(directory, PROMPTS, TOKENS)
     check_parity(directory, expected)
     check_parity(directory, expected, **CHUNKED)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_positions_stay_logical_when_entries_go(kind: str, tmp_path: Path) -> None:
+    """After evictions, logits are those of dense attention over what is held, at its positions."""
+    directory = with_rope(tmp_path, kind)
+    policy = {"name": "streaming_llm", "budget": 24, "sinks": 4, "period": 8}
+    llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True)
+    recorder, (prompt,) = Recorder(llm), random_prompts([60])
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    events = recorder.records[0].events
+    assert len(events) > 3
+    tokens = prompt + output.outputs[0].token_ids[:-1]
+    expected = dense_pass(load_dense(directory), tokens, events).logits[len(prompt) - 1 :]
+    torch.testing.assert_close(torch.stack(recorder.logits[0]), expected, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize(
