@@ -42,14 +42,26 @@ class ModelConfig:
         aliases=("--context-length",),
     )
     load_format: str = setting(
-        "auto", "dummy gives random weights from config.json alone", choices=("auto", "dummy")
+        "auto",
+        "auto reads safetensors; dummy gives random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
     )
+    download_dir: str | None = setting(
+        None, "where hub models are kept (default: the cache that HF_HOME names)"
+    )
+    hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
     trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
     generation_config: str = setting(
         "auto",
         "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
         choices=("auto", "none"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantised; config.json says so itself, and this only has to agree",
+        choices=("compressed-tensors", "awq"),
+        aliases=("-q",),
     )
     seed: int = setting(0, "seed of dummy weights and of requests that bring none")
 

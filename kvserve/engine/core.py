@@ -88,6 +88,7 @@ class EngineCore:
             uneven=policy.granularity is not Granularity.MODEL,
             sampling=self._row_sampling(new, prompt),
             priority=new.priority,
+            num_shareable=self.runner.model.spec.num_shareable(prompt),
         )
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self.scheduler.add(sequence)
@@ -193,6 +194,9 @@ class EngineCore:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
+        refusal = self.runner.model.spec.policy_refusal
+        if policy.name != "none" and refusal is not None:
+            raise RequestError(f"{refusal}; use none", param="kv_policy")
         if policy.query_reduction and policy.logged_dtype not in ("auto", self._query_dtype):
             raise RequestError(
                 f"query_dtype is {self._query_dtype} on this server (its query log was laid out "
