@@ -129,8 +129,11 @@ class Table:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        every = product(VARIANTS, LARGE_SHAPES, CONCURRENCIES, range(args.seeds))
-        self._jobs = [Job(*combination, args.num_requests) for combination in every]
+        self._jobs = [
+            Job(variant, shape, most, seed, args.num_requests)
+            for variant in VARIANTS
+            for shape, most, seed in product(LARGE_SHAPES, CONCURRENCIES, range(args.seeds))
+        ]
         self._done: dict[Job, dict[str, Any]] = {}
 
     def measure(self) -> None:
@@ -144,7 +147,7 @@ class Table:
         args = self._args
         about = [
             f"{args.num_requests} requests, prompts of {PROMPT} tokens, outputs log-normal (mean "
-            f"{MEAN}, sigma {SIGMA}) cut at {CAP}, pool of {POOL_TOKENS} tokens, {args.seeds} seeds",
+            f"{MEAN}, sigma {SIGMA}) cut at {CAP}, {args.seeds} seeds, pool {POOL_TOKENS} tokens",
             "output tokens a second against none, simulated: nothing here was measured",
         ]
         columns = [Column("policy", "policy", left=True)]

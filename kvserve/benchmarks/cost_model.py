@@ -113,7 +113,8 @@ class CostModel:
         self.recompute_params = (spec.num_layers - 1) * without_kv + to_queries
         self.params = self.layer_params + self.head_params
         self.entry_bytes = 2 * spec.num_layers * kv_width * device.dtype_bytes
-        self.weights_s = self.params * device.dtype_bytes / device.bandwidth
+        self.weights_bytes = self.params * device.dtype_bytes
+        self.weights_s = self.weights_bytes / device.bandwidth
         self.token_s = 2 * self.params / device.gemm
         self.entry_s = self.entry_bytes / device.attention_bandwidth
 

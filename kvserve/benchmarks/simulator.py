@@ -115,6 +115,7 @@ class Simulation:
             "evicted_tokens": events.tokens_evicted,
             "event_share": self._event_s / self.now,
             "preemptions": self.scheduler.num_preemptions,
+            "cut_short": sum(seq.num_tokens < seq.max_len for seq in self.finished),
             "itl_p50_ms": float(np.percentile(gaps, 50)),
             "itl_p99_ms": float(np.percentile(gaps, 99)),
             "itl_max_ms": float(gaps.max()),

@@ -21,7 +21,6 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import EngineWide, EventPlan, Never, Periodic, Trigger, WhenOver
-from tests.benchmarks.conftest import SHAPE
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES
@@ -144,7 +143,7 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     )
     measured = play(llm.engine, workload).figures
     made = make_policy(policy)
-    layout = KVLayout(SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"], 8, 4)
+    layout = KVLayout(2, 2, 8, 4)
     log_tokens = 4 if made.query_reduction == "heads" else 8
     scheduler = Scheduler(layout, 111, log_block_tokens=log_tokens, **settings)  # type: ignore[arg-type]
     lengths = np.full(12, 16), np.full(12, 96)

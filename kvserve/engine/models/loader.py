@@ -22,8 +22,9 @@ _SHIPPED_DIRECTORY = Path(__file__).parents[2] / "data" / "tiny"
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
-def find_model(name: str, revision: str | None = None) -> Path:
-    """Directory of a checkpoint: the shipped one, a local path, or a hub id (downloaded)."""
+def find_model(name: str, revision: str | None = None, files: list[str] = _FILES) -> Path:
+    """Directory of a checkpoint: the shipped one, a local path, or a hub id (its ``files``
+    downloaded)."""
     if name == SHIPPED_MODEL:
         return _SHIPPED_DIRECTORY
     path = Path(name).expanduser()
@@ -34,7 +35,7 @@ def find_model(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
