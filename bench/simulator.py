@@ -29,7 +29,6 @@ from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import EngineWide, Never, Periodic, RowState, Trigger, WhenOver
 
 POOL_TOKENS, PROMPT, MEAN, SIGMA, CAP = 335_000, 250, 3000, 0.7, 8192
-CONCURRENCIES = (128, 256)
 HEADS, KV_HEADS = 32, 8  # of both models
 DEVICE = DEVICES["h200"]
 
@@ -132,7 +131,7 @@ class Table:
         self._jobs = [
             Job(variant, shape, most, seed, args.num_requests)
             for variant in VARIANTS
-            for shape, most, seed in product(LARGE_SHAPES, CONCURRENCIES, range(args.seeds))
+            for shape, most, seed in product(args.shape, args.max_num_seqs, range(args.seeds))
         ]
         self._done: dict[Job, dict[str, Any]] = {}
 
@@ -151,13 +150,16 @@ class Table:
             "output tokens a second against none, simulated: nothing here was measured",
         ]
         columns = [Column("policy", "policy", left=True)]
-        for shape, most in product(LARGE_SHAPES, CONCURRENCIES):
+        for shape, most in product(args.shape, args.max_num_seqs):
             columns.append(Column(f"{shape} {most}", f"{shape}/{most}/ratio", ".2f"))
-        for key, style in (("mean_running", ".0f"), ("held_over_logical", ".2f")):
-            columns.append(Column(key.replace("_", " "), f"llama-3.1-8b/256/{key}", style))
-        columns.append(Column("preemptions", "llama-3.1-8b/256/preemptions", ".0f"))
-        columns.append(Column("itl p99 ms", "llama-3.1-8b/256/itl_p99_ms", ".0f"))
-        columns.append(Column("itl max ms", "llama-3.1-8b/256/itl_max_ms", ".0f"))
+        last = f"{args.shape[0]}/{args.max_num_seqs[-1]}"  # further columns are this one's
+        columns += [
+            Column("mean running", f"{last}/mean_running", ".0f"),
+            Column("held/logical", f"{last}/held_over_logical", ".2f"),
+            Column("preemptions", f"{last}/preemptions", ".0f"),
+            Column("itl p99 ms", f"{last}/itl_p99_ms", ".0f"),
+            Column("itl max ms", f"{last}/itl_max_ms", ".0f"),
+        ]
         settings = {"seeds": args.seeds, "requests": args.num_requests, "pool_tokens": POOL_TOKENS}
         settings |= {"prompt": PROMPT, "mean": MEAN, "sigma": SIGMA, "cap": CAP}
         rows = [row for variant in VARIANTS if (row := self._row(variant))]
@@ -167,7 +169,7 @@ class Table:
 
     def _row(self, variant: Variant) -> Row:
         row: dict[str, Any] = {}
-        for shape, most in product(LARGE_SHAPES, CONCURRENCIES):
+        for shape, most in product(self._args.shape, self._args.max_num_seqs):
             same = (job for job in self._jobs if (job.shape, job.max_num_seqs) == (shape, most))
             runs = [job for job in same if job.variant == variant]
             if not all(job in self._done for job in runs):
@@ -188,6 +190,12 @@ class Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description="schedules and sources of queries, simulated")
     add_report_arguments(parser)
+    shapes = list(LARGE_SHAPES)
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=shapes, help="default: both")
+    words = "most running at once (default: 128 256)"
+    parser.add_argument(
+        "--max-num-seqs", nargs="+", type=at_least(1), default=[128, 256], metavar="N", help=words
+    )
     parser.add_argument(
         "--num-requests", type=at_least(1), default=500, metavar="N", help="default: 500"
     )

@@ -34,7 +34,9 @@ def tune(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 
 def test_a_grid_on_a_small_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = ("--query-source", "log", "recompute")
-    extra = ("--policy", "snapkv:trigger=threshold,budget=64,threshold=96,window=8")
+    plain = "kara:window=64,ratio=0.25,period=8,buffer=8,query_dtype=model"
+    snapkv = "snapkv:trigger=threshold,budget=64,threshold=96,window=8"
+    extra = ("--policy", snapkv, "--policy", plain)
     pool = ("--shape", "llama-3.1-8b", "--kv-cache-tokens", "800", "--event-overhead-ms", "0.1")
     status, saved = tune(tmp_path, *pool, *sources, *extra)
     rows = saved["rows"]
@@ -44,7 +46,7 @@ def test_a_grid_on_a_small_pool(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (row["output_tok_s"] for row in rows), reverse=True
     )
     by_name = {row["policy"]: row for row in rows}
-    assert len(by_name) == len(rows) == 1 + 2 * 2 * 2 + 1
+    assert len(by_name) == len(rows) == 1 + 2 * 2 * 2 + 2
     assert len({row["output_tokens"] for row in rows}) == 1
     none = by_name["none"]
     assert none["ratio_to_none"] == 1.0 and none["compactions"] == 0 and none["preemptions"] > 0
@@ -53,6 +55,9 @@ def test_a_grid_on_a_small_pool(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert small["held_over_logical"] < large["held_over_logical"] < 1
     assert small["ratio_to_none"] == small["output_tok_s"] / none["output_tok_s"] > 1.03
     assert by_name[name.format(32, 0.25, "recompute")]["event_share"] > small["event_share"]
+    fp8 = by_name[name.format(64, 0.25, "log")]  # which an H100 has
+    blocks = [row["mean_pool_usage"] / row["mean_running"] for row in (fp8, by_name[plain])]
+    assert blocks[0] < blocks[1]
     shown = capsys.readouterr().out
     assert "SIMULATED, not measured" in shown and "Accuracy is not modelled" in shown
     assert "h100 (2.8 TB/s, 600 TFLOP/s) (simulated)" in shown
