@@ -71,7 +71,7 @@ def ours(window: int, keep: int, logs: bool) -> Periodic:
 VARIANTS = (
     Variant("none", Never(), Queries("none")),
     Variant("threshold 1280 to 1025", THRESHOLD, ALL, log_tokens=0.5),
-    Variant("the same, 25 ms more per step with an event", THRESHOLD, ALL, 16, 0.5, 0.025),
+    Variant("the same, 25 ms per step with an event", THRESHOLD, ALL, 16, 0.5, 0.025),
     Variant("Kara as in the paper (30 per 128 steps, recompute)", PAPER, AGAIN, 256),
     Variant("the same, all heads logged", LOGGED_PAPER, ALL, 256, 0.5),
     Variant("the same, all heads logged, stride 8", LOGGED_PAPER, EIGHTH, 256, 4.0),

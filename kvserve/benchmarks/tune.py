@@ -214,8 +214,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = [_advice(ratio, best[ratio]) for ratio in sorted(best, reverse=True)]
     if any(row["ratio_to_none"] >= _WORTH_IT for row in best.values()):
         found.append(
-            "Take the largest ratio whose gain you need, and measure on your tasks what it does to "
-            "accuracy: kvserve eval --policy ..."
+            "Take the largest ratio whose gain you need, and measure on your tasks what it and the "
+            "window do to accuracy: kvserve eval --policy ..."
         )
     else:
         found.append("Compression does not pay here: take --policy none.")
