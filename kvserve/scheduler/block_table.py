@@ -13,6 +13,8 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
 
+NO_UPDATE = TableUpdate(np.zeros(0, np.int64), np.zeros(0, np.int32))
+
 
 class BlockTable:
     """``blocks [LG, max_rows, R, M]`` with ``first`` and ``end`` ``[LG, max_rows, R]``."""
@@ -115,6 +117,8 @@ class BlockTable:
 
     def take_update(self, num_rows: int) -> TableUpdate:
         """Entries set since the last call, for the first ``num_rows`` rows."""
+        if (self._synced[:, :num_rows] == self.end[:, :num_rows]).all():
+            return NO_UPDATE
         rows = np.arange(num_rows, dtype=np.int32)
         synced = self._synced[:, rows]
         where = _entries(rows, synced, self.end[:, rows] - synced)
