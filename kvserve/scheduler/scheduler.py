@@ -160,7 +160,7 @@ class Scheduler:
             num_decoding=len(decoding),
             prefill=prefill,
             columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
-            logs_queries=bool(self.blocks.log.held(n).any()),
+            logs_queries=self.blocks.logs_queries(n),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.owner(row) for row in sampled),
         )
