@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvserve.log import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -18,6 +22,20 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def read_size(text: str) -> int:
+    """``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgtKMGT]?)(iB|i|B|b)?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number like 4096, 32k or 2GiB")
+    number, unit, suffix = match.groups()
+    binary = suffix in ("i", "iB") or (suffix is None and unit in _BINARY_UNITS)
+    factor = _BINARY_UNITS[unit.upper()] if unit and binary else _UNITS[unit.lower()]
+    value = float(number) * factor
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number) * factor if number.isdigit() else int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +60,26 @@ class ModelConfig:
         aliases=("--context-length",),
     )
     load_format: str = setting(
-        "auto", "dummy gives random weights from config.json alone", choices=("auto", "dummy")
+        "auto",
+        "auto reads safetensors; dummy gives random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
     )
+    download_dir: str | None = setting(
+        None, "where hub models are kept (default: the cache that HF_HOME names)"
+    )
+    hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
     trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
     generation_config: str = setting(
         "auto",
         "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
         choices=("auto", "none"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantised; config.json says so itself, and this only has to agree",
+        choices=("compressed-tensors", "awq"),
+        aliases=("-q",),
     )
     seed: int = setting(0, "seed of dummy weights and of requests that bring none")
 
@@ -217,7 +247,6 @@ def _validate(config: EngineConfig) -> None:
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
         (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
-        (cache.kv_layout in ("auto", "model"), "--kv-layout: only auto and model are built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs "

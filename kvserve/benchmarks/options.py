@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvserve.config import ModelConfig
-from kvserve.engine.models.loader import find_model
+from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import PolicyError, field_names
 from kvserve.engine.policies.registry import make_policy, policy_class

@@ -44,7 +44,11 @@ class Column:
 
 @dataclass
 class Report:
-    """One command's result: ``about`` stands above the table, ``notes`` below it."""
+    """One command's result: ``about`` stands above the table, ``notes`` below it.
+
+    ``device`` (type, name) is given where the figures are not this machine's; ``program`` is what
+    the command line began with.
+    """
 
     benchmark: str
     about: Sequence[str]
@@ -52,6 +56,8 @@ class Report:
     rows: Sequence[Row]
     settings: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
+    device: Mapping[str, str] | None = None
+    program: str = "kvserve"
 
 
 def run_and_publish(
@@ -75,7 +81,7 @@ def run_and_publish(
 
 
 def _publish(report: Report, save_to: Path | None, complete: bool) -> None:
-    facts = machine_facts()
+    facts = machine_facts(report.program, report.device or _device())
     lines = [*report.about, describe_machine(facts), ""]
     lines += [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
     notes = list(report.notes)
@@ -118,11 +124,11 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 # ---- the machine ------------------------------------------------------------------------------
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts(program: str, device: Mapping[str, str]) -> dict[str, Any]:
     """Date, device, threads, commit, versions and command line of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": _device(),
+        "device": dict(device),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
         "versions": {
@@ -130,7 +136,7 @@ def machine_facts() -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: version for name in _PACKAGES if (version := _version(name))},
         },
-        "command": shlex.join(["kvserve", *sys.argv[1:]]),
+        "command": shlex.join([*shlex.split(program), *sys.argv[1:]]),
     }
 
 
