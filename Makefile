@@ -61,9 +61,11 @@ format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(RUN_DONE) ## write docs/policies.md from the policies
+docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 	$(BIN)/kvserve policies --markdown > docs/policies.md.new
 	mv docs/policies.md.new docs/policies.md
+	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
+	mv docs/compatibility.md.new docs/compatibility.md
 
 bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)

@@ -28,12 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print docs/policies.md")
+    form.add_argument("--compatibility", action="store_true", help="print docs/compatibility.md")
 
 
 def run(args: argparse.Namespace) -> int:
     from kvserve.engine.policies.registry import describe_policies
     from kvserve.log import ConfigError
 
+    if args.compatibility:
+        from kvserve.server.compatibility import markdown as compatibility
+
+        sys.stdout.write(compatibility())
+        return 0
     policies = describe_policies()
     if args.name is not None:
         names = ", ".join(policy["name"] for policy in policies)
