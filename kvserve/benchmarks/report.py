@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,8 +21,8 @@ import torch
 
 import kvserve
 
-EXIT_INTERRUPTED = 130
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
+_NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
@@ -51,49 +53,47 @@ class Report:
     columns: Sequence[Column]
     rows: Sequence[Row]
     settings: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    findings: Mapping[str, Any] = field(default_factory=dict)
+    """What follows from all rows together, for the JSON file."""
 
 
-def run_and_publish(
-    measure: Callable[[], None], report: Callable[[], Report], save_to: Path | None
-) -> int:
-    """Run ``measure``, then print and save ``report()``; what it had is kept if it is cut short."""
-    if save_to is not None:
-        save_to.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        measure()
-    except KeyboardInterrupt:
-        _publish(report(), save_to, complete=False)
-        return EXIT_INTERRUPTED
-    except Exception:
-        partial = report()
-        if partial.rows:
-            _publish(partial, save_to, complete=False)
-        raise
-    _publish(report(), save_to, complete=True)
-    return 0
-
-
-def _publish(report: Report, save_to: Path | None, complete: bool) -> None:
+def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
+    """Print a report, and save it where ``--save-result`` and ``--save-markdown`` say."""
     facts = machine_facts()
-    lines = [*report.about, describe_machine(facts), ""]
-    lines += [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
+    table = markdown_table(report.columns, report.rows) if report.rows else "nothing measured"
     notes = list(report.notes)
     if not complete:
         notes.append("cut short: this is what was measured until then")
-    if save_to is not None:
-        document = {
-            "benchmark": report.benchmark,
-            **facts,
-            "complete": complete,
-            "settings": report.settings,
-            "rows": report.rows,
-        }
-        save_to.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        notes.append(f"saved to {save_to}")
-    lines += ["", *notes] if notes else []
+    about = [*report.about, describe_machine(facts)]
+    document = {
+        "benchmark": report.benchmark,
+        **facts,
+        "complete": complete,
+        "settings": report.settings,
+        "rows": report.rows,
+        **report.findings,
+    }
+    if args.save_result is not None:
+        _write(args.save_result, to_json(document))
+    if args.save_markdown is not None:
+        command = f"```\n{facts['command']}\n```"
+        _write(args.save_markdown, "\n\n".join([*about, command, table, *notes]))
+    saved = [f"saved to {path}" for path in (args.save_result, args.save_markdown) if path]
+    lines = [*about, "", table, *([""] if notes or saved else []), *notes, *saved]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def to_json(document: Mapping[str, Any]) -> str:
+    """Indented, with every list of plain numbers on one line."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()), text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:

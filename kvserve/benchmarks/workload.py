@@ -1,4 +1,4 @@
-"""What is sent to an engine: random prompts, or the shipped tasks played turn by turn."""
+"""What is sent to an engine: prompts of token ids, or the shipped tasks played turn by turn."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Workload(Protocol):
     """Conversations; a plain prompt is one of a single turn."""
 
     @property
-    def max_tokens(self) -> int: ...
-
-    @property
     def ignore_eos(self) -> bool: ...
 
     def __len__(self) -> int: ...
+
+    def max_tokens(self, index: int) -> int:
+        """The limit of each of a conversation's answers."""
+        ...
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
@@ -36,21 +37,24 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
-class RandomPrompts:
-    """Prompts of random tokens, each continued by exactly ``max_tokens``, unless it may stop."""
+class Prompts:
+    """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop."""
 
-    prompts: list[list[int]]
-    max_tokens: int
+    prompts: Sequence[list[int]]
+    limits: Sequence[int]
     ignore_eos: bool
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def max_tokens(self, index: int) -> int:
+        return self.limits[index]
+
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         return None if answers else self.prompts[index]
 
     def full_lengths(self) -> list[int]:
-        return [_cached(len(prompt), self.max_tokens) for prompt in self.prompts]
+        return list(map(_cached, map(len, self.prompts), self.limits))
 
     def grades(self, answers: Sequence[Sequence[str]]) -> None:
         return None
@@ -67,9 +71,8 @@ class TaskPrompts:
     def __len__(self) -> int:
         return len(self.samples)
 
-    @property
-    def max_tokens(self) -> int:
-        return TASKS[self.samples[0].task].max_new_tokens
+    def max_tokens(self, index: int) -> int:
+        return TASKS[self.samples[index].task].max_new_tokens
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         turns = self.samples[index].turns
@@ -95,11 +98,12 @@ class TaskPrompts:
 
 
 def random_prompts(
-    count: int, input_len: int, output_len: int, vocab_size: int, seed: int, ignore_eos: bool
-) -> RandomPrompts:
+    lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int, ignore_eos: bool = True
+) -> Prompts:
+    """One prompt of random ids for each pair of prompt and output length."""
     rng = random.Random(f"random/{seed}")
-    prompts = [rng.choices(range(vocab_size), k=input_len) for _ in range(count)]
-    return RandomPrompts(prompts, output_len, ignore_eos)
+    prompts = [rng.choices(range(vocab_size), k=length) for length, _ in lengths]
+    return Prompts(prompts, [limit for _, limit in lengths], ignore_eos)
 
 
 def task_prompts(task: str, count: int, tokenizer: Tokenizer, seed: int) -> TaskPrompts:

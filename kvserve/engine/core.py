@@ -10,6 +10,7 @@ import numpy as np
 
 from kvserve.config import EngineConfig
 from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.sampler import RowSampling
@@ -25,10 +26,10 @@ _STATS_INTERVAL = 0.05
 class EngineCore:
     """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.config = config
         self._default_policy = self._server_policy(config)
-        built = build_engine(config, self._default_policy)
+        built = build_engine(config, self._default_policy, model)
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
         self.runner = built.runner

@@ -17,6 +17,7 @@ from kvserve.engine.messages import EngineInfo
 from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.loader import find_model, load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
@@ -39,8 +40,13 @@ class BuiltEngine:
     query_dtype: str
 
 
-def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
-    """Load the model, size the pool, wire the parts. ``ConfigError`` names the flag to change."""
+def build_engine(
+    config: EngineConfig, policy: Policy, model: Transformer | None = None
+) -> BuiltEngine:
+    """Load the model unless given, size the pool, wire the parts.
+
+    ``ConfigError`` names the flag to change.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     directory = find_model(config.model.model, config.model.revision)
     spec = read_spec(directory)
@@ -57,7 +63,7 @@ def build_engine(config: EngineConfig, policy: Policy) -> BuiltEngine:
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    model = load_model(directory, config.model, spec, max_len, dtype, device)
+    model = model or load_model(directory, config.model, spec, max_len, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
     scheduler = Scheduler(

@@ -1,0 +1,62 @@
+"""What every benchmark command is: something that measures, and tells what it has."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from kvserve.benchmarks.checkpoint import Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.policy_spec import PolicySpec
+from kvserve.benchmarks.report import Report, publish
+
+EXIT_INTERRUPTED = 130
+
+
+class Benchmark(ABC):
+    """``measure`` may be cut short at any time: ``report`` tells what there is by then."""
+
+    def __init__(
+        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+    ) -> None:
+        self.args = args
+        self.checkpoint = checkpoint
+        self.policies = policies
+        self.engines = Engines(args, checkpoint)
+
+    @abstractmethod
+    def measure(self) -> None: ...
+
+    @abstractmethod
+    def report(self) -> Report: ...
+
+    def settings(self, *names: str) -> dict[str, Any]:
+        """The named flags, and those of every command, for the JSON file."""
+        names = (*names, "seed", "gate", "swap_space", "enable_prefix_caching")
+        given = {name: getattr(self.args, name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {**given, "model": self.checkpoint.name, "dtype": self.args.dtype or "auto"}
+
+
+def run_benchmark(
+    kind: type[Benchmark],
+    args: argparse.Namespace,
+    policies: Sequence[PolicySpec],
+    write_weights: bool = False,
+) -> int:
+    """Measure, then print and save; what there is is kept if it is cut short."""
+    with opened_checkpoint(args, write_weights) as checkpoint:
+        benchmark = kind(args, checkpoint, policies)
+        try:
+            benchmark.measure()
+        except KeyboardInterrupt:
+            publish(benchmark.report(), args, complete=False)
+            return EXIT_INTERRUPTED
+        except Exception:
+            partial = benchmark.report()
+            if partial.rows:
+                publish(partial, args, complete=False)
+            raise
+        publish(benchmark.report(), args, complete=True)
+    return 0
