@@ -40,17 +40,18 @@ HEIGHT = {
 # Names that `kvserve/__init__.py` loads from the engine on first use.
 ENGINE_EXPORTS = {"LLM", "AsyncEngine"}
 
+POLICY_IMPORTS = (
+    "torch",
+    "kvserve.scheduler.trigger",
+    "kvserve.scheduler.periodic",
+    "kvserve.scheduler.layout",
+)
 # Below these paths nothing else may be imported, the standard library and the package itself aside.
 ONLY = {
     "kvserve/scheduler/": ("numpy", "kvserve"),
     "kvserve/kernels/": ("torch", "triton"),
-    "kvserve/engine/policies/": ("torch", "kvserve.scheduler.trigger", "kvserve.scheduler.layout"),
-    "kvserve/engine/policies/scoring.py": (
-        "torch",
-        "kvserve.scheduler.trigger",
-        "kvserve.scheduler.layout",
-        "kvserve.kernels",
-    ),
+    "kvserve/engine/policies/": POLICY_IMPORTS,
+    "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),
 }
 
 # Only these paths know these packages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,18 @@ class PolicyError(ValueError):
     def __init__(self, message: str, argument: str | None = None) -> None:
         super().__init__(message)
         self.argument = argument
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Kept places of E events: the first ``counts [E, L', Hkv]`` of ``indices [E, L', Hkv, K]``.
+
+    int64; these ascend, what stands behind them does not matter. Counts are equal over heads where
+    a policy's granularity is LAYER.
+    """
+
+    indices: Tensor
+    counts: Tensor
 
 
 class Policy(Protocol):
@@ -81,6 +93,21 @@ class Policy(Protocol):
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep]."""
+        ...
+
+
+class UnevenPolicy(Policy, Protocol):
+    """A policy after whose events lengths differ, by layer or by head (its ``granularity``)."""
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        raise AssertionError("an uneven policy chooses")
+
+    def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
+        """As ``select``, but counts may differ; ``keep`` is what they are on average.
+
+        A place that is not there (where a lane holds less than ``length``, its row begins later)
+        scores -inf, and counts never exceed what is there.
+        """
         ...
 
 

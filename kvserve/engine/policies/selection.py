@@ -62,6 +62,22 @@ def best_and_newest(scores: Tensor, length: int, keep: int) -> Tensor:
     return torch.cat([best, newest.expand(*best.shape[:-1], -1)], dim=-1)
 
 
+def uneven_best_and_newest(scores: Tensor, length: int, counts: Tensor) -> Tensor:
+    """As ``best_and_newest``, with ``counts [...]`` kept places instead of equally many.
+
+    Returns int64 [..., length], of which the first ``counts`` are kept and ascend. Counts include
+    the unscored newest places and must not exceed what is there.
+    """
+    scored = scores.shape[-1]
+    rank = torch.empty_like(scores, dtype=torch.int64)
+    place = torch.arange(length, device=scores.device)
+    order = stable_order(scores)
+    rank.scatter_(-1, order, place[:scored].expand_as(order))
+    kept = rank < (counts - (length - scored))[..., None]
+    kept = torch.nn.functional.pad(kept, (0, length - scored), value=True)
+    return stable_order(kept.to(torch.uint8))
+
+
 def chunks_and_newest(
     scores: Tensor, length: int, keep: int, chunk_size: int, chunk_reduce: str
 ) -> Tensor:

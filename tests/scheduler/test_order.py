@@ -1,0 +1,146 @@
+"""Who goes first: priorities, the order of events, early events, and the break-even gate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.periodic import Periodic
+from kvserve.scheduler.sequence import SequenceStatus
+from kvserve.scheduler.trigger import RowState
+from tests.scheduler.shadow import ShadowRunner
+from tests.scheduler.traffic import TRIGGERS, drain, make_scheduler, make_sequence, step
+
+
+def test_lower_priorities_are_admitted_first_and_make_way_last() -> None:
+    scheduler = make_scheduler(14, max_num_seqs=2, prefix_caching=False)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    for seq_id, priority in enumerate([5, 0, 5, 1]):
+        scheduler.add(make_sequence(seq_id, 8, 24, policy=0, priority=priority))
+    assert [seq.seq_id for seq in scheduler.waiting] == [1, 3, 0, 2]
+    finished = [seq.seq_id for seq in drain(scheduler, shadow)]
+    assert scheduler.num_preemptions > 0
+    assert finished == [1, 3, 0, 2]
+
+
+def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> None:
+    """Runs of 20, 16 and 28 tokens are due together: 2, 1 and 3 windows of 9."""
+    scheduler = make_scheduler(90, max_observed_tokens=9, prefix_caching=False)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    sequences = [make_sequence(i, 4, 60, policy=2) for i in range(3)]
+    for seq in sequences:
+        scheduler.add(seq)
+    while scheduler.rows.num_decoding < 3:
+        step(scheduler, shadow)
+    held_back = scheduler.rows.next_event[:3].copy()
+    scheduler.rows.next_event[:3] = 10**6
+    while scheduler.rows.num_computed[0] < 32:
+        step(scheduler, shadow)
+    assert (held_back < 32).all()
+    scheduler.rows.run_start[:3] += np.array([8, 12, 0], np.int32)
+    scheduler.rows.next_event[:3] = scheduler.rows.num_computed[:3]
+    taken = []
+    for _ in range(3):
+        output = scheduler.schedule()
+        (task,) = output.compactions
+        taken.append((shadow.owner[task.rows].tolist(), task.plan.windows.tolist()))
+        waiting = 3 - len(taken)
+        assert output.num_decoding == 3 - waiting, "who waits for an event sits the step out"
+        scheduler.update(output, shadow.run(output))
+    assert taken == [([2], [3]), ([0], [2]), ([1], [1])]
+
+
+class Unwilling(Periodic):
+    """Events come when they are due, whatever the pressure."""
+
+    def willing(self, rows: RowState) -> IntArray:
+        return np.zeros(len(rows.num_prompt), bool)
+
+
+def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Period 25 leaves full windows behind that a small pool has no room for."""
+    seen = []
+    for trigger, num_blocks in ((Periodic, 120), (Periodic, 48), (Unwilling, 48)):
+        monkeypatch.setitem(TRIGGERS, 15, trigger(14, 2, 4, 25))
+        scheduler = make_scheduler(num_blocks)
+        shadow = ShadowRunner(scheduler, TRIGGERS)
+        for seq_id in range(6):
+            scheduler.add(make_sequence(seq_id, 6, 38, policy=15))
+        assert len(drain(scheduler, shadow)) == 6
+        seen.append((scheduler.events.early_compactions > 0, scheduler.num_preemptions))
+    ample, willing, unwilling = seen
+    assert ample == (False, 0)
+    assert willing[0] and not unwilling[0] and willing[1] < unwilling[1]
+
+
+def test_without_willing_sequences_the_newest_makes_way() -> None:
+    scheduler = make_scheduler(40, num_host_blocks=0)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    for seq_id in range(6):
+        scheduler.add(make_sequence(seq_id, 6, 38, policy=0))
+    drain(scheduler, shadow)
+    assert scheduler.num_preemptions > 0 and scheduler.events.early_compactions == 0
+
+
+def test_a_parked_sequence_may_be_aborted() -> None:
+    scheduler = make_scheduler(60, num_host_blocks=30)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    sequences = [make_sequence(i, 8, 60, policy=1) for i in range(2)]
+    for seq in sequences:
+        scheduler.add(seq)
+    while not scheduler.rows.compactions[:2].all():
+        step(scheduler, shadow)
+    scheduler._preempt()
+    assert sequences[1].status is SequenceStatus.WAITING and sequences[1] in scheduler.swap
+    scheduler.finish(sequences[1], "abort")
+    assert scheduler.swap.pool.num_free == 30
+    assert sequences[1].compactions > 0 and sequences[1].held_tokens > 0
+    scheduler.check_integrity()
+
+
+def learned(event_seconds: float) -> BreakEvenGate:
+    """A step takes 1 ms + 10 us per sequence + 1 us per entry; an event observes 100 queries."""
+    gate, rng = BreakEvenGate(), np.random.default_rng(0)
+    for _ in range(200):
+        batch, entries = int(rng.integers(1, 64)), int(rng.integers(100, 50_000))
+        gate.record_step(batch, entries, 1e-3 + 1e-5 * batch + 1e-6 * entries)
+    gate.record_events(100, event_seconds)
+    return gate
+
+
+def test_the_gate_compares_what_an_event_saves_with_what_it_costs() -> None:
+    evicted, observed = np.array([80, 80, 8]), np.array([100, 100, 100])
+    steps_left = np.array([200, 100, 200])
+    # 80 entries x 1 us x 200 steps = 16 ms; half the steps save 8, a tenth of the entries 1.6 ms.
+    for cost, expected in ((0.1, [0, 0, 0]), (0.012, [1, 0, 0]), (1e-3, [1, 1, 1])):
+        pays = learned(cost).pays(evicted, observed, steps_left, 0)
+        assert pays.tolist() == [bool(x) for x in expected]
+
+
+def test_the_gate_counts_freed_memory_while_requests_wait() -> None:
+    """A mean step of some 26 ms over a pool of 1,000 entries: 26 us an entry and step."""
+    one = np.array([80]), np.array([100]), np.array([200])
+    gate = learned(0.1)
+    assert not gate.pays(*one, 0)[0]
+    assert gate.pays(*one, 1_000)[0]
+
+
+def test_the_gate_lets_events_pass_until_it_knows() -> None:
+    one = np.array([1]), np.array([10**6]), np.array([1])
+    assert BreakEvenGate().pays(*one, 0)[0]
+
+
+def test_a_closed_gate_leaves_the_cache_alone_until_blocks_run_out() -> None:
+    """What does not pay is put off by a period; memory pressure compacts it all the same."""
+    for num_blocks, early in ((120, False), (40, True)):
+        gate = learned(1e3)
+        scheduler = make_scheduler(num_blocks, gate=gate)
+        shadow = ShadowRunner(scheduler, TRIGGERS)
+        for seq_id in range(6):
+            scheduler.add(make_sequence(seq_id, 6, 38, policy=1))
+        drain(scheduler, shadow)
+        assert scheduler.events.skipped > 0
+        assert bool(scheduler.events.early_compactions) == early
+        assert bool(scheduler.events.compactions) == early
