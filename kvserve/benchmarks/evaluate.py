@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from math import sqrt
 
 from kvserve.benchmarks.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.checkpoint import Checkpoint
@@ -28,7 +27,6 @@ from kvserve.benchmarks.tasks import TASKS
 from kvserve.benchmarks.workload import TaskPrompts, task_prompts
 from kvserve.log import ConfigError
 
-_Z95 = 1.959963984540054
 _COLUMNS = columns(
     *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "n", "seed"),
     *("held_over_logical_at_end", "compactions_per_request"),
@@ -108,13 +106,11 @@ class Evaluation(Benchmark):
 
 
 def score(workload: TaskPrompts, played: Played) -> Figures:
-    """Accuracy with its interval, and what the policy did to the caches."""
-    right = accuracy(workload, played.answers)
+    """Accuracy, and what the policy did to the caches."""
     every = [turn.kv_cache_details for turns in played.turns for turn in turns]
     compressed = every[0].policy != NO_COMPRESSION.name
     return {
-        **right,
-        "interval_95": wilson_interval(right["exact"], right["n"]),
+        **accuracy(workload, played.answers),
         "compactions_per_request": sum(kv.compactions for kv in every) / len(every)
         if compressed
         else None,
@@ -127,11 +123,3 @@ def score(workload: TaskPrompts, played: Played) -> Figures:
             )
         },
     }
-
-
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
-    p, z2 = successes / n, _Z95**2
-    centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
-    return max(0.0, low), min(1.0, high)

@@ -18,6 +18,7 @@ from kvserve.benchmarks.options import (
     chosen_policies,
     file_name,
 )
+from kvserve.benchmarks.plots import panels
 from kvserve.benchmarks.policy_spec import PolicySpec
 from kvserve.benchmarks.report import Column, Row, markdown_table
 from kvserve.engine.inspect import Inspection, inspect
@@ -138,15 +139,12 @@ def _layer_rows(found: Inspection) -> list[Row]:
 
 def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
     """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     total, (layers, heads, _) = len(found.input_ids), found.held.shape
     share = [np.bincount(held.reshape(-1), minlength=total) / heads for held in found.held]
-    figure = Figure(figsize=(10, 1.5 + 0.25 * layers), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=spec.label, xlabel="position", ylabel="layer")
+    figure, (axes,) = panels([spec.label], width=10, height=1.5 + 0.25 * layers)
+    axes.set(xlabel="position", ylabel="layer")
     image = axes.imshow(
         share, aspect="auto", vmin=0, vmax=1, interpolation="nearest", origin="lower"
     )

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvserve.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
 
+_Z95 = 1.959963984540054
 _COUNTERS = (
     ("blocks_released", "blocks_released_total"),
     ("compactions", "compactions_total"),
@@ -184,13 +186,23 @@ def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
 
 
 def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
-    """Exact match and mean correct prefix; empty where the workload is not graded."""
+    """Exact match with its interval, mean correct prefix; empty where nothing is graded."""
     grades = workload.grades(answers)
     if not grades:
         return {}
+    n, exact = len(grades), sum(grade.exact for grade in grades)
     return {
-        "n": len(grades),
-        "exact": sum(grade.exact for grade in grades),
-        "exact_match": sum(grade.exact for grade in grades) / len(grades),
-        "correct_prefix": sum(grade.correct_prefix for grade in grades) / len(grades),
+        "n": n,
+        "exact": exact,
+        "exact_match": exact / n,
+        "interval_95": wilson_interval(exact, n),
+        "correct_prefix": sum(grade.correct_prefix for grade in grades) / n,
     }
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
+    p, z2 = successes / n, _Z95**2
+    centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
+    return max(0.0, low), min(1.0, high)

@@ -22,7 +22,7 @@ import torch
 import kvserve
 
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
-_NUMBERS = re.compile(r"\[[-+.\deE,\s]+\]")
+_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
@@ -56,6 +56,7 @@ class Report:
     notes: Sequence[str] = ()
     findings: Mapping[str, Any] = field(default_factory=dict)
     """What follows from all rows together, for the JSON file."""
+    plots: Sequence[Path] = ()
 
 
 def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
@@ -79,7 +80,8 @@ def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
     if args.save_markdown is not None:
         command = f"```\n{facts['command']}\n```"
         _write(args.save_markdown, "\n\n".join([*about, command, table, *notes]))
-    saved = [f"saved to {path}" for path in (args.save_result, args.save_markdown) if path]
+    paths = (args.save_result, args.save_markdown, *report.plots)
+    saved = [f"saved to {path}" for path in paths if path]
     lines = [*about, "", table, *([""] if notes or saved else []), *notes, *saved]
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
@@ -88,7 +90,7 @@ def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
 def to_json(document: Mapping[str, Any]) -> str:
     """Indented, with every list of plain numbers on one line."""
     text = json.dumps(document, indent=2, allow_nan=False)
-    return _NUMBERS.sub(lambda found: " ".join(found[0].split()), text)
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from tqdm import tqdm
+
 from kvserve.benchmarks.measure import Figures
 from kvserve.benchmarks.policy_spec import PolicySpec
 from kvserve.benchmarks.report import Row
@@ -49,12 +51,16 @@ class Contestant:
         }
 
 
-def run_in_turns(contestants: Sequence[Contestant], repeat: int) -> None:
-    """Everybody once, then everybody again."""
-    for turn in range(repeat):
-        for contestant in contestants:
-            title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
-            contestant.runs.append(contestant.run(title))
+def run_in_turns(contestants: Sequence[Contestant], repeat: int, show: bool = False) -> None:
+    """Everybody once, then everybody again; ``show`` draws one bar over all runs."""
+    total = repeat * len(contestants)
+    with tqdm(total=total, unit="run", disable=None if show else True) as bar:
+        for turn in range(repeat):
+            for contestant in contestants:
+                title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
+                bar.set_description(title)
+                contestant.runs.append(contestant.run(title))
+                bar.update()
 
 
 def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:

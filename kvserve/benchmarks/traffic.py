@@ -78,13 +78,15 @@ class Traffic:
             blocks = max(2, ceil(share * self.demand))
         return Pool(blocks, self.block_size, self.demand)
 
-    def run(self, spec: PolicySpec, title: str, *, pool: Pool, **settings: Any) -> Figures:
-        """The figures of one run on an engine of its own."""
+    def run(
+        self, spec: PolicySpec, title: str, *, pool: Pool, show: bool = True, **settings: Any
+    ) -> Figures:
+        """The figures of one run on an engine of its own; ``show`` draws a bar of its requests."""
         settings |= {**pool.settings(), "skip_tokenizer_init": self.tokenizer is None}
         engine = self._engines.build(spec, **settings)
         if self.warmup is not None:
             play(engine, self.warmup)
-        played = play(engine, self.workload, title, not self._args.disable_tqdm)
+        played = play(engine, self.workload, title, show and not self._args.disable_tqdm)
         cache = engine.core.runner.cache
         entry = 2 * cache.layout.head_dim * cache.kv.element_size()
         held = played.figures["held_entries_at_end"] * entry

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.evaluate import score, wilson_interval
-from kvserve.benchmarks.measure import play
+from kvserve.benchmarks.evaluate import score
+from kvserve.benchmarks.measure import play, wilson_interval
 from kvserve.benchmarks.tasks import Sample
 from kvserve.benchmarks.workload import TaskPrompts, task_prompts
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
