@@ -33,17 +33,19 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return read
 
 
-def number(above: float, at_most: float = float("inf")) -> Callable[[str], float]:
-    """A reader of numbers in ``(above, at_most]``."""
+def number(
+    above: float, at_most: float = float("inf"), *, closed: bool = False
+) -> Callable[[str], float]:
+    """A reader of numbers in ``(above, at_most]``, ``closed`` in ``[above, at_most]``."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not above < value <= at_most:
-            limits = f"in ({above:g}, {at_most:g}]" if at_most < float("inf") else f"> {above:g}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {limits}")
+        if not (above < value <= at_most or (closed and value == above)):
+            least = f"{'[' if closed else '('}{above:g}, {at_most:g}]"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number in {least}")
         return value
 
     return read

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvserve.benchmarks.tasks import TASKS, Grade, Sample, grade, make_samples
 from kvserve.engine.tokenizer import Tokenizer
+from kvserve.log import ConfigError
+
+Message = dict[str, str]
 
 
 class Workload(Protocol):
@@ -31,6 +34,10 @@ class Workload(Protocol):
         """Per conversation, cached tokens when it ends as expected."""
         ...
 
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        """The same prompt as a chat."""
+        ...
+
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
         """One grade per conversation, or ``None`` where no answer is right or wrong."""
         ...
@@ -38,11 +45,16 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop."""
+    """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop.
+
+    ``texts`` and ``arrivals`` (seconds) are those of the prompts, where there are any.
+    """
 
     prompts: Sequence[list[int]]
     limits: Sequence[int]
     ignore_eos: bool
+    texts: Sequence[str] = ()
+    arrivals: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -52,6 +64,11 @@ class Prompts:
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         return None if answers else self.prompts[index]
+
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        if not self.texts:
+            raise ConfigError("--backend openai-chat: made-up token ids are not text; use openai")
+        return [{"role": "user", "content": self.texts[index]}]
 
     def full_lengths(self) -> list[int]:
         return list(map(_cached, map(len, self.prompts), self.limits))
@@ -75,14 +92,17 @@ class TaskPrompts:
         return TASKS[self.samples[index].task].max_new_tokens
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
-        turns = self.samples[index].turns
-        if len(answers) == len(turns):
+        if len(answers) == len(self.samples[index].turns):
             return None
+        return self.tokenizer.apply_chat_template(self.messages(index, answers))
+
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        turns = self.samples[index].turns
         messages = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=False):
             messages.append({"role": "assistant", "content": answer})
             messages.append({"role": "user", "content": turn})
-        return self.tokenizer.apply_chat_template(messages)
+        return messages
 
     def full_lengths(self) -> list[int]:
         lengths = []
@@ -95,6 +115,24 @@ class TaskPrompts:
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade]:
         return [grade(sample, said) for sample, said in zip(self.samples, answers, strict=True)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a dataset is made of: how many prompts, from which seed, and its own flags."""
+
+    count: int
+    seed: int
+    vocab_size: int
+    tokenizer: Any
+    """A ``Tokenizer`` where the dataset needs one."""
+    path: Any
+    """A ``Path`` where the dataset is a file."""
+    ignore_eos: bool
+    options: Mapping[str, Any]
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
 
 
 def random_prompts(
