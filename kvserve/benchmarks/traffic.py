@@ -17,9 +17,7 @@ from kvserve.benchmarks.datasets import (
 from kvserve.benchmarks.measure import Figures, accuracy, play
 from kvserve.benchmarks.options import at_least
 from kvserve.benchmarks.policy_spec import PolicySpec
-from kvserve.benchmarks.workload import blocks_at_once, random_prompts
-
-_BLOCK_SIZE = 16
+from kvserve.benchmarks.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 
 
 def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +67,7 @@ class Traffic:
             assert prompt is not None
             lengths = [(len(prompt), self.workload.max_tokens(0))] * args.num_warmups
             self.warmup = random_prompts(lengths, vocab, args.seed + 1)
-        self.block_size = args.block_size or _BLOCK_SIZE
+        self.block_size = args.block_size or DEFAULT_BLOCK_SIZE
         self.demand = blocks_at_once(self.workload, self.block_size)
 
     def pool(self, blocks: int | None = None, share: float | None = None) -> Pool:

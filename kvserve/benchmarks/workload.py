@@ -12,6 +12,7 @@ from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
 Message = dict[str, str]
+DEFAULT_BLOCK_SIZE = 16
 
 
 class Workload(Protocol):

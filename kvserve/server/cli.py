@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": Command("kvserve.server.serve", "serve a model over HTTP"),
     "policies": Command("kvserve.server.policies", "list the KV cache policies and their fields"),
     "bench throughput": Command("kvserve.benchmarks.throughput", "measure offline throughput"),
+    "bench latency": Command("kvserve.benchmarks.latency", "measure one batch from end to end"),
     "bench sweep": Command("kvserve.benchmarks.sweep", "find the pool sizes where policies pay"),
     "bench policies": Command("kvserve.benchmarks.policies", "measure what a policy's events cost"),
     "eval": Command("kvserve.benchmarks.evaluate", "measure a policy's accuracy on tasks"),
