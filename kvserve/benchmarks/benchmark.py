@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvserve.benchmarks.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.policy_spec import PolicySpec
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Benchmark(ABC):
-    """``measure`` may be cut short at any time: ``report`` tells what there is by then."""
+    """A ``Measurement`` with the model of a checkpoint."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -45,18 +45,30 @@ def run_benchmark(
     policies: Sequence[PolicySpec],
     write_weights: bool = False,
 ) -> int:
-    """Measure, then print and save; what there is is kept if it is cut short."""
+    """Open the checkpoint, measure, print and save; returns the exit status."""
     with opened_checkpoint(args, write_weights) as checkpoint:
-        benchmark = kind(args, checkpoint, policies)
-        try:
-            benchmark.measure()
-        except KeyboardInterrupt:
-            publish(benchmark.report(), args, complete=False)
-            return EXIT_INTERRUPTED
-        except Exception:
-            partial = benchmark.report()
-            if partial.rows:
-                publish(partial, args, complete=False)
-            raise
-        publish(benchmark.report(), args, complete=True)
+        return measure_and_publish(kind(args, checkpoint, policies), args)
+
+
+class Measurement(Protocol):
+    """``report`` tells what ``measure`` had by the time it was cut short."""
+
+    def measure(self) -> None: ...
+
+    def report(self) -> Report: ...
+
+
+def measure_and_publish(measurement: Measurement, args: argparse.Namespace) -> int:
+    """Measure, then print and save; what there is is kept if it is cut short."""
+    try:
+        measurement.measure()
+    except KeyboardInterrupt:
+        publish(measurement.report(), args, complete=False)
+        return EXIT_INTERRUPTED
+    except Exception:
+        partial = measurement.report()
+        if partial.rows:
+            publish(partial, args, complete=False)
+        raise
+    publish(measurement.report(), args, complete=True)
     return 0

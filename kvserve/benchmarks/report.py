@@ -46,7 +46,10 @@ class Column:
 
 @dataclass
 class Report:
-    """One command's result: ``about`` stands above the table, ``notes`` below it."""
+    """One command's result: ``about`` stands above the table, ``notes`` below it.
+
+    Without columns there is no table: ``findings`` are the result.
+    """
 
     benchmark: str
     about: Sequence[str]
@@ -55,35 +58,33 @@ class Report:
     settings: Mapping[str, Any]
     notes: Sequence[str] = ()
     findings: Mapping[str, Any] = field(default_factory=dict)
-    """What follows from all rows together, for the JSON file."""
+    """What follows from all rows together, at the top of the JSON file."""
     plots: Sequence[Path] = ()
+    complete: bool = True
 
 
 def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
     """Print a report, and save it where ``--save-result`` and ``--save-markdown`` say."""
     facts = machine_facts()
-    table = markdown_table(report.columns, report.rows) if report.rows else "nothing measured"
+    complete = complete and report.complete
     notes = list(report.notes)
     if not complete:
         notes.append("cut short: this is what was measured until then")
-    about = [*report.about, describe_machine(facts)]
-    document = {
-        "benchmark": report.benchmark,
-        **facts,
-        "complete": complete,
-        "settings": report.settings,
-        "rows": report.rows,
-        **report.findings,
-    }
+    about, table = [*report.about, describe_machine(facts)], []
+    head = {"benchmark": report.benchmark, **facts, "complete": complete}
+    document = {**head, "settings": report.settings, **report.findings}
+    if report.columns:
+        table = [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
+        document["rows"] = report.rows
     if args.save_result is not None:
         _write(args.save_result, to_json(document))
     if args.save_markdown is not None:
         command = f"```\n{facts['command']}\n```"
-        _write(args.save_markdown, "\n\n".join([*about, command, table, *notes]))
+        _write(args.save_markdown, "\n\n".join([*about, command, *table, *notes]))
     paths = (args.save_result, args.save_markdown, *report.plots)
     saved = [f"saved to {path}" for path in paths if path]
-    lines = [*about, "", table, *([""] if notes or saved else []), *notes, *saved]
-    sys.stdout.write("\n".join(lines) + "\n")
+    parts = filter(None, ("\n".join(part) for part in (about, table, [*notes, *saved])))
+    sys.stdout.write("\n\n".join(parts) + "\n")
     sys.stdout.flush()
 
 

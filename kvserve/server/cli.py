@@ -24,6 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("kvserve.server.serve", "serve a model over HTTP"),
     "policies": Command("kvserve.server.policies", "list the KV cache policies and their fields"),
+    "bench serve": Command("kvserve.benchmarks.serving", "send traffic to a server, and time it"),
     "bench throughput": Command("kvserve.benchmarks.throughput", "measure offline throughput"),
     "bench latency": Command("kvserve.benchmarks.latency", "measure one batch from end to end"),
     "bench sweep": Command("kvserve.benchmarks.sweep", "find the pool sizes where policies pay"),
