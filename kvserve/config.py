@@ -42,14 +42,26 @@ class ModelConfig:
         aliases=("--context-length",),
     )
     load_format: str = setting(
-        "auto", "dummy gives random weights from config.json alone", choices=("auto", "dummy")
+        "auto",
+        "auto reads safetensors; dummy gives random weights from config.json alone",
+        choices=("auto", "safetensors", "dummy"),
     )
+    download_dir: str | None = setting(
+        None, "where hub models are kept (default: the cache that HF_HOME names)"
+    )
+    hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
     trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
     generation_config: str = setting(
         "auto",
         "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
         choices=("auto", "none"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantised; config.json says so itself, and this only has to agree",
+        choices=("compressed-tensors", "awq"),
+        aliases=("-q",),
     )
     seed: int = setting(0, "seed of dummy weights and of requests that bring none")
 
@@ -212,7 +224,6 @@ def _validate(config: EngineConfig) -> None:
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
         (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
-        (cache.kv_layout in ("auto", "model"), "--kv-layout: only auto and model are built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs "

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +26,8 @@ from transformers import (
 )
 
 VOCAB = 128
+_AS_LLAMA = "as_llama"
+"""Beside an InternLM2 checkpoint, which transformers does not know: the Llama it was made of."""
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -40,6 +47,11 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"num_key_value_heads": 8, "tie_word_embeddings": True},
     ),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "internlm2": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
 }
@@ -56,7 +68,49 @@ def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
         else:
             parameter.data += torch.randn_like(parameter) * 0.1
     model.save_pretrained(directory)
+    if kind == "internlm2":
+        shutil.copytree(directory, directory / _AS_LLAMA)
+        _rewrite_as_internlm2(directory, model.config)
     return directory
+
+
+def _rewrite_as_internlm2(directory: Path, llama: Any) -> None:
+    """A Llama checkpoint in InternLM2's names and layout, its config as such files are written."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    tensors = load_file(directory / "model.safetensors")
+    kv_heads, head_dim = llama.num_key_value_heads, llama.head_dim
+    for layer in range(llama.num_hidden_layers):
+        attention = f"model.layers.{layer}.self_attn."
+        q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
+        groups = []
+        for head in range(kv_heads):
+            size = len(q) // kv_heads
+            kv = slice(head * head_dim, (head + 1) * head_dim)
+            groups += [q[head * size : (head + 1) * size], k[kv], v[kv]]
+        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(groups)
+    for llama_name, name in names.items():
+        tensors = {key.replace(llama_name, name): tensor for key, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {
+        "architectures": ["InternLM2ForCausalLM"],
+        "model_type": "internlm2",
+        "bias": False,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": rope["rope_type"], "factor": rope["factor"]},
+    }
+    del raw["attention_bias"], raw["mlp_bias"], raw["head_dim"]
+    (directory / "config.json").write_text(json.dumps(raw))
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -64,22 +118,50 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """What transformers generates, one prompt at a time, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+@dataclass(frozen=True)
+class Generated:
+    """What transformers makes of a prompt: new tokens, and the logits [n, V] they came from."""
+
+    token_ids: list[int]
+    logits: Tensor
+
+
+def generate(
+    directory: Path,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> list[Generated]:
+    """Greedy decoding by transformers, one prompt at a time."""
+    if (directory / _AS_LLAMA).exists():
+        directory = directory / _AS_LLAMA
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation=attention
+    ).eval()
     out = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        generated = model.generate(
+        # Dynamic RoPE remembers the longest sequence it has seen: each prompt gets a new one.
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        done = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        out.append(generated[0, len(prompt) :].tolist())
+        new = done.sequences[0, len(prompt) :].tolist()
+        out.append(Generated(new, torch.cat(done.logits)))
     return out
+
+
+def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The tokens alone, in float32."""
+    return [done.token_ids for done in generate(directory, prompts, tokens)]
 
 
 def write_tokenizer(directory: Path) -> Path:
@@ -101,4 +183,33 @@ def write_tokenizer(directory: Path) -> Path:
         "{% if add_generation_prompt %}</s>{% endif %}"
     )
     tokenizer.save_pretrained(directory)
+    return directory
+
+
+def write_byte_fallback_tokenizer(directory: Path) -> Path:
+    """A tokenizer as Llama 2, Mistral and InternLM2 have it: some words, and bytes for the rest."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", "\u2581one", "\u2581two", *"abc.", "\u4f60"]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *bytes_, *words])}
+    merges = [("\u2581", "one"), ("\u2581", "two")]
+    backend = Tokenizer(
+        models.BPE(vocab | {"one": 500, "two": 501}, merges, unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
     return directory

@@ -17,7 +17,7 @@ import torch
 from kvserve.benchmarks.policy_spec import PolicySpec
 from kvserve.config import EngineConfig
 from kvserve.engine.llm_engine import LLMEngine
-from kvserve.engine.models.loader import find_model
+from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.tokenizer import Tokenizer

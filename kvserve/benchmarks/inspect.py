@@ -28,7 +28,7 @@ from kvserve.log import RequestError
 _MOST_EVENTS = 20
 _LAYERS = (
     Column("layer", "layer", "d"),
-    Column("held per head", "held", "d"),
+    Column("held per head", "held", "g"),
     Column("of all tokens", "share", ".1%"),
     Column("held by some head", "by_some", "d"),
     Column("by every head", "by_all", "d"),
@@ -121,15 +121,15 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
 
 
 def _layer_rows(found: Inspection) -> list[Row]:
-    total, (_, heads, count) = len(found.input_ids), found.held.shape
+    total, heads = len(found.input_ids), found.held.shape[1]
     rows: list[Row] = []
-    for layer, held in enumerate(found.held):
-        by_heads = np.bincount(held.reshape(-1), minlength=total)
+    for layer, by_heads in enumerate(found.holders()):
+        held = float(by_heads.sum()) / heads
         rows.append(
             {
                 "layer": layer,
-                "held": count,
-                "share": count / total,
+                "held": held,
+                "share": held / total,
                 "by_some": int((by_heads > 0).sum()),
                 "by_all": int((by_heads == heads).sum()),
             }
@@ -141,8 +141,8 @@ def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
     """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
     from matplotlib.ticker import MaxNLocator
 
-    total, (layers, heads, _) = len(found.input_ids), found.held.shape
-    share = [np.bincount(held.reshape(-1), minlength=total) / heads for held in found.held]
+    layers, heads, _ = found.held.shape
+    share = found.holders() / heads
     figure, (axes,) = panels([spec.label], width=10, height=1.5 + 0.25 * layers)
     axes.set(xlabel="position", ylabel="layer")
     image = axes.imshow(

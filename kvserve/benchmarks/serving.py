@@ -24,7 +24,7 @@ from kvserve.benchmarks.serving_client import ENDPOINTS, Answer, ServerGone, Ser
 from kvserve.benchmarks.serving_flags import add_serving_arguments
 from kvserve.benchmarks.serving_metrics import Result, per_request, report_block, summary
 from kvserve.benchmarks.workload import Workload, random_prompts
-from kvserve.engine.models.loader import find_model
+from kvserve.engine.models.hub import find_model
 from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
@@ -185,7 +185,8 @@ class Serving:
 
     def _read_workload(self) -> Workload:
         args = self._args
-        tokenizer = Tokenizer(str(find_model(args.tokenizer or self._model)))
+        name = args.tokenizer or self._model
+        tokenizer = Tokenizer(str(find_model(name, weights=False, flag="--tokenizer")))
         self._vocab_size = tokenizer.backend.get_vocab_size()
         return read_dataset(args, self._vocab_size, tokenizer)
 

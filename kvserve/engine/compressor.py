@@ -1,70 +1,37 @@
 """Runs events on the cache: observe, score, select, plan, compact. Never inside a forward.
 
 Lengths are known beforehand (the scheduler has already accounted for them), so nothing is read
-back from the device.
+back from the device. Where a policy keeps unequal counts, an event takes two steps: it is observed
+in one, its counts go to the host with that step's tokens, and it is carried out in the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.kv_cache import KVCache
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.moves import MovePlan, groups_of, lanes_of, plan_moves
+from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.recompute import QueryRecomputer
+from kvserve.engine.windows import Windows, slots_of, uneven_lengths
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
-from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
-from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.output import CompactionTask, ObservationTask
 
 _SCRATCH_BYTES = 256 * 1024 * 1024
 
-
-@dataclass(frozen=True, slots=True)
-class MovePlan:
-    """S entries to copy, event by event: ``src [L, Hkv, S]`` to ``dst [S]``, physical positions."""
-
-    events: Tensor
-    src: Tensor
-    dst: Tensor
-
-
-def plan_moves(task: CompactionTask, kept: Tensor) -> MovePlan:
-    """Where every entry from ``copy_start`` on comes from.
-
-    kept: int64 [E', L, Hkv, N], ascending places inside each of the E' windows, event by event.
-    Per event: entries before the region as they are, each window's kept ones, then everything
-    behind the last window.
-    """
-    plan = task.plan
-    before = plan.region_start - task.copy_start
-    chosen = plan.windows * plan.keep
-    taken = plan.windows * plan.window_len
-    after = task.old_lens - plan.region_start - taken
-    counts = before + chosen + after
-    event = np.repeat(np.arange(len(counts)), counts)
-    place = ragged_arange(counts)
-    # Entries behind the windows move by what was evicted; `chosen` places are overwritten below.
-    behind = place >= (before + chosen)[event]
-    src = task.copy_start[event] + place + np.where(behind, (taken - chosen)[event], 0)
-    at_kept = np.flatnonzero((place >= before[event]) & ~behind)
-    window_start = _window_starts(plan.region_start, plan)
-    moved = kept + _tensor(window_start, kept)[:, None, None, None]
-    source = _tensor(src, kept).expand(*kept.shape[1:3], -1).clone()
-    source[..., _tensor(at_kept, kept)] = moved.permute(1, 2, 0, 3).flatten(2)
-    return MovePlan(_tensor(event, kept), source, _tensor(task.copy_start[event] + place, kept))
+Task = TypeVar("Task", bound=ObservationTask)
 
 
 class Compressor:
-    """Turns the scheduler's compaction tasks into moves on one cache."""
+    """Turns the scheduler's observation and compaction tasks into moves on one cache."""
 
     def __init__(
         self,
@@ -93,81 +60,138 @@ class Compressor:
         ``kept_scores [rows, L, Hkv, m]`` is what the policy's ``kept_scores`` entries of every row
         scored at its last event; it is brought up to date.
         """
-        events = task.plan
-        shapes = np.stack([events.window_len, events.keep, events.num_queries], axis=1)
-        for shape in np.unique(shapes, axis=0):
-            part = task.part(np.flatnonzero((shapes == shape).all(axis=1)))
-            kept = self._select(part, policy, block_tables, log_tables, kept_scores)
-            plan = plan_moves(part, kept)
-            if self.on_moves is not None:
-                self.on_moves(part, plan)
-            self._move(part, plan, block_tables)
+        plan, layout = task.plan, self._cache.layout
+        for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
+            windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
+            places = self._select(part, windows, policy, block_tables, log_tables, kept_scores)
+            kept = _by_event(part, places + _long(windows.entries, places)[..., None])
+            chosen = (part.plan.windows * part.plan.keep)[:, None, None]
+            self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+
+    def observe(
+        self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What uneven events will keep: counts [LG, E, R], and entries [L, Hkv, C] by sequence."""
+        cache = self._cache
+        kept: dict[int, Tensor] = {}
+        lanes = len(task.rows), cache.layout.num_layers, cache.layout.num_kv_heads
+        counts = torch.zeros(lanes, dtype=torch.int64, device=cache.kv.device)
+        shape = uneven_lengths(task), task.plan.keep, task.plan.num_queries
+        for part, at in _by_shape(task, *shape):
+            places = policy.query_places(int(part.plan.num_queries[0]))
+            windows, length = Windows.of_uneven(part, places, cache.layout), int(part.plan.keep[0])
+            leaders, where = self._leaders(policy)
+            for some, observed in self._observed(
+                windows, policy, leaders, block_tables, log_tables
+            ):
+                found = policy.choose(policy.score(observed), windows.length, length)
+                entries = _long(windows.entries[some], found.indices)[..., None]
+                chosen = found.indices[:, where] + entries
+                counts[_long(at[some], counts)] = found.counts[:, where]
+                kept |= dict(zip(part.seq_ids[some].tolist(), chosen, strict=True))
+        return groups_of(counts, cache.layout), kept
+
+    def run_observed(
+        self, task: CompactionTask, found: Mapping[int, Tensor], block_tables: Tensor
+    ) -> None:
+        """Carry out events with the entries that ``observe`` found in the step before."""
+        layout = self._cache.layout
+        for part, _ in _by_shape(task, uneven_lengths(task)):
+            kept = torch.stack([found[owner] for owner in part.seq_ids.tolist()])
+            chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
+            self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
     def _move(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
+        if self.on_moves is not None:
+            self.on_moves(task, plan)
         layout = self._cache.layout
-        size, lanes = layout.block_size, (layout.num_layers, layout.num_kv_heads)
-        rows = _tensor(task.rows, plan.src)[plan.events]
-        src = slot_mapping(block_tables, rows, plan.src, size)
-        first = _tensor(task.copy_start // size * size, plan.src)[plan.events]
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        place = torch.arange(plan.src.shape[-1], device=plan.src.device)
+        first = _long(task.copy_start % size, plan.src)[:, None, None, None]
+        ends = torch.where(plan.exists, first + place, 0)
         dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=plan.src.device)
-        dst = slot_mapping(dst_tables, plan.events, (plan.dst - first).expand(*lanes, -1), size)
-        compact_kv(self._cache.kv, src, dst)
+        src = slots_of(block_tables, task.rows, plan.src, lanes, size)
+        dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
+        exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
+        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0))
 
     def _select(
         self,
         task: CompactionTask,
+        windows: Windows,
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
         kept_scores: Tensor | None,
     ) -> Tensor:
         """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
-        cache = self._cache
-        length, keep = int(task.plan.window_len[0]), int(task.plan.keep[0])
-        heads = self._query_heads(policy)
-        leaders = policy.leaders(cache.layout.num_layers)
-        scored = sorted(set(leaders))
-        layers = torch.tensor(scored, device=block_tables.device)
-        num_queries = int(task.plan.num_queries[0])
-        windows = _Windows.of(task, policy.query_places(num_queries))
+        keep = int(task.plan.keep[0])
         # Queries that cover all entries are the first event's: nothing has been scored before.
-        first = num_queries == length
-        step = max(1, self._scratch_bytes // self._window_bytes(length, heads, windows.num_queries))
+        first = int(task.plan.num_queries[0]) == windows.length
+        earlier = None if first else kept_scores
+        leaders, where = self._leaders(policy)
         parts = []
+        for some, observed in self._observed(
+            windows, policy, leaders, block_tables, log_tables, earlier
+        ):
+            scores = policy.score(observed)
+            kept = policy.select(scores, windows.length, keep)
+            if kept_scores is not None:
+                at = _long(windows.rows[some], kept)
+                kept_scores[at, ..., :keep] = scores.gather(-1, kept)
+            parts.append(kept)
+        return torch.cat(parts)[:, where]
+
+    def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:
+        """The layers that are scored, and for every layer the place of its own among them."""
+        leaders = policy.leaders(self._cache.layout.num_layers)
+        scored = sorted(set(leaders))
+        return scored, [scored.index(leader) for leader in leaders]
+
+    def _observed(
+        self,
+        windows: Windows,
+        policy: Policy,
+        scored: list[int],
+        block_tables: Tensor,
+        log_tables: Tensor,
+        earlier: Tensor | None = None,
+    ) -> Iterator[tuple[slice, Observation]]:
+        """As many windows at a time as the scratch holds: which, and what their scorer sees."""
+        cache, layout = self._cache, self._cache.layout
+        layers = torch.tensor(scored, device=block_tables.device)
+        lanes = layout.num_layers, layout.num_kv_heads
+        heads = self._query_heads(policy)
+        step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
         for start in range(0, len(windows.rows), step):
-            part = windows.part(slice(start, start + step))
-            held = _Entries(part.rows, part.entries[:, None] + np.arange(length))
-            slots = held.slots(
-                block_tables, cache.layout, cache.layout.num_kv_heads, cache.layout.block_size
-            )
-            keys = held.by_window(gather_keys(cache.kv, slots[layers], layers))
+            some = slice(start, start + step)
+            part = windows.part(some)
+            slots = slots_of(block_tables, part.rows, part.held, lanes, layout.block_size)
+            keys = _by_window(gather_keys(cache.kv, slots[layers], layers), part)
             queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
                 queries = self._recompute(part, heads)[:, layers]
-            elif windows.num_queries:
+            elif part.num_queries:
                 queries = self._logged(part, log_tables, layers)
-            at = _tensor(part.rows, keys)
-            earlier = None if kept_scores is None or first else kept_scores[at]
-            scores = policy.score(Observation(queries, keys, self._scale, earlier))
-            kept = policy.select(scores, length, keep)
-            if kept_scores is not None:
-                kept_scores[at, ..., :keep] = scores.gather(-1, kept)
-            parts.append(kept)
-        where = [scored.index(leader) for leader in leaders]
-        return torch.cat(parts)[:, where]
+            scores = None if earlier is None else earlier[_long(part.rows, keys)]
+            missing = part.missing(keys.device)
+            if missing is not None:
+                missing = missing[:, layers]
+            yield some, Observation(queries, keys, self._scale, scores, missing)
 
-    def _logged(self, windows: _Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
         cache = self._cache
-        logged = _Entries(windows.rows, windows.query_positions)
-        slots = logged.slots(log_tables, cache.layout, cache.log_heads, cache.log_block_tokens)
+        positions = windows.query_positions[:, None, None]
+        lanes = cache.layout.num_layers, cache.log_heads
+        slots = slots_of(log_tables, windows.rows, positions, lanes, cache.log_block_tokens)
         entries = gather_queries(cache.query_log, slots[layers], layers)
-        return logged.by_window(cache.logged(entries))
+        return _by_window(cache.logged(entries), windows)
 
-    def _recompute(self, windows: _Windows, heads: int) -> Tensor:
+    def _recompute(self, windows: Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
         assert windows.token_ids is not None, "the trigger logs queries"
-        entries = windows.entries[:, None] + windows.places
+        entries = windows.entries[:, 0] + windows.places
         return self._recomputer.queries(
             windows.rows, windows.token_ids, windows.query_positions, entries, heads
         )
@@ -179,79 +203,38 @@ class Compressor:
             return self._cache.log_heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
-    def _window_bytes(self, length: int, heads: int, num_queries: int) -> int:
+    def _window_bytes(self, windows: Windows, heads: int) -> int:
         """float32 scratch for one window: logits and probabilities of all layers."""
-        layout = self._cache.layout
+        layout, length, num_queries = self._cache.layout, windows.length, windows.num_queries
         logits = 2 * heads * num_queries * length
         entries = 2 * (layout.num_kv_heads * length + heads * num_queries) * layout.head_dim
         return 4 * layout.num_layers * (logits + entries)
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """E' windows of equal-shaped events; ``places [Q]`` are those of the queries that score them.
-
-    Each has a table row, a first physical entry and the logical position of its first query;
-    ``token_ids [E', Q]`` are there if queries are recomputed.
-    """
-
-    places: IntArray
-    rows: IntArray
-    entries: IntArray
-    positions: IntArray
-    token_ids: IntArray | None
-
-    @classmethod
-    def of(cls, task: CompactionTask, places: range) -> _Windows:
-        plan, at = task.plan, np.asarray(places, np.int64)
-        positions = _window_starts(plan.query_start, plan)
-        token_ids = None
-        if task.token_ids is not None:
-            first = positions - np.repeat(plan.query_start, plan.windows)
-            event = np.repeat(np.arange(len(task.rows)), plan.windows)
-            token_ids = task.token_ids[event[:, None], first[:, None] + at]
-        rows = np.repeat(task.rows, plan.windows)
-        return cls(at, rows, _window_starts(plan.region_start, plan), positions, token_ids)
-
-    @property
-    def num_queries(self) -> int:
-        return len(self.places)
-
-    @property
-    def query_positions(self) -> IntArray:
-        """Logical: [E', Q]."""
-        positions: IntArray = self.positions[:, None] + self.places
-        return positions
-
-    def part(self, at: slice) -> _Windows:
-        ids = None if self.token_ids is None else self.token_ids[at]
-        return _Windows(self.places, self.rows[at], self.entries[at], self.positions[at], ids)
+def _by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
+    """Events that are alike in all of ``sizes [E]``, and which they are."""
+    shapes = np.stack(sizes, axis=1)
+    for shape in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == shape).all(axis=1))
+        yield task.part(at), at  # type: ignore[misc]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Entries ``positions [E', S]`` of table rows ``rows [E']``."""
-
-    rows: IntArray
-    positions: IntArray
-
-    def slots(self, tables: Tensor, layout: KVLayout, heads: int, block_tokens: int) -> Tensor:
-        """[L, heads, E' * S]."""
-        lanes = _tensor(self.positions, tables).view(-1).expand(layout.num_layers, heads, -1)
-        rows = _tensor(np.repeat(self.rows, self.positions.shape[1]), tables)
-        return slot_mapping(tables, rows, lanes, block_tokens)
-
-    def by_window(self, x: Tensor) -> Tensor:
-        """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
-        return x.unflatten(2, self.positions.shape).permute(2, 0, 1, 3, 4)
+def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
+    """Kept entries of all windows, [E', L, Hkv, N], event by event: [E, L, Hkv, C], padded."""
+    windows = task.plan.windows
+    if (windows == 1).all():
+        return kept
+    most = int(windows.max())
+    padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
+    event = np.repeat(np.arange(len(windows)), windows)
+    padded[_long(event, kept), _long(ragged_arange(windows), kept)] = kept
+    return padded.permute(0, 2, 3, 1, 4).flatten(3)
 
 
-def _window_starts(first: IntArray, plan: EventPlan) -> IntArray:
-    """``first`` of every window of every event; neighbours are ``window_len`` apart."""
-    strides = np.repeat(plan.window_len, plan.windows)
-    starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
-    return starts
+def _by_window(x: Tensor, windows: Windows) -> Tensor:
+    """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
+    return x.unflatten(2, (len(windows.rows), -1)).permute(2, 0, 1, 3, 4)
 
 
-def _tensor(array: IntArray, like: Tensor) -> Tensor:
+def _long(array: IntArray, like: Tensor) -> Tensor:
     return torch.as_tensor(array, device=like.device).long()

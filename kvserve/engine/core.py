@@ -17,6 +17,7 @@ from kvserve.engine.sampler import RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence
 
@@ -85,8 +86,10 @@ class EngineCore:
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self._policy_id(policy),
             trigger=policy.trigger,
+            uneven=policy.granularity is not Granularity.MODEL,
             sampling=self._row_sampling(new, prompt),
             priority=new.priority,
+            num_shareable=self.runner.model.spec.num_shareable(prompt),
         )
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self.scheduler.add(sequence)
@@ -107,7 +110,7 @@ class EngineCore:
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
             self._record_costs(output, time.perf_counter() - started, compacting)
-        finished = self.scheduler.update(output, result.token_ids)
+        finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
         self._generation_tokens += len(result.token_ids)
         return StepOutputs(
             seq_ids=[seq.seq_id for seq in output.sampled],
@@ -192,6 +195,9 @@ class EngineCore:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
+        refusal = self.runner.model.spec.policy_refusal
+        if policy.name != "none" and refusal is not None:
+            raise RequestError(f"{refusal}; use none", param="kv_policy")
         if policy.query_reduction and policy.logged_dtype not in ("auto", self._query_dtype):
             raise RequestError(
                 f"query_dtype is {self._query_dtype} on this server (its query log was laid out "
@@ -203,6 +209,13 @@ class EngineCore:
                 f"query_reduce is {self._query_reduce} on this server (its query log was laid out "
                 "for that at start)",
                 param="kv_policy.query_reduce",
+            )
+        if not policy.granularity.fits(self.scheduler.layout.granularity):
+            raise RequestError(
+                f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
+                f"start the server with --kv-layout {policy.granularity.value} (it runs with "
+                f"{self.scheduler.layout.granularity.value})",
+                param="kv_policy",
             )
         window = policy.trigger.num_queries
         if window > self.info.max_model_len:

@@ -28,22 +28,30 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._held = ""
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # those whose text has not come out of the stream
 
     def push(self, token_id: int) -> None:
         """Take in one token; sets ``stop`` when it completes a stop string."""
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer.backend, token_id)
+        try:
+            piece = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # tokenizers has no type for it
+            # With byte fallback, a byte that is no character spoils those before it in the
+            # decoder's eyes. They have been shown, so go on behind them.
+            piece = self._behind()
+            self._stream = DecodeStream(self._ids, self._skip_special)
         if piece:
+            self._ids.clear()
             self._append(piece)
 
     def flush(self) -> None:
         """The end: show what was held back, unfinished characters included."""
         if self.stop is None:
-            shown = self.text + self._held
-            whole = self._tokenizer.decode(self._ids, self._skip_special)
-            self.text = whole if whole.startswith(shown) else shown
+            self.text += self._held + self._behind()
             self._held = ""
+
+    def _behind(self) -> str:
+        return self._tokenizer.decode(self._ids, self._skip_special)
 
     def _append(self, piece: str) -> None:
         tail = self._held + piece

@@ -40,6 +40,7 @@ class InputBatch:
         self.log_tables = torch.zeros(log_shape, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingRows(max_rows, device)
@@ -53,6 +54,8 @@ class InputBatch:
         new = output.admitted
         if new.sequences:
             rows = torch.tensor([seq.row for seq in new.sequences], device=self.device)
+            prompts = [seq.num_prompt_tokens for seq in new.sequences]
+            self.prompt_lens[rows] = torch.tensor(prompts, device=self.device)
             self.kv_lens[:, rows] = self._long(new.kv_lens)
             self.num_computed[rows] = self._long(new.num_computed)
             self.log_from[rows] = self._long(new.log_from)
@@ -70,9 +73,9 @@ class InputBatch:
         return self._kept_scores.get(policy_id)
 
     def after_compaction(self, task: CompactionTask) -> None:
-        """All groups of each row hold what the task left them."""
+        """Each group of each row holds what the task left it."""
         rows = self._long(task.rows)
-        self.kv_lens[:, rows] = self._long(task.new_lens)[:, None]
+        self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
@@ -98,7 +101,8 @@ class InputBatch:
         self.kv_lens[:, chunk_rows] += lengths[:, None]
         self.num_computed[chunk_rows] += lengths
         spans = (*self._decode_spans(output), *self._chunk_spans(output, before))
-        return input_ids, ForwardBatch(positions, slots, query_slots, spans)
+        prompt_lens = self.prompt_lens[rows]
+        return input_ids, ForwardBatch(positions, prompt_lens, slots, query_slots, spans)
 
     def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
@@ -111,7 +115,9 @@ class InputBatch:
         last = seen[None, :, None].expand(*tables.shape[:3], -1)
         tokens = torch.arange(positions.size, device=self.device).view(positions.shape)
         span = Span(tokens, None, tables, self._mask(last.flatten(1, 2), columns))
-        return ForwardBatch(self._long(positions).view(-1), tables.new_empty(0), None, (span,))
+        prompt_lens = self.prompt_lens[at].repeat_interleave(positions.shape[1])
+        nowhere = tables.new_empty(0)
+        return ForwardBatch(self._long(positions).view(-1), prompt_lens, nowhere, None, (span,))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
@@ -187,7 +193,8 @@ class InputBatch:
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         kept_scores = self._kept_scores.values()
-        for by_row in (self.num_computed, self.last_token, self.log_from, *kept_scores):
+        counters = self.num_computed, self.prompt_lens, self.last_token, self.log_from
+        for by_row in (*counters, *kept_scores):
             by_row[to] = by_row[source]
         for by_group in (self.block_tables, self.log_tables, self.kv_lens):
             by_group[:, to] = by_group[:, source]

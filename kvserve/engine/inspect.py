@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.compressor import MovePlan
 from kvserve.engine.llm import LLM
+from kvserve.engine.moves import MovePlan
 from kvserve.log import RequestError
 from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.block_pool import IntArray
@@ -25,7 +25,10 @@ _MORE_TOKENS = 2
 
 @dataclass(frozen=True)
 class Event:
-    """What was held after one event: positions ``held [L, Hkv, n]`` of the ``seen`` tokens."""
+    """What was held after one event: positions ``held [L, Hkv, n]`` of the ``seen`` tokens.
+
+    -1 stands behind what a shorter lane holds; ``before`` is what the longest held until then.
+    """
 
     seen: int
     before: int
@@ -34,18 +37,22 @@ class Event:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Positions held once all of ``input_ids`` is in and every event due by then has run."""
+    """Positions ``held [L, Hkv, n]`` (-1: none) once all is in and every event due has run."""
 
     input_ids: IntArray
     held: IntArray
     events: list[Event]
 
+    def holders(self) -> IntArray:
+        """KV heads of each layer that hold each position: [L, tokens]."""
+        tokens = np.arange(len(self.input_ids))
+        return np.asarray((self.held[..., None] == tokens).sum(axis=(1, 2)))
+
     def arrays(self) -> dict[str, IntArray]:
         """Sorted positions by layer and KV head, at the end and after each event, by name."""
-        layers, heads, count = self.held.shape
         found = {
             "input_ids": self.input_ids,
-            "counts": np.full((layers, heads), count, np.int32),
+            "counts": (self.held >= 0).sum(axis=2, dtype=np.int32),
             "event_len": np.array([event.seen for event in self.events], np.int32),
             **_by_lane("kept", self.held),
         }
@@ -59,22 +66,42 @@ class KeptPositions:
 
     def __init__(self, layers: int, heads: int) -> None:
         self.events: list[Event] = []
-        self._held: IntArray = np.zeros((layers, heads, 0), np.int32)
+        self._lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
         self._seen = 0
 
     def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
-        start, before = int(task.copy_start[0]), int(task.old_lens[0])
-        held = self.held_at(self._seen + before - self._held.shape[2])
-        moved = np.take_along_axis(held, plan.src.cpu().numpy(), axis=2)
-        self._held = np.concatenate([held[..., :start], moved], axis=2)
-        self.events.append(Event(self._seen, before, self._held))
+        """Follow the only event of ``task``."""
+        start, before = int(task.copy_start[0]), int(task.old_lens.max())
+        self._see(self._seen + before - max(len(lane) for row in self._lanes for lane in row))
+        source, counts = plan.src[0].cpu().numpy(), plan.counts[0].tolist()
+        self._lanes = [
+            [
+                np.concatenate([lane[:start], lane[source[layer, head, : counts[layer][head]]]])
+                for head, lane in enumerate(row)
+            ]
+            for layer, row in enumerate(self._lanes)
+        ]
+        self.events.append(Event(self._seen, before, _padded(self._lanes)))
 
     def held_at(self, seen: int) -> IntArray:
         """Positions held once ``seen`` tokens are in, if no event has come since the last one."""
+        self._see(seen)
+        return _padded(self._lanes)
+
+    def _see(self, seen: int) -> None:
         new = np.arange(self._seen, seen, dtype=np.int32)
-        lanes = np.broadcast_to(new, (*self._held.shape[:2], len(new)))
-        self._held, self._seen = np.concatenate([self._held, lanes], axis=2), seen
-        return self._held
+        self._lanes = [[np.concatenate([lane, new]) for lane in row] for row in self._lanes]
+        self._seen = seen
+
+
+def _padded(lanes: list[list[IntArray]]) -> IntArray:
+    """[L, Hkv, n], with -1 behind what shorter lanes hold."""
+    longest = max(len(lane) for row in lanes for lane in row)
+    padded = np.full((len(lanes), len(lanes[0]), longest), -1, np.int32)
+    for layer, row in enumerate(lanes):
+        for head, lane in enumerate(row):
+            padded[layer, head, : len(lane)] = lane
+    return padded
 
 
 def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -> Inspection:
@@ -117,7 +144,7 @@ def _check(llm: LLM, continuation: Sequence[int], total: int) -> None:
 
 def _by_lane(prefix: str, held: IntArray) -> dict[str, IntArray]:
     return {
-        f"{prefix}_L{layer}_H{head}": np.sort(positions)
+        f"{prefix}_L{layer}_H{head}": np.sort(positions[positions >= 0])
         for layer, heads in enumerate(held)
         for head, positions in enumerate(heads)
     }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvserve.config import EngineConfig
 from kvserve.engine.core import EngineCore
 from kvserve.engine.messages import StepOutputs
+from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.output_processor import OutputProcessor
 from kvserve.engine.tokenizer import Tokenizer
@@ -63,8 +64,18 @@ def load_tokenizer(config: EngineConfig, model_path: str) -> Tokenizer | None:
     """The configured tokenizer, or ``None`` under ``skip_tokenizer_init``."""
     if config.model.skip_tokenizer_init:
         return None
-    path = config.model.tokenizer or model_path
-    return Tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    code = config.model.trust_remote_code
+    path = model_path
+    if config.model.tokenizer is not None:
+        found = find_model(
+            config.model.tokenizer,
+            download_dir=config.model.download_dir,
+            weights=False,
+            code=code,
+            flag="--tokenizer",
+        )
+        path = str(found)
+    return Tokenizer(path, trust_remote_code=code)
 
 
 def tokenize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from kvserve.engine.compressor import Compressor
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
@@ -31,6 +33,8 @@ class ModelRunnerOutput:
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
+    kept_counts: list[IntArray]
+    """``[LG, E, R]`` for each of ``SchedulerOutput.observations``."""
 
 
 @dataclass(slots=True)
@@ -39,12 +43,14 @@ class LaunchedStep:
 
     sampled: SampledTokens | None
     wanted: IntArray
+    kept_counts: list[Tensor]
 
     def collect(self) -> ModelRunnerOutput:
+        counts = [tensor.to(torch.int32).cpu().numpy() for tensor in self.kept_counts]
         if self.sampled is None:
-            return ModelRunnerOutput(np.zeros(0, np.int32), None)
+            return ModelRunnerOutput(np.zeros(0, np.int32), None, counts)
         token_ids = self.sampled.token_ids.to(torch.int32).cpu().numpy()
-        return ModelRunnerOutput(token_ids, _logprobs(self.sampled, self.wanted))
+        return ModelRunnerOutput(token_ids, _logprobs(self.sampled, self.wanted), counts)
 
 
 class ModelRunner:
@@ -67,24 +73,26 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer)
+        self._found: dict[int, Tensor] = {}
+        """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        self._compact(output)
+        counts = self._run_events(output)
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if not output.num_tokens:
-            return LaunchedStep(None, np.zeros(0, np.int32))
+            return LaunchedStep(None, np.zeros(0, np.int32), counts)
         input_ids, batch = self.batch.build(output)
         hidden = self.model(input_ids, batch, self.cache, self.attention)
         ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
         rows = np.array([seq.row for seq in output.sampled], np.int32)
         if not len(rows):
-            return LaunchedStep(None, rows)
+            return LaunchedStep(None, rows, counts)
         at = torch.as_tensor(last, device=hidden.device).long()
         logits = self.model.logits(hidden[at])
         positions = batch.positions[at] + 1
@@ -93,19 +101,31 @@ class ModelRunner:
             sampled = SampledTokens(self.force(positions))
         where = torch.as_tensor(rows, device=hidden.device).long()
         self.batch.last_token[where] = sampled.token_ids
-        return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows))
+        return LaunchedStep(sampled, self.batch.sampling.wants_logprobs(rows), counts)
 
-    def _compact(self, output: SchedulerOutput) -> None:
-        if not output.compactions:
-            return
-        started = time.perf_counter()
+    def _run_events(self, output: SchedulerOutput) -> list[Tensor]:
+        """Carry out compactions, then observe what the next step's will keep: counts per task."""
+        # What was observed in the last step is carried out now or observed again.
+        found, self._found = self._found, {}
+        if not (output.compactions or output.observations):
+            return []
+        started, counts = time.perf_counter(), []
+        tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
-            tables = self.batch.block_tables, self.batch.log_tables
-            scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
-            self.compressor.run(task, policy, *tables, scores)
+            if policy.granularity is Granularity.MODEL:
+                scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
+                self.compressor.run(task, policy, *tables, scores)
+            else:
+                self.compressor.run_observed(task, found, tables[0])
             self.batch.after_compaction(task)
+        for events in output.observations:
+            policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            kept_counts, kept = self.compressor.observe(events, policy, *tables)
+            counts.append(kept_counts)
+            self._found |= kept
         self.compaction_seconds += time.perf_counter() - started
+        return counts
 
 
 def _logprobs(sampled: SampledTokens, wanted: IntArray) -> list[TokenLogprobs | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,24 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.model_runner import ModelRunner
-from kvserve.engine.models.loader import find_model, load_model
+from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _GIB = 1024**3
+_LAYOUT_MEANS = {
+    Granularity.MODEL: "all layers and heads hold equally many entries",
+    Granularity.LAYER: "layers may hold different numbers of entries",
+    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +53,33 @@ def build_engine(
     ``ConfigError`` names the flag to change.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    directory = find_model(config.model.model, config.model.revision)
-    spec = read_spec(directory)
+    directory = find_model(
+        config.model.model,
+        config.model.revision,
+        config.model.download_dir,
+        weights=config.model.load_format != "dummy",
+        code=config.model.trust_remote_code,
+    )
+    spec = read_spec(directory, config.model.hf_overrides)
+    _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
-    _check_policy(policy, max_len)
+    _check_policy(policy, spec, max_len)
     query_reduce = policy.query_reduction or "group_mean"
     fp8 = _fp8_log(policy, dtype, device)
     layout = KVLayout(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, config.cache.block_size or 16
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        config.cache.block_size or 16,
+        _granularity(config, policy),
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
     try:
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    model = model or load_model(directory, config.model, spec, max_len, dtype, device)
+    model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
     scheduler = Scheduler(
@@ -85,18 +101,22 @@ def build_engine(
         layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
     )
     runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
-    defaults, eos = _generation_config(directory, spec, config)
+    use_sampling = config.model.generation_config != "none"
+    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
         model_path=str(directory),
         max_model_len=max_len,
         vocab_size=spec.vocab_size,
-        eos_token_ids=eos,
+        eos_token_ids=defaults.eos_token_ids,
         policy_name=policy.name,
         block_size=layout.block_size,
         num_blocks=num_blocks - 1,
-        default_sampling=defaults,
-        summary=_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device)
-        + _scheduling_summary(config, num_host_blocks),
+        default_sampling=defaults.sampling,
+        summary=[
+            *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            *_scheduling_summary(config, num_host_blocks),
+            _sampling_row(config, defaults),
+        ],
     )
     return BuiltEngine(scheduler, runner, info, query_reduce, "fp8" if fp8 else "model")
 
@@ -110,14 +130,22 @@ def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        wanted = spec.max_position
-    elif wanted > spec.max_position:
+def _check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
+    found = None if spec.quantization is None else spec.quantization.method
+    if config.model.quantization not in (None, found):
         raise ConfigError(
-            f"--max-model-len: {wanted} exceeds the model's {spec.max_position} positions"
+            f"--quantization: {config.model.quantization} is asked for, but config.json says "
+            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
         )
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    # Within its window, a sliding-window layer sees everything, as any other does.
+    longest = min(spec.max_position, spec.window or spec.max_position)
+    wanted = config.model.max_model_len or longest
+    if wanted > longest:
+        what = "sliding window of" if longest == spec.window else "longest context,"
+        raise ConfigError(f"--max-model-len: {wanted} exceeds the model's {what} {longest} tokens")
     budget = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and budget < wanted:
         raise ConfigError(
@@ -127,10 +155,25 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _check_policy(policy: Policy, max_len: int) -> None:
+def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
+    if policy.name != "none" and spec.policy_refusal is not None:
+        raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
     window = policy.trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+
+
+def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that was asked for, or what the policy needs."""
+    if config.cache.kv_layout == "auto":
+        return policy.granularity
+    layout = Granularity(config.cache.kv_layout)
+    if not policy.granularity.fits(layout):
+        raise ConfigError(
+            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
+            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+        )
+    return layout
 
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
@@ -185,17 +228,38 @@ def _available_memory() -> int:
         return 4 * _GIB
 
 
-def _generation_config(
-    directory: Path, spec: ModelSpec, config: EngineConfig
-) -> tuple[dict[str, Any], list[int]]:
-    """Sampling defaults and end-of-sequence ids that the checkpoint suggests."""
-    path = directory / "generation_config.json"
-    raw = json.loads(path.read_text()) if path.exists() else {}
-    eos = raw.get("eos_token_id", list(spec.eos_token_ids))
-    eos = [eos] if isinstance(eos, int) else list(eos or [])
+def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
+    if config.model.load_format == "dummy":
+        return "weights", "random", "--load-format dummy"
+    if spec.quantization is None:
+        return "weights", str(dtype)[6:], "--dtype"
+    reason = "dequantised when read: the checkpoint's accuracy, not its size"
+    if spec.quantization.not_applied:
+        reason += f"; not applied: {spec.quantization.not_applied}"
+    return "weights", f"{str(dtype)[6:]}, from {spec.quantization.method}", reason
+
+
+def _sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> tuple[str, str, str]:
     if config.model.generation_config == "none":
-        return {}, eos
-    return {name: raw[name] for name in _SAMPLING_DEFAULTS if raw.get(name) is not None}, eos
+        return "sampling defaults", "none", "--generation-config"
+    reason = "generation_config.json; --generation-config"
+    if defaults.left_out:
+        reason = f"generation_config.json, but {_listed(defaults.left_out)} is not supported yet"
+    return "sampling defaults", _listed(defaults.sampling) or "none", reason
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _context_reason(spec: ModelSpec) -> str:
+    if spec.window is not None:
+        return "at most the sliding window: more is not built; --max-model-len"
+    if spec.rope.kind == "dynamic":
+        return (
+            f"--max-model-len; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
+        )
+    return "--max-model-len"
 
 
 def _summary(
@@ -216,9 +280,14 @@ def _summary(
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
-        ("context", f"{max_len} tokens", "--max-model-len"),
-        ("policy", str(policy), "--policy; a request's kv_policy may override it"),
-        ("kv layout", layout.granularity.value, "all layers and heads hold equally many entries"),
+        _weights_row(config, spec, dtype),
+        ("context", f"{max_len} tokens", _context_reason(spec)),
+        (
+            "policy",
+            str(policy),
+            spec.policy_refusal or "--policy; a request's kv_policy may override it",
+        ),
+        ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (
             "kv pool",
             f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB",

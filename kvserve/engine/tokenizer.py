@@ -16,11 +16,11 @@ class Tokenizer:
 
         try:
             self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # what the file, the library or its own code thinks of it
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
-                "tokenizer.json, or --skip-tokenizer-init"
+                "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
             ) from error
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")

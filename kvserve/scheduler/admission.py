@@ -62,7 +62,7 @@ class Admission:
             first_event, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
             target = min(seq.num_tokens, seq.next_event(0, first_event))
             # The last token is computed for its logits, the logged ones for their queries.
-            limit = min(target - 1, log_from)
+            limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks_alone(target, log_from)
         columns = self._prefixes.cached(seq, limit)
         if not parked and not self.chunk_length(columns.shape[0] * self._size, target, budget):
@@ -111,7 +111,7 @@ class Admission:
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self._size
         rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
-        rows.num_identity[at] = NO_EVENT
+        rows.num_identity[at] = seq.num_shareable
         rows.num_computed[at] = seq.num_cached_tokens
         rows.num_published[at] = len(columns)
         blocks.start_row(seq.row)

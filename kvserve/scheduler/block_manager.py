@@ -59,26 +59,27 @@ class BlockManager:
         self.kv_lens[:, rows] += new[:, None]
 
     def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
-        """Make entries ``[start, end)`` of each row writable; shared blocks are replaced.
+        """Make entries ``[start [n], end [LG, n, R])`` writable; shared blocks are replaced.
 
         Returns where the copy of each row must begin: ``start``, or the beginning of the first
         replaced column (its earlier entries move along).
         """
-        owner, column = self._columns_of(start, end)
-        replaced = self.kv.replace_shared(rows[owner], column)
+        owner, column, end_columns = self._columns_of(start, end)
+        replaced = self.kv.replace_shared(rows[owner], column, end_columns)
         copy_start = start.copy()
         np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
 
     def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
         """For how many of the rows, in order, ``make_private`` would find its blocks."""
-        owner, column = self._columns_of(start, end)
-        shared = self.kv.shared(rows[owner], column)
+        owner, column, end_columns = self._columns_of(start, end)
+        shared = self.kv.shared(rows[owner], column, end_columns)
         if self.prefix_cache is not None and not self.have_free(int(shared.sum())):
             # Blocks that only a row and the cache name can be written once the cache lets go.
             self.prefix_cache.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
-            shared = self.kv.shared(rows[owner], column)
-        wanted = np.bincount(owner, weights=shared, minlength=len(rows)).cumsum()
+            shared = self.kv.shared(rows[owner], column, end_columns)
+        per_column = shared.sum(axis=(1, 2))
+        wanted = np.bincount(owner, weights=per_column, minlength=len(rows)).cumsum()
         return int(np.searchsorted(wanted, self.pool.num_free, side="right"))
 
     # ---- prefix cache ------------------------------------------------------------------------
@@ -189,12 +190,15 @@ class BlockManager:
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
 
-    def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-        """Owner and column of every column that holds entries ``[start, end)`` of n rows."""
-        first = start // self.layout.block_size
-        counts = -(-end // self.layout.block_size) - first
+    def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Every column that holds entries ``[start [n], end [LG, n, R])`` of some group of n rows.
+
+        Its owner among the n, its number, and where each group of the owner ends, ``[LG, ., R]``.
+        """
+        first, end_columns = start // self.layout.block_size, -(-end // self.layout.block_size)
+        counts = np.maximum(end_columns.max(axis=(0, 2)) - first, 0)
         owner = np.repeat(np.arange(len(start)), counts)
-        return owner, np.repeat(first, counts) + ragged_arange(counts)
+        return owner, np.repeat(first, counts) + ragged_arange(counts), end_columns[:, owner]
 
     def _ends(
         self, rows: IntArray, new: IntArray, positions: IntArray

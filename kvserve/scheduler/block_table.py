@@ -48,9 +48,14 @@ class BlockTable:
         self.blocks[:, row, :, : len(columns)] = columns.transpose(1, 2, 0)
         self.end[:, row] = len(columns)
 
-    def shared(self, rows: IntArray, columns: IntArray) -> IntArray:
-        """Blocks among ``columns [n]`` of ``rows [n]`` with more than one reference: ``[n]``."""
-        return np.asarray((self.pool.ref[self.blocks[:, rows, :, columns]] > 1).sum(axis=(1, 2)))
+    def shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
+        """Which blocks in ``columns [n]`` of ``rows [n]`` have more than one reference.
+
+        bool ``[n, LG, R]``; only columns before each group's ``end [LG, n, R]`` count.
+        """
+        named = self.blocks[:, rows, :, columns]
+        inside = columns[:, None, None] < end.transpose(1, 0, 2)
+        return np.asarray((self.pool.ref[named] > 1) & inside)
 
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
@@ -75,13 +80,13 @@ class BlockTable:
         self.pool.release(self.row_entries(row)[0])
         self.start(row, 0)
 
-    def replace_shared(self, rows: IntArray, columns: IntArray) -> IntArray:
-        """Put a fresh block wherever ``columns [n]`` of ``rows [n]`` name a shared one.
+    def replace_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
+        """Put a fresh block wherever ``shared`` finds one.
 
         A block with more than one reference is read-only. Returns which of the n were replaced
         in some group. Contents do not move: the caller copies them.
         """
-        shared = self.pool.ref[self.blocks[:, rows, :, columns]] > 1  # [n, LG, R]
+        shared = self.shared(rows, columns, end)
         at, group, head = np.nonzero(shared)
         where = (group, rows[at], head, columns[at])
         self.pool.release(self.blocks[where])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
@@ -42,10 +44,15 @@ class EventBook:
         self.gate = gate
         self._triggers: dict[int, Trigger] = {}
         self._steps_since: dict[int, int] = {}
+        self._uneven: set[int] = set()
+        self._counts: dict[int, IntArray] = {}
+        """By sequence: ``[LG, R]`` entries of its region that the event just observed will keep."""
 
     def register(self, seq: Sequence) -> None:
         """Know the trigger of a sequence's policy."""
         self._triggers[seq.policy_id] = seq.trigger
+        if seq.uneven:
+            self._uneven.add(seq.policy_id)
         if isinstance(seq.trigger, EngineWide):
             self._steps_since.setdefault(seq.policy_id, 0)
 
@@ -67,7 +74,7 @@ class EventBook:
             if len(at):
                 self._steps_since[policy_id] = 0
 
-    def compact_due(self, entries_that_fit: int) -> tuple[CompactionTask, ...]:
+    def compact_due(self, entries_that_fit: int) -> Booked:
         """Book events that are due.
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
@@ -86,21 +93,21 @@ class EventBook:
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
-        plans = self._plans(np.concatenate([self._due(), *willing]))
-        size = self.blocks.layout.block_size
-        freed = np.concatenate(
-            [np.zeros(0, int), *(-(-p.old // size) - -(-p.new // size) for p in plans)]
-        )
+        plans = [p for p in self._plans(np.concatenate([self._due(), *willing])) if p.known]
+        freed = np.concatenate([np.zeros(0, int), *(plan.blocks_freed for plan in plans)])
         order = (-freed).argsort(kind="stable")
-        enough = int(
-            np.searchsorted(freed[order].cumsum(), -(-missing // self.blocks.layout.groups))
-        )
+        enough = int(np.searchsorted(freed[order].cumsum(), missing))
         wanted = np.zeros(len(freed), bool)
         wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
         before = self.compactions
-        tasks = self._book(_chosen(plans, wanted), None)
+        booked = self._book(_chosen(plans, wanted), None)
         self.early_compactions += self.compactions - before
-        return tasks
+        return booked.compactions
+
+    def take_counts(self, tasks: tuple[ObservationTask, ...], counts: Iterable[IntArray]) -> None:
+        """What observed events will leave, ``[LG, E, R]`` for each task."""
+        for task, found in zip(tasks, counts, strict=True):
+            self._counts |= zip(task.seq_ids.tolist(), found.transpose(1, 0, 2), strict=True)
 
     def _due(self) -> IntArray:
         n = self.rows.num_rows
@@ -112,9 +119,37 @@ class EventBook:
         plans = []
         for policy_id in np.unique(self.rows.policy_id[at]).tolist():
             part = at[self.rows.policy_id[at] == policy_id]
-            plan = self._triggers[policy_id].plan(self._row_state(part))
-            plans.append(_Plans(policy_id, part, plan, self.blocks.kv_lens[0, part, 0]))
+            if policy_id in self._uneven:
+                plans += self._uneven_plans(policy_id, part)
+            else:
+                plan, old = self._plan(policy_id, part)
+                new = old - plan.evicted[None, :, None]
+                plans.append(
+                    _Plans(policy_id, part, plan, old, new, False, True, self.blocks.layout)
+                )
         return plans
+
+    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[_Plans]:
+        """Events that were observed in the step before, and those that have to be."""
+        owners = [self.rows.owner(row).seq_id for row in at]
+        known = np.array([owner in self._counts for owner in owners])
+        plans = []
+        for done in (True, False):
+            part = at[known == done]
+            if len(part):
+                plan, old = self._plan(policy_id, part)
+                new = old
+                if done:
+                    counts = [self._counts[owner] for owner in owners if owner in self._counts]
+                    new = np.stack(counts, axis=1) + plan.region_start[None, :, None]
+                plans.append(
+                    _Plans(policy_id, part, plan, old, new, True, done, self.blocks.layout)
+                )
+        return plans
+
+    def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
+        plan = self._triggers[policy_id].plan(self._row_state(at))
+        return plan, self.blocks.kv_lens[:, at]
 
     def _that_pay(
         self, gate: BreakEvenGate, plans: list[_Plans], entries_that_fit: int
@@ -137,39 +172,46 @@ class EventBook:
             passed.append(plan.part(pays))
         return passed
 
-    def _book(self, plans: list[_Plans], max_observed: int | None) -> tuple[CompactionTask, ...]:
-        """Book the events that fit a step and find their blocks; one task for each policy."""
+    def _book(self, plans: list[_Plans], max_observed: int | None) -> Booked:
+        """Book the events that fit a step and find their blocks; a task for each policy."""
+        self._counts.clear()
+        compactions: list[CompactionTask] = []
+        observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):
-            return ()
+            return Booked()
         freed = np.concatenate([plan.plan.evicted for plan in plans])
-        observed = np.concatenate([plan.plan.observed for plan in plans])
+        observed = np.concatenate([plan.observed for plan in plans])
         arrival = self.rows.arrival[np.concatenate([plan.at for plan in plans])]
         order = np.lexsort((arrival, -freed))
         fits = np.ones(len(order), bool)
         if max_observed is not None:
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
-        tasks = []
         for plan in _chosen(plans, fits):
-            best = np.lexsort((self.rows.arrival[plan.at], -plan.plan.evicted))
-            plan = plan.part(best)
-            count = self.blocks.affordable(plan.at, plan.plan.region_start, plan.new)
+            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -plan.plan.evicted)))
+            if not plan.known:
+                observations.append(self._observation(best))
+                continue
+            count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
             if count:
-                part = plan.part(slice(count))
-                tasks.append(self._compact(part.policy_id, part.at, part.plan))
-        return tuple(tasks)
+                compactions.append(self._compact(best.part(slice(count))))
+        return Booked(tuple(compactions), tuple(observations))
 
-    def _compact(self, policy_id: int, at: IntArray, plan: EventPlan) -> CompactionTask:
-        """Book the events of rows ``at``; lengths and blocks are exact at once."""
+    def _observation(self, plan: _Plans) -> ObservationTask:
+        owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
+        trigger = self._triggers[plan.policy_id]
+        tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
+        return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
+
+    def _compact(self, plan: _Plans) -> CompactionTask:
+        """Book events; lengths and blocks are exact at once."""
         rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
-        trigger = self._triggers[policy_id]
-        token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
-        old = blocks.kv_lens[0, at, 0]  # counts are equal in all groups
-        new = old - plan.evicted
-        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.region_start)
-        copy_start = blocks.make_private(at, plan.region_start, new)
-        released = blocks.truncate(at, np.broadcast_to(new[:, None], blocks.kv_lens[:, at].shape))
-        rows.run_start[at] = plan.run_start
-        log_from = self.expect(policy_id, at)
+        at, region_start, new = plan.at, plan.plan.region_start, plan.new
+        observed = self._observation(plan)
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], region_start)
+        copy_start = blocks.make_private(at, region_start, new)
+        released = blocks.truncate(at, new)
+        rows.run_start[at] = plan.plan.run_start
+        log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
@@ -178,13 +220,13 @@ class EventBook:
         rows.blocks_released[at] += released
         self.compactions += len(at)
         self.blocks_released += int(released.sum())
-        self.tokens_evicted += int(plan.evicted.sum())
+        self.tokens_evicted += int((plan.old - new).sum()) // blocks.layout.groups
         first = copy_start // size
-        width = int((-(-new // size) - first).max())
+        width = int((-(-new.max(axis=(0, 2)) // size) - first).max())
         columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
         # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
         dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
-        return CompactionTask(policy_id, at, plan, old, copy_start, dst_blocks, log_from, token_ids)
+        return CompactionTask.of(observed, new, copy_start, dst_blocks, log_from)
 
     def expect(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
@@ -200,37 +242,62 @@ class EventBook:
         return log_from
 
     def _row_state(self, at: IntArray) -> RowState:
-        rows = self.rows
-        lengths = self.blocks.kv_lens[0, at, 0]
+        rows, layout = self.rows, self.blocks.layout
+        entries = self.blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
         return RowState(
             rows.num_prompt[at],
             rows.num_computed[at],
-            lengths,
+            -(-entries // layout.groups),
             rows.run_start[at],
-            self.blocks.layout.block_size,
+            layout.block_size,
         )
 
 
 @dataclass(frozen=True, slots=True)
+class Booked:
+    """Events of a step: those that are carried out, and those that are observed for the next."""
+
+    compactions: tuple[CompactionTask, ...] = ()
+    observations: tuple[ObservationTask, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Plans:
-    """Events of one policy that could be booked: rows ``at``, which hold ``old`` entries."""
+    """Events of one policy that could be booked: rows ``at`` go from ``old`` to ``new`` entries.
+
+    ``old``, ``new``: ``[LG, n, R]``. Those of an ``uneven`` policy have to be observed first; until
+    then the new ones are not ``known``.
+    """
 
     policy_id: int
     at: IntArray
     plan: EventPlan
     old: IntArray
+    new: IntArray
+    uneven: bool
+    known: bool
+    layout: KVLayout
 
     @property
-    def new(self) -> IntArray:
-        return self.old - self.plan.evicted
+    def observed(self) -> IntArray:
+        """Queries that each event still has to observe."""
+        return 0 * self.at if self.uneven and self.known else self.plan.observed
+
+    @property
+    def blocks_freed(self) -> IntArray:
+        """Blocks of keys and values that each event gives back."""
+        size = self.layout.block_size
+        return np.asarray((-(-self.old // size) - -(-self.new // size)).sum(axis=(0, 2)))
 
     def part(self, at: IntArray | slice) -> _Plans:
-        return _Plans(self.policy_id, self.at[at], self.plan.part(at), self.old[at])
+        old, new = self.old[:, at], self.new[:, at]
+        return replace(self, at=self.at[at], plan=self.plan.part(at), old=old, new=new)
 
 
 def _chosen(plans: list[_Plans], mask: IntArray) -> list[_Plans]:
-    """The events that ``mask`` names, over all ``plans`` in order."""
+    """The events that ``mask`` names, over all ``plans`` in order; no plan without any."""
     ends = np.cumsum([len(plan.at) for plan in plans])
-    return [
+    parts = [
         plan.part(mask[end - len(plan.at) : end]) for plan, end in zip(plans, ends, strict=True)
     ]
+    return [part for part in parts if len(part.at)]

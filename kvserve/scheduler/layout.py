@@ -18,6 +18,11 @@ class Granularity(enum.Enum):
     LAYER = "layer"
     HEAD = "head"
 
+    def fits(self, layout: Granularity) -> bool:
+        """Whether lengths that differ like this can be held in a layout: its own or a finer one."""
+        order = list(Granularity)
+        return order.index(self) <= order.index(layout)
+
 
 @dataclass(frozen=True)
 class KVLayout:

@@ -18,40 +18,78 @@ class TableUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class CompactionTask:
-    """E events of one policy; all arrays ``[E]`` but ``dst_blocks``.
+class ObservationTask:
+    """E events of one policy, to be scored; arrays ``[E]`` but ``old_lens [LG, E, R]``.
 
     ``rows`` are those before ``SchedulerOutput.row_swaps``, ``plan`` says what is taken of them and
-    ``old_lens`` what they held. Entries from ``copy_start[e]`` on are written again:
-    ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards.
-    Queries are logged from ``log_from[e]`` on afterwards. Where they are recomputed instead,
-    ``token_ids [E, T]`` are the tokens from ``plan.query_start`` on, padded behind.
+    ``old_lens`` what they hold. Where queries are recomputed, ``token_ids [E, T]`` are the tokens
+    from ``plan.query_start`` on, padded behind.
     """
 
     policy_id: int
     rows: IntArray
+    seq_ids: IntArray
     plan: EventPlan
     old_lens: IntArray
+    token_ids: IntArray | None
+
+    def part(self, at: IntArray) -> ObservationTask:
+        """The events ``at`` alone."""
+        return ObservationTask(
+            self.policy_id,
+            self.rows[at],
+            self.seq_ids[at],
+            self.plan.part(at),
+            self.old_lens[:, at],
+            None if self.token_ids is None else self.token_ids[at],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionTask(ObservationTask):
+    """E events to be carried out: rows of ``old_lens`` become rows of ``new_lens [LG, E, R]``.
+
+    Entries from ``copy_start[e]`` on are written again: ``dst_blocks[lg, e, r, j]`` is the block of
+    column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
+    What was observed in the step before (``SchedulerOutput.observations``) is not scored again.
+    """
+
+    new_lens: IntArray
     copy_start: IntArray
     dst_blocks: IntArray
     log_from: IntArray
-    token_ids: IntArray | None = None
 
-    @property
-    def new_lens(self) -> IntArray:
-        return self.old_lens - self.plan.evicted
+    @classmethod
+    def of(
+        cls,
+        events: ObservationTask,
+        new_lens: IntArray,
+        copy_start: IntArray,
+        dst_blocks: IntArray,
+        log_from: IntArray,
+    ) -> CompactionTask:
+        """Carry out ``events``."""
+        return cls(
+            events.policy_id,
+            events.rows,
+            events.seq_ids,
+            events.plan,
+            events.old_lens,
+            events.token_ids,
+            new_lens,
+            copy_start,
+            dst_blocks,
+            log_from,
+        )
 
     def part(self, at: IntArray) -> CompactionTask:
         """The events ``at`` alone."""
-        return CompactionTask(
-            self.policy_id,
-            self.rows[at],
-            self.plan.part(at),
-            self.old_lens[at],
+        return CompactionTask.of(
+            ObservationTask.part(self, at),
+            self.new_lens[:, at],
             self.copy_start[at],
             self.dst_blocks[:, at],
             self.log_from[at],
-            None if self.token_ids is None else self.token_ids[at],
         )
 
 
@@ -99,6 +137,8 @@ class SchedulerOutput:
     """One step. Decoding rows are ``[0, num_decoding)``, one token each, from ``last_token``."""
 
     compactions: tuple[CompactionTask, ...]
+    observations: tuple[ObservationTask, ...]
+    """Events whose counts the next step needs; their rows sit this one out."""
     row_swaps: tuple[tuple[int, int], ...]
     swap_outs: tuple[SwapTask, ...]
     swap_ins: tuple[SwapTask, ...]

@@ -7,15 +7,17 @@ come first, and what they free serves the same step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.events import EventBook
+from kvserve.scheduler.events import Booked, EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -123,7 +125,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes; tables and lengths are those after it."""
         rows = self.rows
-        compactions = self._compact()
+        booked = self._compact()
         self._drop_finished()
         rows.demote_due()
         rows.promote_ready()
@@ -131,7 +133,8 @@ class Scheduler:
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
         self._compute(decoding, np.ones_like(decoding))
         chunks = self._schedule_chunks()
-        while not (chunks or len(decoding) or self._admission.has_new) and rows.num_rows:
+        moves_on = len(decoding) or booked.observations
+        while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
             # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
             self._preempt()
             chunks = self._schedule_chunks()
@@ -146,7 +149,8 @@ class Scheduler:
         swap_outs, swap_ins = self.swap.take_tasks()
         self.num_steps += 1
         return SchedulerOutput(
-            compactions=compactions,
+            compactions=booked.compactions,
+            observations=booked.observations,
             row_swaps=rows.take_swaps(),
             swap_outs=swap_outs,
             swap_ins=swap_ins,
@@ -161,9 +165,15 @@ class Scheduler:
             sampled=tuple(rows.owner(row) for row in sampled),
         )
 
-    def update(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
-        """Take in the sampled tokens, in the order of ``output.sampled``; return who finished."""
+    def update(
+        self, output: SchedulerOutput, token_ids: IntArray, kept_counts: Iterable[IntArray] = ()
+    ) -> list[Sequence]:
+        """Take in the sampled tokens, in the order of ``output.sampled``; return who finished.
+
+        ``kept_counts [LG, E, R]`` is what each of ``output.observations`` will leave.
+        """
         rows = self.rows
+        self.events.take_counts(output.observations, kept_counts)
         at = np.fromiter((seq.row for seq in output.sampled), np.int32, len(output.sampled))
         lengths = rows.num_tokens[at]
         rows.token_ids[at, lengths - 1] = token_ids
@@ -226,14 +236,16 @@ class Scheduler:
 
     # ---- blocks and chunks -------------------------------------------------------------------
 
-    def _compact(self) -> tuple[CompactionTask, ...]:
+    def _compact(self) -> Booked:
         """Events that are due, and early ones if this step's decodes would find no blocks."""
         self.events.take_engine_wide()
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        tasks = self.events.compact_due(entries if self.waiting else 0)
-        at = self.rows.decoding_next()
-        missing = self._missing(at)
-        return tasks + self.events.compact_early(missing) if missing else tasks
+        booked = self.events.compact_due(entries if self.waiting else 0)
+        missing = self._missing(self.rows.decoding_next())
+        if missing:
+            early = self.events.compact_early(missing)
+            booked = Booked(booked.compactions + early, booked.observations)
+        return booked
 
     def _missing(self, at: IntArray) -> int:
         """Blocks that cannot be had for one more token in each of the rows ``at``."""

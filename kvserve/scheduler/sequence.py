@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
 
 class SequenceStatus(enum.Enum):
@@ -32,7 +32,12 @@ class Sequence:
     stop_token_ids: tuple[int, ...]
     policy_id: int
     trigger: Trigger
+    uneven: bool = False
+    """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
     sampling: Any = None
+    num_shareable: int = NO_EVENT
+    """Leading tokens whose entries depend on the tokens before them alone; a prefix cache may hold
+    no others."""
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     priority: int = 0

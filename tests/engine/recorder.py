@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.compressor import MovePlan
 from kvserve.engine.inspect import Event, KeptPositions
 from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.moves import MovePlan
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
@@ -122,12 +122,12 @@ class Recorder:
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
-        before = [self._entries(tables[e], int(task.old_lens[e])) for e in events]
+        before = [self._entries(tables[e], int(task.old_lens[0, e, 0])) for e in events]
         watched: Any = _Watched(policy, self._choices)
         self._run(task, watched, block_tables, log_tables, kept_scores)
         size = self._runner.cache.layout.block_size
         for e in events:
-            start, new = int(task.copy_start[e]), int(task.new_lens[e])
+            start, new = int(task.copy_start[e]), int(task.new_lens[0, e, 0])
             columns = slice(start // size, -(-new // size))
             after_table = tables[e].clone()
             written = torch.as_tensor(task.dst_blocks[:, e])
@@ -148,13 +148,14 @@ class Recorder:
         windows = np.cumsum([0, *task.plan.windows])
         for e, row in enumerate(task.rows):
             record = self.records[self._owner[int(row)]]
-            mine = plan.events == e
-            one = MovePlan(plan.events[mine], plan.src[..., mine], plan.dst[mine])
+            places = int(plan.counts[e].max())
+            only = slice(e, e + 1)
+            one = MovePlan(plan.src[only, ..., :places], plan.copy_start[only], plan.counts[only])
             part = task.part(np.array([e]))
             record.kept.on_moves(part, one)
             at = slice(windows[e], windows[e + 1])
             record.choices.append(Choice(part.plan, scores[at], kept[at]))
-            self._sources[int(row)] = one.src
+            self._sources[int(row)] = one.src[0]
 
     def _entries(self, table: Tensor, length: int) -> Tensor:
         """Keys and values of one row: [2, L, Hkv, length, D]."""

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.compressor import MovePlan, plan_moves
 from kvserve.engine.inspect import KeptPositions
 from kvserve.engine.llm_engine import LLMEngine
+from kvserve.engine.moves import MovePlan, plan_moves
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.trigger import EventPlan
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
@@ -94,7 +95,7 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
     plans: list[tuple[CompactionTask, MovePlan]] = []
 
     def on_moves(task: CompactionTask, plan: MovePlan) -> None:
-        before["entries"] = entries(int(task.old_lens[0])).clone()
+        before["entries"] = entries(int(task.old_lens.max())).clone()
         plans.append((task, plan))
 
     runner.compressor.on_moves = on_moves
@@ -107,13 +108,13 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
         events = len(plans)
         task, plan = plans[-1]
         start, old, new = (
-            int(x[0]) for x in (task.plan.region_start, task.old_lens, task.new_lens)
+            int(x.max()) for x in (task.plan.region_start, task.old_lens, task.new_lens)
         )
         after = entries(new)
         assert torch.equal(after[:, :, :, :start], before["entries"][:, :, :, :start])
         tail = old - start - int(task.plan.windows[0]) * 16
         assert torch.equal(after[..., new - tail :, :], before["entries"][..., old - tail :, :])
-        index = plan.src[None, ..., None].expand(2, -1, -1, -1, layout.head_dim)
+        index = plan.src[0][None, ..., None].expand(2, -1, -1, -1, layout.head_dim)
         copied = before["entries"].gather(3, index)
         assert torch.equal(after[:, :, :, int(task.copy_start[0]) :], copied)
         assert int(runner.batch.kv_lens[0, 0, 0]) == int(blocks.kv_lens[0, 0, 0])
@@ -125,9 +126,26 @@ def test_plan_follows_the_worked_example() -> None:
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
     one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
     events = EventPlan(five, one, six, three, five, eight, five)
-    task = CompactionTask(0, np.zeros(1, int), events, np.array([14]), five, one, five)
-    assert task.new_lens.tolist() == [11]
-    plan = plan_moves(task, kept)
-    assert plan.dst.tolist() == [5, 6, 7, 8, 9, 10]
-    assert plan.src[0, 0].tolist() == [5, 7, 10, 11, 12, 13]
-    assert plan.src[0, 1].tolist() == [6, 7, 8, 11, 12, 13]
+    held = ObservationTask(
+        0, np.zeros(1, int), np.zeros(1, int), events, np.full((1, 1, 1), 14), None
+    )
+    task = CompactionTask.of(held, held.old_lens - events.evicted, five, five, five)
+    assert task.new_lens.item() == 11
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=8, block_size=4)
+    plan = plan_moves(task, kept + 5, three, layout)
+    assert plan.counts.tolist() == [[[6, 6]]]
+    assert plan.src[0, 0].tolist() == [[5, 7, 10, 11, 12, 13], [6, 7, 8, 11, 12, 13]]
+
+
+def test_plan_of_lanes_that_keep_differently_many() -> None:
+    """Prompt 2, lanes of 6 and 4 entries in two heads; they keep 3 and 1; copied from 1 on."""
+    layout = KVLayout(1, 2, 8, block_size=4, granularity=Granularity.HEAD)
+    one, two, four = (np.array([value]) for value in (1, 2, 4))
+    events = EventPlan(two, one, four, two, two, one, four)
+    old, new = np.array([[[6, 4]]]), np.array([[[5, 3]]])
+    held = ObservationTask(0, np.zeros(1, int), np.zeros(1, int), events, old, None)
+    task = CompactionTask.of(held, new, one, four, four)
+    kept = torch.tensor([[[[2, 4, 5], [3, 9, 9]]]])
+    plan = plan_moves(task, kept, new - 2, layout)
+    assert plan.counts.tolist() == [[[4, 2]]]
+    assert plan.src[0, 0].tolist() == [[1, 2, 4, 5], [1, 3, 0, 0]]

@@ -8,12 +8,17 @@ import pytest
 
 from kvserve.engine.detokenizer import IncrementalDetokenizer
 from kvserve.engine.tokenizer import Tokenizer
-from tests.checkpoints import write_tokenizer
+from tests.checkpoints import write_byte_fallback_tokenizer, write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(str(write_byte_fallback_tokenizer(tmp_path_factory.mktemp("fallback"))))
 
 
 Shown = tuple[list[str], IncrementalDetokenizer]
@@ -31,9 +36,10 @@ def stream(tokenizer: Tokenizer, text: str, *stops: str, include: bool = False) 
     return [*shown, detokenizer.text], detokenizer
 
 
-def test_half_characters_are_never_shown(tokenizer: Tokenizer) -> None:
-    text = "na\u00efve \u4f60\u597d \U0001f600!"
-    shown, _ = stream(tokenizer, text)
+@pytest.mark.parametrize("kind", ["tokenizer", "fallback"])
+def test_half_characters_are_never_shown(kind: str, request: pytest.FixtureRequest) -> None:
+    text = "na\u00efve \u4f60\u597d one\ntwo \U0001f600!"
+    shown, _ = stream(request.getfixturevalue(kind), text)
     assert shown[-1] == text
     assert all(text.startswith(part) for part in shown)
 
@@ -78,3 +84,45 @@ def test_random_streams_agree_with_plain_search(tokenizer: Tokenizer) -> None:
         found = shown[-1] + detokenizer.stop
         assert text.startswith(found) and len(found) == min(ends)
         assert all(text.startswith(part) and len(part) <= len(shown[-1]) for part in shown)
+
+
+def test_a_byte_that_is_no_character_takes_nothing_back(fallback: Tokenizer) -> None:
+    """The decoder's own view of such a stream is "one\ufffd\ufffd two": the newline is gone."""
+    names = ["\u2581one", "<0x0A>", "<0xE4>", "\u2581two", "<0xC3>", "<0xAF>", "."]
+    vocab = fallback.backend.get_vocab()
+    ids = [vocab[name] for name in names]
+    detokenizer = IncrementalDetokenizer(fallback)
+    shown = []
+    for token in ids:
+        detokenizer.push(token)
+        shown.append(detokenizer.text)
+    assert shown[:3] == ["one", "one\n", "one\n"]
+    assert shown[3:] == ["one\n\ufffd two"] * 2 + ["one\n\ufffd two\u00ef"] + [
+        "one\n\ufffd two\u00ef."
+    ]
+    detokenizer.push(ids[2])
+    detokenizer.flush()
+    assert detokenizer.text == shown[-1] + "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "fallback"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_any_tokens_give_growing_text(
+    kind: str, skip: bool, request: pytest.FixtureRequest
+) -> None:
+    """Tokens of a bad model: stray bytes, specials, ids beyond the tokenizer's."""
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(280) for _ in range(rng.randint(1, 12))]
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+        before = ""
+        for token in ids:
+            detokenizer.push(token)
+            assert detokenizer.text.startswith(before)
+            assert not detokenizer.text[len(before) :].endswith("\ufffd"), "it may be half of one"
+            before = detokenizer.text
+        detokenizer.flush()
+        assert detokenizer.text.startswith(before)
+        if kind == "tokenizer":
+            assert detokenizer.text == tokenizer.decode(ids, skip)

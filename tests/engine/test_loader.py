@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine.models import storage
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+
+
+def generate(directory: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -42,15 +53,24 @@ def drop_tensor(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def resize_tensor(directory: Path) -> None:
+def set_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
     tensors = load_file(directory / "model.safetensors")
-    tensors["model.norm.weight"] = torch.ones(3)
-    save_file(tensors, directory / "model.safetensors")
+    save_file({**tensors, name: tensor}, directory / "model.safetensors")
 
 
-def truncate(directory: Path) -> None:
-    path = directory / "model.safetensors"
+def truncate(directory: Path, file: str = "model.safetensors") -> None:
+    path = directory / file
     path.write_bytes(path.read_bytes()[:5000])
+
+
+def truncate_shard(directory: Path) -> None:
+    shard(directory)
+    truncate(directory, "model-00001-of-00002.safetensors")
+
+
+def break_index(directory: Path) -> None:
+    shard(directory)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": ')
 
 
 def lose_shard(directory: Path) -> None:
@@ -64,13 +84,45 @@ def lose_shard(directory: Path) -> None:
         (lose_shard, "model-00002-of-00002.safetensors is missing"),
         (lambda d: (d / "model.safetensors").unlink(), "model.safetensors is missing"),
         (truncate, "model.safetensors is damaged"),
+        (truncate_shard, "model-00001-of-00002.safetensors is damaged"),
+        (break_index, "model.safetensors.index.json"),
+        (
+            lambda d: set_tensor(d, "model.norm.weight", torch.full([64], torch.nan)),
+            "model.norm.weight in .*model.safetensors holds NaN",
+        ),
+        (
+            lambda d: set_tensor(d, "model.layers.0.self_attn.q_proj.bias", torch.ones(64)),
+            r"model.safetensors has a tensor .*q_proj.bias .* that LlamaForCausalLM does not",
+        ),
         (drop_tensor, "model.layers.1.mlp.up_proj.weight"),
-        (resize_tensor, "model.norm.weight .* has shape"),
+        (
+            lambda d: set_tensor(d, "model.norm.weight", torch.ones(3)),
+            "model.norm.weight in .*model.safetensors has shape",
+        ),
         (lambda d: edit_config(d, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
-        (lambda d: edit_config(d, num_hidden_layers=None), "num_hidden_layers"),
-        (lambda d: edit_config(d, rope_parameters={"rope_type": "yarn"}), "yarn"),
+        (lambda d: edit_config(d, architectures=["BloomForCausalLM"]), "ALiBi"),
+        (lambda d: edit_config(d, alibi=True), "ALiBi"),
+        (lambda d: edit_config(d, num_hidden_layers=None), "no field 'num_hidden_layers'"),
+        (lambda d: edit_config(d, hidden_size="64"), "hidden_size to '64'"),
+        (lambda d: edit_config(d, num_key_value_heads=3), "8 attention heads for 3 KV heads"),
+        (lambda d: edit_config(d, head_dim=9), "heads of 9 dimensions"),
+        (lambda d: edit_config(d, rope_parameters={"rope_type": "longrope"}), "'longrope'"),
+        (lambda d: edit_config(d, rope_parameters={"rope_type": "yarn"}), "no field 'factor'"),
+        (
+            lambda d: edit_config(d, rope_parameters={"full_attention": {"rope_theta": 1.0}}),
+            "RoPE type",
+        ),
+        (
+            lambda d: edit_config(d, rope_scaling={"type": "linear", "factor": 2.0}),
+            "both rope_parameters and rope_scaling",
+        ),
+        (lambda d: edit_config(d, partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda d: edit_config(d, attention_bias=True), "attention_bias"),
-        (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+        (lambda d: edit_config(d, mlp_bias=True), "mlp_bias"),
+        (lambda d: edit_config(d, architectures=["InternLM2ForCausalLM"], bias=True), "sets bias"),
+        (lambda d: edit_config(d, hidden_act="gelu"), "'gelu'"),
+        (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
+        (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json"),
         (lambda d: (d / "config.json").unlink(), "no config.json"),
     ],
 )
@@ -79,7 +131,8 @@ def test_broken_checkpoints(break_it: Callable[[Path], Any], message: str, tmp_p
     break_it(directory)
     with pytest.raises(ConfigError, match=message) as refused:
         LLM(str(directory), skip_tokenizer_init=True)
-    assert "\n" not in str(refused.value)
+    message = str(refused.value)
+    assert str(directory) in message and "\n" not in message
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "nowhere", "owner/unheard-of"])
@@ -93,19 +146,104 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     prompts = random_prompts([7])
     expected = greedy(directory, prompts, 10)
     shard(directory)
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    assert llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == expected[0]
+    assert generate(directory, prompts, 10) == expected
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     directory = write_checkpoint("qwen3", tmp_path)
-    (directory / "model.safetensors").unlink()
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    edit_config(directory, quantization_config={"quant_method": "awq", "bits": 4})
     llm = LLM(str(directory), load_format="dummy", skip_tokenizer_init=True)
-    (output,) = llm.generate([3, 4, 5], SamplingParams(max_tokens=5), use_tqdm=False)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    assert row == ("weights", "random", "--load-format dummy")
 
 
 def test_a_missing_tokenizer_is_named(llama_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--tokenizer"):
         LLM(str(llama_dir))
+
+
+def test_dtype_that_cannot_hold_a_weight(tmp_path: Path) -> None:
+    directory = write_checkpoint("llama", tmp_path)
+    set_tensor(directory, "model.norm.weight", torch.full([64], 1e6))
+    with pytest.raises(ConfigError, match=r"infinite values as float16; .*--dtype"):
+        LLM(str(directory), dtype="float16", skip_tokenizer_init=True)
+
+
+def test_tied_heads_may_be_stored(tmp_path: Path) -> None:
+    """So do checkpoints that somebody saved without knowing of the tie, and old ones RoPE's."""
+    directory = write_checkpoint("llama-mha-tied", tmp_path)
+    prompts = random_prompts([7])
+    expected = greedy(directory, prompts, 10)
+    set_tensor(directory, "lm_head.weight", torch.zeros(128, 64))
+    set_tensor(directory, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    assert generate(directory, prompts, 10) == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "internlm2"])
+def test_pieces_make_the_whole(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices larger than the buffer arrive in pieces that do not divide them."""
+    directory = write_checkpoint(kind, tmp_path)
+    prompts = random_prompts([7])
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 64 * 5)
+    assert generate(directory, prompts, 10) == greedy(directory, prompts, 10)
+
+
+def test_overrides_replace_fields(tmp_path: Path) -> None:
+    directory = write_checkpoint("llama", tmp_path)
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    llm = LLM(str(directory), hf_overrides={"rope_parameters": rope}, skip_tokenizer_init=True)
+    assert llm.engine.core.info.max_model_len == 1024
+    edit_config(directory, rope_parameters=rope)
+    prompts = random_prompts([7])
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    (output,) = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids] == greedy(directory, prompts, 10)
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+    """One gigabyte in one file, as bfloat16; peak resident memory above what was there before."""
+    config = LlamaConfig(
+        vocab_size=128_000,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in LlamaForCausalLM(config).state_dict().items()}
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    script = """
+        import sys, torch
+        from pathlib import Path
+        from kvserve.config import ModelConfig
+        from kvserve.engine.models.loader import load_model
+        from kvserve.engine.models.spec import read_spec
+
+        def status(field):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+        directory = Path(sys.argv[1])
+        spec = read_spec(directory)
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = status("VmRSS")
+        model = load_model(directory, ModelConfig(), spec, torch.bfloat16, "cpu")
+        print(status("VmHWM") - before)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 1e9
+    print(f"peak / size: {int(done.stdout) / size:.3f}")
+    assert 0.95 * size < int(done.stdout) < 1.15 * size

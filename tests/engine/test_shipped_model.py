@@ -8,7 +8,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.tasks import grade, make_samples
-from kvserve.engine.models.loader import find_model
+from kvserve.engine.models.hub import find_model
 from tests.checkpoints import greedy
 
 MODEL = "kvserve/tiny"

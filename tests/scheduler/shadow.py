@@ -1,9 +1,11 @@
 """A runner without tensors: follows the scheduler's messages and remembers what is where.
 
-Every slot holds the *content* of an entry: a hash of its token and of all that its row held when it
-was computed. Two entries are equal only if they saw the same past, evictions included. So a wrong
+Every slot holds the *content* of an entry: a hash of its token and of all that its lane held when
+it was computed. Two entries are equal only if they saw the same past, evictions included. A wrong
 table, a freed block in use, a shared block written, a misplaced move, or a cached column that was
 computed after an eviction shows as a row that does not hold what it should.
+
+A lane is one KV group of a row: all of it (MODEL), a layer of it, or a head in a layer.
 """
 
 from __future__ import annotations
@@ -14,41 +16,47 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
 
 Slot = tuple[int, int]
+Lane = tuple[int, int]
 
 
 class ShadowRunner:
-    """Rows, tables and memory as the device would have them (granularity MODEL)."""
+    """Rows, tables and memory as the device would have them."""
 
     def __init__(self, scheduler: Scheduler, triggers: dict[int, Trigger]) -> None:
+        layout = scheduler.layout
         self.scheduler = scheduler
         self.triggers = triggers
-        self.size = scheduler.layout.block_size
+        self.size = layout.block_size
         self.log_size = scheduler.blocks.log_block_tokens
+        self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
         self.tables: IntArray = np.zeros_like(scheduler.blocks.kv.blocks)
         self.log_tables: IntArray = np.zeros_like(scheduler.blocks.log.blocks)
         self.memory: dict[Slot, int] = {}
         self.log_memory: dict[Slot, tuple[int, int]] = {}
         rows = scheduler.rows.max_rows
         self.owner = np.full(rows, -1)
-        self.held: list[list[int]] = [[] for _ in range(rows)]
+        self.held: list[dict[Lane, list[int]]] = [self._nothing() for _ in range(rows)]
         self.computed = np.zeros(rows, int)
         self.log_from = np.zeros(rows, int)
         self.last_token = np.zeros(rows, int)
-        self.parked: dict[int, list[int]] = {}
+        self.parked: dict[int, dict[Lane, list[int]]] = {}
         self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.before: dict[int, list[tuple[int, int]]] = {}
+        self.counts: list[IntArray] = []
+        """What the events that the last step observed will keep, ``[LG, E, R]`` for each task."""
         self._published: dict[bytes, list[int]] = {}
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
         for task in output.compactions:
             self._compact(task)
+        self.counts = [self._observe(task) for task in output.observations]
         for a, b in output.row_swaps:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
@@ -56,19 +64,7 @@ class ShadowRunner:
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
         self._swap(output)
-        new = output.admitted
-        back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
-        for i, seq in enumerate(new.sequences):
-            self.owner[seq.row] = seq.seq_id
-            self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
-            self.last_token[seq.row] = new.last_token[i]
-            if seq.row in back:
-                self.held[seq.row] = back[seq.row]
-                continue
-            self.held[seq.row] = []
-            for token in seq.token_ids[: new.num_computed[i]]:
-                self.held[seq.row].append(content(self.held[seq.row], int(token)))
-            self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
+        self._admit(output)
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         for row in range(output.num_decoding):
@@ -79,30 +75,50 @@ class ShadowRunner:
             first += length
         self.check()
         for seq in output.sampled:
-            self.last_token[seq.row] = content(self.held[seq.row], 0) % 97 + 2
+            newest = [lane[-1] for lane in self.held[seq.row].values()]
+            self.last_token[seq.row] = content(newest, 0) % 97 + 2
         return np.array([self.last_token[seq.row] for seq in output.sampled], np.int32)
 
     def check(self) -> None:
         """Rows and cached columns hold what they should."""
         for row in range(self.scheduler.rows.num_rows):
-            held = [self.memory[self._slot(row, i)] for i in range(len(self.held[row]))]
-            assert held == self.held[row]
-            assert (self.scheduler.blocks.kv_lens[:, row] == len(held)).all()
+            for lane in self.lanes:
+                held = self.held[row][lane]
+                assert [self.memory[self._slot(row, lane, i)] for i in range(len(held))] == held
+                assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
-            now = [self.memory[int(column[0, 0]), i] for i in range(self.size)]
+            now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
+
+    def _nothing(self) -> dict[Lane, list[int]]:
+        return {lane: [] for lane in self.lanes}
+
+    def _admit(self, output: SchedulerOutput) -> None:
+        new = output.admitted
+        back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
+        for i, seq in enumerate(new.sequences):
+            self.owner[seq.row] = seq.seq_id
+            self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
+            self.last_token[seq.row] = new.last_token[i]
+            if seq.row in back:
+                self.held[seq.row] = back[seq.row]
+                continue
+            self.held[seq.row] = self._nothing()
+            for token in seq.token_ids[: new.num_computed[i]]:
+                for held in self.held[seq.row].values():
+                    held.append(content(held, int(token)))
+            self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
 
     def _swap(self, output: SchedulerOutput) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
         for task in output.swap_outs:
             self.parked[task.place] = self.held[task.row]
+            self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 entries = {i: self.memory[device, i] for i in self._filled(self.memory, device)}
-                logged = {
-                    i: self.log_memory[device, i] for i in self._filled(self.log_memory, device)
-                }
-                self.host[host] = entries, logged
+                queries = self._filled(self.log_memory, device)
+                self.host[host] = entries, {i: self.log_memory[device, i] for i in queries}
         for task in output.swap_ins:
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 entries, logged = self.host[host]
@@ -114,48 +130,77 @@ class ShadowRunner:
 
     def _store(self, row: int, tokens: list[int]) -> None:
         for token in tokens:
-            slot = self._slot(row, len(self.held[row]))
-            assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
-            self.memory[slot] = content(self.held[row], token)
-            self.held[row].append(self.memory[slot])
             position = int(self.computed[row])
-            if position >= self.log_from[row]:
-                block = self.log_tables[0, row, 0, position // self.log_size]
-                assert self.scheduler.pool.ref[block] == 1
-                self.log_memory[block, position % self.log_size] = (self.owner[row], position)
+            for lane in self.lanes:
+                held = self.held[row][lane]
+                slot = self._slot(row, lane, len(held))
+                assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
+                held.append(content(held, token))
+                self.memory[slot] = held[-1]
+                if position >= self.log_from[row]:
+                    query_slot = self._query_slot(row, lane, position)
+                    assert self.scheduler.pool.ref[query_slot[0]] == 1
+                    self.log_memory[query_slot] = (self.owner[row], position)
             self.computed[row] += 1
+
+    def _observe(self, task: ObservationTask) -> IntArray:
+        """Counts that depend on what each lane holds, near what the plan says."""
+        counts = np.zeros_like(task.old_lens)
+        for e, row in enumerate(task.rows):
+            self._check_queries(task, e)
+            for lane in self.lanes:
+                held = self.held[row][lane]
+                keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
+                region = len(held) - int(task.plan.region_start[e])
+                counts[lane[0], e, lane[1]] = min(max(keep, 1), region)
+        return counts
 
     def _compact(self, task: CompactionTask) -> None:
         plan = task.plan
         for e, row in enumerate(task.rows):
+            self._check_queries(task, e)
             start, windows, length = plan.region_start[e], plan.windows[e], plan.window_len[e]
-            old, size, first_query = self.held[row], self.size, plan.query_start[e]
-            last_query = first_query + (windows - 1) * length + plan.num_queries[e]
-            if self.log_from[row] == NOT_LOGGING:
-                first_query = last_query  # this trigger's queries are recomputed, or not needed
-            for position in range(first_query, last_query):
-                block = self.log_tables[0, row, 0, position // self.log_size]
-                logged = self.log_memory[block, position % self.log_size]
-                assert logged == (self.owner[row], position), "a needed query is not in the log"
-            kept = []
-            for w in range(windows):
-                first = start + w * length
-                kept += old[first : first + length][-plan.keep[e] :]
-            new = old[:start] + kept + old[start + windows * length :]
-            assert len(old) == task.old_lens[e] and len(new) == task.new_lens[e]
-            first_column = task.copy_start[e] // size
-            for i in range(task.copy_start[e], len(new)):
-                block = task.dst_blocks[0, e, 0, i // size - first_column]
-                self.memory[block, i % size] = new[i]
-            self.held[row] = new
+            for lane in self.lanes:
+                at = (lane[0], e, lane[1])
+                old = self.held[row][lane]
+                if task.policy_id in self.scheduler.events._uneven:
+                    new = old[:start] + old[len(old) - (task.new_lens[at] - start) :]
+                else:
+                    new = old[:start]
+                    for first in range(start, start + windows * length, length):
+                        new = new + old[first : first + length][-plan.keep[e] :]
+                    new = new + old[start + windows * length :]
+                assert len(old) == task.old_lens[at] and len(new) == task.new_lens[at]
+                first_column = task.copy_start[e] // self.size
+                for i in range(task.copy_start[e], len(new)):
+                    block = task.dst_blocks[(*at, i // self.size - first_column)]
+                    self.memory[block, i % self.size] = new[i]
+                self.held[row][lane] = new
             self.log_from[row] = task.log_from[e]
             events, before = self.events[self.owner[row]], self.before[self.owner[row]]
             events.append((int(self.computed[row]), int(windows)))
             again = before[: len(events)]
             assert events[: len(again)] == again, "a recomputation did not replay its events"
 
-    def _slot(self, row: int, index: int) -> Slot:
-        return int(self.tables[0, row, 0, index // self.size]), index % self.size
+    def _check_queries(self, task: ObservationTask, e: int) -> None:
+        """The queries that score an event's windows are in the log, if this trigger logs them."""
+        row, plan = task.rows[e], task.plan
+        if self.log_from[row] == NOT_LOGGING:
+            return
+        first = plan.query_start[e]
+        last = first + (plan.windows[e] - 1) * plan.window_len[e] + plan.num_queries[e]
+        for position in range(first, last):
+            for lane in self.lanes:
+                logged = self.log_memory[self._query_slot(row, lane, position)]
+                assert logged == (self.owner[row], position), "a needed query is not in the log"
+
+    def _slot(self, row: int, lane: Lane, index: int) -> Slot:
+        column = index // self.size
+        return int(self.tables[lane[0], row, lane[1], column]), index % self.size
+
+    def _query_slot(self, row: int, lane: Lane, position: int) -> Slot:
+        column = position // self.log_size
+        return int(self.log_tables[lane[0], row, lane[1], column]), position % self.log_size
 
 
 def _scatter(tables: IntArray, update: TableUpdate) -> None:

@@ -5,36 +5,50 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.sequence import Sequence
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     LAYOUT,
+    LAYOUTS,
     TRIGGERS,
     assert_all_blocks_come_back,
     drain,
     make_scheduler,
     make_sequence,
+    policies_of,
     preempt_now_and_then,
 )
 
 
-def run_alone(prompt: int, output: int, policy: int, **settings: object) -> tuple[Sequence, list]:
-    scheduler = make_scheduler(200, **settings)
+def run_alone(
+    prompt: int, output: int, policy: int, layout: KVLayout = LAYOUT
+) -> tuple[Sequence, list[tuple[int, int]]]:
+    scheduler = make_scheduler(200, layout)
     shadow = ShadowRunner(scheduler, TRIGGERS)
     scheduler.add(make_sequence(0, prompt, output, policy))
     (seq,) = drain(scheduler, shadow)
     return seq, shadow.events[0]
 
 
-ALONE = [i for i, trigger in TRIGGERS.items() if i and not isinstance(trigger, EngineWide)]
+ALONE = [
+    (layout, i)
+    for layout in LAYOUTS
+    for i in policies_of(layout)
+    if i and not isinstance(TRIGGERS[i], EngineWide)
+]
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 200])
-@pytest.mark.parametrize("policy", ALONE)
-def test_tokens_and_events_do_not_depend_on_the_crowd(policy: int, num_host_blocks: int) -> None:
+@pytest.mark.parametrize(("layout", "policy"), ALONE)
+def test_tokens_and_events_do_not_depend_on_the_crowd(
+    layout: KVLayout, policy: int, num_host_blocks: int
+) -> None:
     """Chunks, neighbours, preemptions and swaps change neither events nor what they take."""
-    scheduler = make_scheduler(100, max_num_batched_tokens=9, num_host_blocks=num_host_blocks)
+    scheduler = make_scheduler(
+        100, layout, max_num_batched_tokens=9, num_host_blocks=num_host_blocks
+    )
     preempt_now_and_then(scheduler, np.random.default_rng(policy), 0.15)
     shadow = ShadowRunner(scheduler, TRIGGERS)
     shapes = [(5, 60), (17, 40), (3, 70), (20, 50), (11, 60), (8, 44)]
@@ -45,7 +59,7 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(policy: int, num_host_bloc
     assert scheduler.events.early_compactions == 0
     assert num_host_blocks or not scheduler.num_swaps
     for seq_id, (prompt, output) in enumerate(shapes):
-        alone, events = run_alone(prompt, output, policy)
+        alone, events = run_alone(prompt, output, policy, layout)
         assert shadow.events[seq_id] == events
         assert crowd[seq_id].logical_tokens == alone.logical_tokens
         assert crowd[seq_id].held_tokens == alone.held_tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
@@ -39,11 +41,25 @@ TRIGGERS: dict[int, Trigger] = {
     13: EveryStep(9, generated=False),
     14: EngineWide(window=8, buffer=2, keep=3, period=5, most=2),
     15: Periodic(14, 2, 4, 25),
+    16: AtPrefillEnd(Budget(tokens=10), num_queries=4),
+    17: WhenOver(24, 15, num_queries=5, protect_prompt=False),
+    18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
 }
+UNEVEN = {16, 17, 18}
+"""What events of these keep differs by layer or head, and is known only once they are observed."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
+LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
 
-def make_scheduler(num_blocks: int = 60, **settings: object) -> Scheduler:
+def policies_of(layout: KVLayout) -> list[int]:
+    """Those that can run in a layout."""
+    return [i for i in TRIGGERS if i not in UNEVEN or layout is not LAYOUT]
+
+
+def make_scheduler(
+    num_blocks: int = 60, layout: KVLayout = LAYOUT, **settings: object
+) -> Scheduler:
+    """``num_blocks`` of all layers and heads; finer layouts have more, smaller ones."""
     defaults: dict[str, object] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
@@ -51,7 +67,9 @@ def make_scheduler(num_blocks: int = 60, **settings: object) -> Scheduler:
         "log_block_tokens": 8,
         "admission_reserve": 4,
     }
-    return Scheduler(LAYOUT, num_blocks, **{**defaults, **settings})  # type: ignore[arg-type]
+    merged: dict[str, Any] = {**defaults, **settings}
+    host = merged.pop("num_host_blocks", 0) * layout.groups
+    return Scheduler(layout, num_blocks * layout.groups, num_host_blocks=host, **merged)
 
 
 def make_sequence(
@@ -61,13 +79,14 @@ def make_sequence(
     tokens = np.arange(prompt, dtype=np.int32) + first
     max_len = prompt + output
     trigger = TRIGGERS[policy]
-    return Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, priority=priority)
+    uneven = policy in UNEVEN
+    return Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, uneven, priority=priority)
 
 
 def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
     """One step with all its checks; returns who finished."""
     output = scheduler.schedule()
-    finished = scheduler.update(output, shadow.run(output))
+    finished = scheduler.update(output, shadow.run(output), shadow.counts)
     scheduler.check_integrity()
     return finished
 
@@ -111,11 +130,13 @@ class Traffic:
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
+        layout = LAYOUTS[seed % 3]
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)),
+            layout,
             chunked_prefill=chunked,
             max_num_batched_tokens=self.budget,
-            prefix_caching=bool(seed % 3),
+            prefix_caching=bool(seed % 4),
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
             gate=BreakEvenGate() if seed % 5 == 1 else None,
@@ -145,14 +166,16 @@ class Traffic:
             assert output.num_tokens <= self.budget
             self.num_hits += int(output.admitted.num_computed.any())
             self._learn(output.num_decoding)
-            self.finished += scheduler.update(output, self.shadow.run(output))
+            tokens = self.shadow.run(output)
+            self.finished += scheduler.update(output, tokens, self.shadow.counts)
         scheduler.check_integrity()
 
     def _add(self) -> None:
         """One request: a prompt that may begin like others, in one to three branches."""
         rng, scheduler = self.rng, self.scheduler
         prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
-        policy, first = int(rng.integers(len(TRIGGERS))), int(rng.integers(2, 5))
+        policy = int(rng.choice(policies_of(scheduler.layout)))
+        first = int(rng.integers(2, 5))
         for _ in range(int(rng.choice([1, 1, 3]))):
             seq = make_sequence(
                 self.num_added, prompt, more, policy, first=first, priority=int(rng.integers(2))

@@ -27,11 +27,13 @@ class Span:
 class ForwardBatch:
     """T tokens: the decoding ones in front, one per row, then the chunks.
 
-    ``positions [T]`` are logical (RoPE); ``slots [LG, R, T]`` are where new entries go;
+    ``positions [T]`` are logical (RoPE), ``prompt_lens [T]`` the prompt length of each token's
+    sequence (dynamic RoPE); ``slots [LG, R, T]`` are where new entries go;
     ``query_slots [LG, R, T]`` where queries are logged (block 0 takes the rest), or ``None``.
     """
 
     positions: Tensor
+    prompt_lens: Tensor
     slots: Tensor
     query_slots: Tensor | None
     spans: tuple[Span, ...]

@@ -1,143 +1,82 @@
-"""Find a checkpoint, check it, and read its weights into the decoder's fused matrices."""
+"""Build a decoder and read its weights, or draw them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from kvserve.config import ModelConfig
+from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.models.weights import is_unused, weight_targets
 from kvserve.log import ConfigError
-
-SHIPPED_MODEL = "kvserve/tiny"
-_SHIPPED_DIRECTORY = Path(__file__).parents[2] / "data" / "tiny"
-_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-
-
-def find_model(name: str, revision: str | None = None) -> Path:
-    """Directory of a checkpoint: the shipped one, a local path, or a hub id (downloaded)."""
-    if name == SHIPPED_MODEL:
-        return _SHIPPED_DIRECTORY
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or name.count("/") != 1 or name.startswith("."):
-        raise ConfigError(f"--model: {name} is neither a directory nor a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"--model: cannot get {name} from the hub ({reason}); give a directory, or "
-            "huggingface-cli login for a gated model"
-        ) from error
 
 
 def load_model(
-    directory: Path,
-    config: ModelConfig,
-    spec: ModelSpec,
-    max_len: int,
-    dtype: torch.dtype,
-    device: str,
+    directory: Path, config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: str
 ) -> Transformer:
     """The decoder with its weights (random ones for ``load_format="dummy"``)."""
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, max_len, dtype, device)
+        model = Transformer(spec, dtype, device)
     if config.load_format == "dummy":
         _fill_randomly(model, config.seed)
     else:
-        _read_weights(model, directory, config.model)
+        _read_weights(model, Checkpoint(directory), config.model)
     return model.eval()
 
 
-def _read_weights(model: Transformer, directory: Path, name: str) -> None:
-    targets = _targets(model)
-    missing = set(targets)
-    shards = _shards(directory)
-    for shard in tqdm(shards, desc=f"Loading {name}", unit="shard"):
-        try:
-            with safe_open(shard, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if key in targets:
-                        _copy(targets[key], tensors.get_tensor(key), key, shard)
-                        missing.discard(key)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"--model: {shard} is damaged ({error}); fetch it again") from error
+def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None:
+    targets, dtype = weight_targets(model), model.embedding.dtype
+    stored = {weight: _storage(checkpoint, model.spec, weight) for weight in targets}
+    _check_names(model, checkpoint, stored)
+    for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=None):
+        storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
+        shape, wanted = storage.shape(checkpoint, weight), tuple(target.tensor.shape)
+        if shape != wanted:
+            raise ConfigError(
+                f"--model: {weight} in {file} has shape {shape}, config.json says {wanted}; they "
+                "are not of one model"
+            )
+        for place, values in storage.pieces(checkpoint, weight):
+            values = values.to(dtype)
+            if not all(bound.isfinite() for bound in values.aminmax()):
+                raise ConfigError(
+                    f"--model: {weight} in {file} holds NaN or infinite values as "
+                    f"{str(dtype)[6:]}; fetch it again, or choose another --dtype"
+                )
+            target.write(place, values)
+
+
+def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
+    """Quantised checkpoints keep some weights as they are: what is there decides."""
+    quantized = spec.quantization
+    if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
+        return quantized
+    return Plain()
+
+
+def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage]) -> None:
+    """Every tensor is there, and none that the model would not use."""
+    wanted = {part for weight, storage in stored.items() for part in storage.parts(weight)}
+    missing = sorted(wanted - checkpoint.names)
     if missing:
         raise ConfigError(
-            f"--model: the checkpoint in {directory} has no tensor {min(missing)} "
-            f"({len(missing)} missing)"
+            f"--model: the checkpoint in {checkpoint.directory} has no tensor {missing[0]} "
+            f"({len(missing)} missing); fetch it again"
         )
-
-
-def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    shards = [directory / name for name in names]
-    for shard in shards:
-        if not shard.exists():
-            raise ConfigError(
-                f"--model: {shard} is missing; fetch it again, or use --load-format dummy for "
-                "random weights"
-            )
-    return shards
-
-
-def _copy(target: Tensor, source: Tensor, key: str, shard: Path) -> None:
-    if target.shape != source.shape:
+    unknown = sorted(n for n in checkpoint.names - wanted if not is_unused(n, model))
+    if unknown:
         raise ConfigError(
-            f"--model: {key} in {shard} has shape {tuple(source.shape)}, config.json says "
-            f"{tuple(target.shape)}"
+            f"--model: {checkpoint.file(unknown[0])} has a tensor {unknown[0]} ({len(unknown)} "
+            f"such) that {model.spec.architecture} does not; config.json names another model"
         )
-    target.copy_(source)
-
-
-def _targets(model: Transformer) -> dict[str, Tensor]:
-    """Checkpoint name -> where its tensor goes, a slice of a fused matrix where they are fused."""
-    spec = model.spec
-    targets: dict[str, Tensor] = {
-        "model.embed_tokens.weight": model.embedding,
-        "model.norm.weight": model.norm,
-    }
-    if not spec.tied_embeddings:
-        targets["lm_head.weight"] = model.head
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    for index, layer in enumerate(model.decoder_layers):
-        prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        for part, rows in zip("qkv", layer.qkv.split([q_size, kv_size, kv_size]), strict=True):
-            targets[f"{attention}{part}_proj.weight"] = rows
-        if layer.qkv_bias is not None:
-            biases = layer.qkv_bias.split([q_size, kv_size, kv_size])
-            for part, rows in zip("qkv", biases, strict=True):
-                targets[f"{attention}{part}_proj.bias"] = rows
-        if layer.q_norm is not None and layer.k_norm is not None:
-            targets[attention + "q_norm.weight"] = layer.q_norm
-            targets[attention + "k_norm.weight"] = layer.k_norm
-        gate, up = layer.gate_up.chunk(2)
-        targets |= {
-            attention + "o_proj.weight": layer.out,
-            prefix + "input_layernorm.weight": layer.input_norm,
-            prefix + "post_attention_layernorm.weight": layer.post_norm,
-            mlp + "gate_proj.weight": gate,
-            mlp + "up_proj.weight": up,
-            mlp + "down_proj.weight": layer.down,
-        }
-    return targets
 
 
 def _fill_randomly(model: nn.Module, seed: int) -> None:

@@ -7,48 +7,102 @@ import math
 import torch
 from torch import Tensor
 
-from kvserve.engine.models.spec import ModelSpec
-
-
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """float32 [D/2]. Types: default, linear, llama3 (as defined by transformers)."""
-    rope = spec.rope
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    inv_freq = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return inv_freq / float(rope.parameters["factor"])
-    if rope.kind == "llama3":
-        return _llama3(inv_freq, {name: float(v) for name, v in rope.parameters.items()})
-    return inv_freq
-
-
-def _llama3(inv_freq: Tensor, p: dict[str, float]) -> Tensor:
-    """Slow frequencies are divided by ``factor``, fast ones kept, those between interpolated."""
-    original, low, high = (
-        p["original_max_position_embeddings"],
-        p["low_freq_factor"],
-        p["high_freq_factor"],
-    )
-    wavelength = 2 * math.pi / inv_freq
-    smooth = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * inv_freq / p["factor"] + smooth * inv_freq
+from kvserve.engine.models.spec import ModelSpec, RopeSpec
 
 
 class Rotary:
-    """Cosines and sines of every position, computed once in float32."""
+    """Cosines and sines of any positions, made in float32 as transformers makes them.
 
-    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: str) -> None:
-        angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(spec))
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        self._cos = angles.cos().to(device, dtype)
-        self._sin = angles.sin().to(device, dtype)
+    Types default, linear, llama3 and yarn fix the frequencies once. Under dynamic NTK they follow
+    the length of the sequence once that exceeds the original context: a prompt's tokens take the
+    whole prompt's length, however it is cut into chunks, and a generated token the length up to
+    itself. A cached key keeps the rotation it was stored with.
+    """
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [T] -> cos, sin: [T, 1, D]."""
-        return self._cos[positions], self._sin[positions]
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+        self._dtype = dtype
+        self._rope = spec.rope
+        self._dim = spec.head_dim
+        self._exponents = _exponents(spec.head_dim).to(device)
+        self._inv_freq = _inverse_frequencies(spec.rope, spec.head_dim).to(device)
+        self._scale = _attention_factor(spec.rope)
+
+    def at(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """positions, prompt_lens (of each token's sequence): [T] -> cos, sin: [T, 1, D]."""
+        inv_freq = self._inv_freq
+        if self._rope.kind == "dynamic":
+            inv_freq = self._dynamic(torch.maximum(prompt_lens, positions + 1))
+        angles = positions[:, None].float() * inv_freq
+        return self._both_halves(angles.cos()), self._both_halves(angles.sin())
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """lengths: [T] -> float32 [T, D/2]; the base grows with the length."""
+        rope, dim, factor = self._rope, self._dim, self._rope.parameters["factor"]
+        growth = factor * lengths.clamp(min=rope.original) / rope.original - (factor - 1)
+        return 1.0 / (rope.theta * growth ** (dim / (dim - 2)))[:, None] ** self._exponents
+
+    def _both_halves(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], dim=-1)[:, None].mul(self._scale).to(self._dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [T, heads, D], rotated in halves."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+
+
+def _inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
+    """float32 [D/2], up to the original context where they are dynamic."""
+    inv_freq = 1.0 / rope.theta ** _exponents(dim)
+    if rope.kind == "linear":
+        return inv_freq / rope.parameters["factor"]
+    if rope.kind == "llama3":
+        return _llama3(inv_freq, rope)
+    if rope.kind == "yarn":
+        return _yarn(inv_freq, rope, dim)
+    return inv_freq
+
+
+def _llama3(inv_freq: Tensor, rope: RopeSpec) -> Tensor:
+    """Slow frequencies are divided by ``factor``, fast ones kept, those between interpolated."""
+    p = rope.parameters
+    low, high = p["low_freq_factor"], p["high_freq_factor"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = ((rope.original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * inv_freq / p["factor"] + smooth * inv_freq
+
+
+def _yarn(inv_freq: Tensor, rope: RopeSpec, dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071), 3.2: a ramp over dimensions from kept to interpolated."""
+    p = rope.parameters
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns so often within the original context."""
+        turns = rope.original / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq / p["factor"] * interpolated + inv_freq * (1 - interpolated)
+
+
+def _attention_factor(rope: RopeSpec) -> float:
+    """What cosines and sines are multiplied by (YaRN, 3.4; ``mscale`` is DeepSeek's variant)."""
+    if rope.kind != "yarn":
+        return 1.0
+    p = rope.parameters
+    if "attention_factor" in p:
+        return p["attention_factor"]
+    growth = 0.1 * math.log(max(p["factor"], 1.0))
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return (p["mscale"] * growth + 1.0) / (p["mscale_all_dim"] * growth + 1.0)
+    return growth + 1.0

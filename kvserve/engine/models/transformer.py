@@ -61,13 +61,13 @@ class Layer(nn.Module):
         return hidden + F.linear(F.silu(gate) * up, self.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)
+        return _rms_norm(x, weight, self.spec.rms_norm_eps)
 
 
 class Transformer(nn.Module):
     """Token ids in, hidden states out; ``logits`` is separate, since few positions need it."""
 
-    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = _empty(spec.vocab_size, spec.hidden_size)
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         self.head = (
             self.embedding if spec.tied_embeddings else _empty(spec.vocab_size, spec.hidden_size)
         )
-        self.rotary = Rotary(spec, max_len, dtype, device)
+        self.rotary = Rotary(spec, dtype, device)
         self.scale = spec.head_dim**-0.5
 
     @property
@@ -89,15 +89,20 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
         hidden = F.embedding(input_ids, self.embedding)
-        rope = self.rotary.at(batch.positions)
+        rope = self.rotary.at(batch.positions, batch.prompt_lens)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, batch, cache, attention, index)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
-        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.spec.rms_norm_eps)
+        hidden = _rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self.head).float()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rounds before it multiplies by the weight, as transformers does: bfloat16 can tell."""
+    return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
 def _empty(*shape: int) -> nn.Parameter:

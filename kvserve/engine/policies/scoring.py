@@ -26,13 +26,15 @@ class Observation:
 
     Hlog is Hkv where the logged query is a group's mean, else Hq. ``scale`` multiplies q . k.
     ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
-    for policies that keep them (m = 0 before the first).
+    for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` are places at
+    which a shorter lane holds nothing (``None``: all are there).
     """
 
     queries: Tensor
     keys: Tensor
     scale: float
     earlier: Tensor | None = None
+    missing: Tensor | None = None
 
     def mass(self, aggregate: str) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4)."""

@@ -77,8 +77,9 @@ def generate(recorder: Recorder, requests: Sequence[tuple[list[int], Any]]) -> l
 class Lab:
     """One checkpoint, and every run on it that several tests look at."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, layout: str) -> None:
         self.directory = directory
+        self.layout = layout
         self.alone = cache(self._alone)
         self.dense = cache(self._dense)
         self.preempted = cache(self._preempted)
@@ -87,7 +88,9 @@ class Lab:
     def engine(self, **settings: Any) -> Recorder:
         """All heads' queries are logged, so that requests may choose any of the cases."""
         policy = {"name": "snapkv", "budget": 64}
-        settings = {"max_num_seqs": 40, "dtype": "float32", **settings}
+        settings = {
+            "max_num_seqs": 40, "dtype": "float32", "kv_layout": self.layout, **settings
+        }  # fmt: skip
         llm = LLM(str(self.directory), policy=policy, skip_tokenizer_init=True, **settings)
         return Recorder(llm)
 
@@ -167,9 +170,18 @@ def outsider() -> Iterator[None]:
     registry._policies.cache_clear()
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", "model"),
+        ("qwen3", "head"),
+        pytest.param(("llama", "layer"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    return Lab(write_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+    kind, layout = request.param
+    return Lab(write_checkpoint(kind, tmp_path_factory.mktemp(kind)), layout)
 
 
 def test_every_policy_has_a_row() -> None:

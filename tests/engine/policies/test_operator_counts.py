@@ -14,7 +14,7 @@ from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.policies.base import Policy
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 from tests.engine.policies.cases import CASES, PROMPT, Case
 
@@ -47,9 +47,10 @@ def first_event(policy: Policy, events: int) -> CompactionTask:
     first = int(plan.region_start[0]) // BLOCK
     width = -(-int((due - plan.evicted)[0]) // BLOCK) - first
     blocks = tables(events)[:, :, :, first : first + width]
-    return CompactionTask(
-        0, np.arange(events), plan, due, plan.region_start, blocks, each(NO_EVENT)
-    )
+    rows = np.arange(events)
+    held = ObservationTask(0, rows, rows, plan, due[None, :, None], None)
+    left = held.old_lens - plan.evicted[:, None]
+    return CompactionTask.of(held, left, plan.region_start, blocks, each(NO_EVENT))
 
 
 def tables(events: int) -> IntArray:

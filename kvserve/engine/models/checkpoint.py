@@ -1,0 +1,83 @@
+"""The tensors of a checkpoint's safetensors files, memory-mapped and read in pieces.
+
+The pages of a map count as the process's memory for as long as it stays open, so every piece maps
+its file anew: loading then takes the model's own memory and that of one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvserve.engine.models.hub import read_json
+from kvserve.log import ConfigError
+
+_FETCH = "fetch it again"
+
+
+class Checkpoint:
+    """Tensors by name. Raises ``ConfigError`` for files that are missing or damaged."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of: dict[str, Path] = {}
+        for shard in _shards(directory):
+            with _opened(shard) as file:
+                self._file_of |= dict.fromkeys(file.keys(), shard)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def file(self, name: str) -> Path:
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _opened(self._file_of[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """A small tensor as a copy."""
+        with _opened(self._file_of[name]) as file:
+            return file.get_tensor(name).clone()
+
+    def pieces(self, name: str, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """The tensor, ``rows`` at a time; each piece is gone when the next one is asked for."""
+        total = self.shape(name)[0]
+        for start in range(0, total, rows):
+            part = slice(start, min(start + rows, total))
+            with _opened(self._file_of[name]) as file:
+                yield part, file.get_slice(name)[part]
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"--model: {index} has no weight_map; {_FETCH}")
+        names = sorted(set(weight_map.values()))
+    shards = [directory / name for name in names]
+    for shard in shards:
+        if not shard.exists():
+            others = "" if index.exists() else " and so is model.safetensors.index.json"
+            raise ConfigError(
+                f"--model: {shard} is missing{others}; {_FETCH} (kvserve reads safetensors only), "
+                "or take random weights with --load-format dummy"
+            )
+    return shards
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    try:
+        with safe_open(shard, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"--model: {shard} is damaged ({error}); {_FETCH}") from error

@@ -1,0 +1,47 @@
+"""What a checkpoint's generation_config.json suggests: sampling settings and ending tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.log import ConfigError, RequestError
+from kvserve.sampling_params import SamplingParams
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """``sampling`` are fields of ``SamplingParams``; ``left_out`` those it does not take."""
+
+    sampling: dict[str, Any]
+    left_out: dict[str, Any]
+    eos_token_ids: list[int]
+
+
+def read_generation_config(
+    directory: Path, spec: ModelSpec, *, use_sampling: bool = True
+) -> GenerationDefaults:
+    """The file's settings; ending tokens come from config.json where it names none."""
+    path = directory / "generation_config.json"
+    raw = read_json(path) if path.exists() else {}
+    eos = raw.get("eos_token_id")
+    eos = list(spec.eos_token_ids) if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in eos):
+        raise ConfigError(f"--model: {path} sets eos_token_id to {eos!r}, which are no token ids")
+    given = {name: raw[name] for name in _SAMPLING if use_sampling and raw.get(name) is not None}
+    sampling = {name: value for name, value in given.items() if _is_taken(name, value)}
+    left_out = {name: value for name, value in given.items() if name not in sampling}
+    return GenerationDefaults(sampling, left_out, eos)
+
+
+def _is_taken(name: str, value: Any) -> bool:
+    try:
+        SamplingParams(**{name: value})
+    except (RequestError, TypeError):
+        return False
+    return True

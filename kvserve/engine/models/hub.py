@@ -1,0 +1,92 @@
+"""Find a checkpoint: the one that ships, a directory, or a hub id; and read its JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvserve.log import ConfigError
+
+SHIPPED_MODEL = "kvserve/tiny"
+_SHIPPED_DIRECTORY = Path(__file__).parents[2] / "data" / "tiny"
+_SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+# The same weights once more, in their authors' own formats.
+_DUPLICATES = ("consolidated*", "original/*")
+
+
+def find_model(
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    weights: bool = True,
+    code: bool = False,
+    flag: str = "--model",
+) -> Path:
+    """Directory of a checkpoint; ``ConfigError`` says in one line why ``flag`` names none.
+
+    A hub id is downloaded to ``download_dir`` or to the cache that HF_HOME names, without the
+    weights or with Python files if so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
+    """
+    if name == SHIPPED_MODEL:
+        return _SHIPPED_DIRECTORY
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.count("/") != 1 or name.startswith("."):
+        raise ConfigError(f"{flag}: {name} is neither a directory nor a hub id (owner/name)")
+    patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
+    try:
+        return _download(name, revision, download_dir, patterns)
+    except Exception as error:  # whatever the network, the disk and the hub come up with
+        raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of a checkpoint's files; ``ConfigError`` if it is damaged."""
+    try:
+        value = json.loads(path.read_text())
+        if not isinstance(value, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot read {path} ({error}); fetch it again") from None
+    return value
+
+
+def _download(
+    name: str, revision: str | None, download_dir: str | None, patterns: list[str]
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    directory = snapshot_download(
+        name,
+        revision=revision,
+        cache_dir=download_dir,
+        allow_patterns=patterns,
+        ignore_patterns=list(_DUPLICATES),
+    )
+    return Path(directory)
+
+
+def _problem(error: Exception, name: str, revision: str | None, download_dir: str | None) -> str:
+    """What is wrong and what to do, in one line."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{name} is gated; accept its licence at https://huggingface.co/{name}, then set "
+            "HF_TOKEN or run `hf auth login`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision!r}; give another --revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no {name}, or it is private; check the name, or set HF_TOKEN"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        where = download_dir or "the cache that HF_HOME names"
+        return (
+            f"{name} is not in {where} and the hub cannot be asked; give a directory, or unset "
+            "HF_HUB_OFFLINE if it is set"
+        )
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"cannot download {name} ({reason}); give a directory"

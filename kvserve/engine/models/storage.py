@@ -1,0 +1,56 @@
+"""How a checkpoint stores a weight, and how it is read in pieces that fit a small buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.log import ConfigError
+
+_PIECE_BYTES = 32 * 2**20
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Piece = tuple[tuple[slice, ...], Tensor]
+"""Where a part of a weight belongs in it, and its values."""
+
+
+class Storage(Protocol):
+    """One way to store a weight."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the tensors that hold the weight ``name``."""
+        ...
+
+    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]: ...
+
+    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]: ...
+
+
+class Plain:
+    """One tensor of floats."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+        return checkpoint.shape(name)
+
+    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]:
+        for rows, values in checkpoint.pieces(name, rows_per_piece(checkpoint.shape(name)[1:])):
+            if values.dtype not in _FLOATS:
+                raise ConfigError(
+                    f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]}, but "
+                    "there is no scale for it or no quantization_config in config.json; fetch both "
+                    "again"
+                )
+            yield (rows,), values
+
+
+def rows_per_piece(row_shape: tuple[int, ...]) -> int:
+    """How many rows of such a shape fit the buffer as float32."""
+    return max(1, _PIECE_BYTES // (4 * prod(row_shape)))
