@@ -26,7 +26,7 @@ _COLUMNS = {
         Column("peak", "peak_running", "d"),
         Column("pool in use", "mean_pool_usage", ".0%"),
         Column("held/logical", "held_over_logical", ".2f"),
-        Column("at the end", "held_over_logical_at_end", ".3f"),
+        Column("held/logical at end", "held_over_logical_at_end", ".3f"),
         Column("blocks released", "blocks_released", ",d"),
         Column("events", "compactions", ",d"),
         Column("early", "early_compactions", ",d"),
@@ -40,6 +40,7 @@ _COLUMNS = {
         Column("exact match", "exact_match", ".3f"),
         Column("95% interval", "interval_95", lambda bounds: "{:.3f}–{:.3f}".format(*bounds)),
         Column("correct prefix", "correct_prefix", ".3f"),
+        Column("score", "score", ".3f"),
         Column("n", "n", "d"),
         Column("seed", "seed", "d"),
         Column(

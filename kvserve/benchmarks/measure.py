@@ -196,7 +196,7 @@ def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
         "exact": exact,
         "exact_match": exact / n,
         "interval_95": wilson_interval(exact, n),
-        "correct_prefix": sum(grade.correct_prefix for grade in grades) / n,
+        workload.score_name: sum(grade.score for grade in grades) / n,
     }
 
 
@@ -205,4 +205,4 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     p, z2 = successes / n, _Z95**2
     centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
-    return max(0.0, low), min(1.0, high)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding: p itself is always in it

@@ -26,21 +26,39 @@ def plot_sweep(
     rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[Path]:
     """Write the plots of a sweep; that of accuracy only where answers were graded."""
-    folder.mkdir(parents=True, exist_ok=True)
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    colours = {policy: f"C{i % 10}" for i, policy in enumerate(policies)}
+    colours = _colours(rows)
     drawn = {
         "throughput": _throughput(rows, crossings, colours),
         "running": _running(rows, colours),
-        "accuracy": _accuracy(rows, colours) if "exact_match" in rows[0] else None,
     }
-    paths = []
+    if "exact_match" in rows[0]:
+        drawn["accuracy"] = _accuracy({"accuracy against memory": rows}, colours)
+    return _saved(drawn, folder)
+
+
+def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write accuracy against memory, a panel per task, and the needle heatmaps if there are any."""
+    by_task = {task: members for (task,), members in _groups(rows, "task").items()}
+    drawn = {"accuracy": _accuracy(by_task, _colours(rows))}
+    grids = [row for row in rows if "grid" in row]
+    if grids:
+        drawn["needles"] = _needles(grids)
+    return _saved(drawn, folder)
+
+
+def _saved(drawn: Mapping[str, Any], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
-        if figure is not None:
-            paths.append(folder / f"{name}.png")
-            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center")
-            figure.savefig(paths[-1], dpi=150)
-    return paths
+        named = figure.axes[0].get_legend_handles_labels()
+        if named[0]:
+            figure.legend(*named, loc="outside lower center")
+        figure.savefig(folder / f"{name}.png", dpi=150)
+    return [folder / f"{name}.png" for name in drawn]
+
+
+def _colours(rows: Sequence[Row]) -> dict[str, str]:
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    return {policy: f"C{i % 10}" for i, policy in enumerate(policies)}
 
 
 def _groups(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -88,18 +106,34 @@ def _running(rows: Sequence[Row], colours: Mapping[str, str]) -> Any:
     return figure
 
 
-def _accuracy(rows: Sequence[Row], colours: Mapping[str, str]) -> Any:
+def _accuracy(groups: Mapping[str, Sequence[Row]], colours: Mapping[str, str]) -> Any:
     """Exact match, with its interval, against the bytes that a sequence holds at its end."""
-    figure, (panel,) = panels(["accuracy against memory"])
-    for (policy,), members in _groups(rows, "policy").items():
-        matches = [row["exact_match"] for row in members]
-        reach = [
-            [row["exact_match"] - row["interval_95"][0] for row in members],
-            [row["interval_95"][1] - row["exact_match"] for row in members],
-        ]
-        held = [row["held_bytes_at_end"] / 2**10 for row in members]
-        panel.errorbar(
-            held, matches, reach, label=policy, color=colours[policy], fmt="o", capsize=2
-        )
-    panel.set(xlabel="KiB held per sequence at its end", ylabel="exact match", ylim=(0, 1.02))
+    figure, axes = panels(list(groups))
+    for panel, rows in zip(axes, groups.values(), strict=True):
+        for (policy,), members in _groups(rows, "policy").items():
+            matches = [row["exact_match"] for row in members]
+            reach = [
+                [row["exact_match"] - row["interval_95"][0] for row in members],
+                [row["interval_95"][1] - row["exact_match"] for row in members],
+            ]
+            held = [row["held_bytes_at_end"] / 2**10 for row in members]
+            panel.errorbar(
+                held, matches, reach, label=policy, color=colours[policy], fmt="o", capsize=2
+            )
+        panel.set(xlabel="KiB held per sequence at its end", ylabel="exact match", ylim=(0, 1.02))
+    return figure
+
+
+def _needles(rows: Sequence[Row]) -> Any:
+    """Exact match by length and depth, a panel per policy; green is right."""
+    titles = [f"{row['policy']}, mean {row['exact_match']:.2f}" for row in rows]
+    figure, axes = panels(titles, width=4.5)
+    for panel, row in zip(axes, rows, strict=True):
+        grid = row["grid"]
+        depths = list(zip(*grid["exact_match"], strict=True))
+        image = panel.imshow(depths, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        panel.set_xticks(range(len(grid["lengths"])), grid["lengths"])
+        panel.set_yticks(range(len(grid["depths"])), [f"{depth:.0%}" for depth in grid["depths"]])
+        panel.set(xlabel="tokens of text", ylabel="depth of the needle")
+    figure.colorbar(image, ax=axes[-1], label="exact match")
     return figure

@@ -18,6 +18,7 @@ from kvserve.benchmarks.measure import Figures, accuracy, play
 from kvserve.benchmarks.options import at_least
 from kvserve.benchmarks.policy_spec import PolicySpec
 from kvserve.benchmarks.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
+from kvserve.engine.llm_engine import LLMEngine
 
 
 def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,12 @@ class Pool:
         if self.blocks is None:
             return f"pool sized from memory; {demand}"
         return f"pool of {self.blocks:,} blocks, {self.share:.2f} of the {demand}"
+
+
+def entry_bytes(engine: LLMEngine) -> int:
+    """Bytes of one key and its value, of one layer and head."""
+    cache = engine.core.runner.cache
+    return 2 * cache.layout.head_dim * cache.kv.element_size()
 
 
 class Traffic:
@@ -85,9 +92,7 @@ class Traffic:
         if self.warmup is not None:
             play(engine, self.warmup)
         played = play(engine, self.workload, title, show and not self._args.disable_tqdm)
-        cache = engine.core.runner.cache
-        entry = 2 * cache.layout.head_dim * cache.kv.element_size()
-        held = played.figures["held_entries_at_end"] * entry
+        held = played.figures["held_entries_at_end"] * entry_bytes(engine)
         graded = accuracy(self.workload, played.answers)
         return {**played.figures, "held_bytes_at_end": held, **graded}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,11 @@ class Workload(Protocol):
 
     @property
     def ignore_eos(self) -> bool: ...
+
+    @property
+    def score_name(self) -> str:
+        """What a grade's second number is called in tables."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -56,6 +61,7 @@ class Prompts:
     ignore_eos: bool
     texts: Sequence[str] = ()
     arrivals: Sequence[float] = ()
+    score_name = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -80,17 +86,23 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TaskPrompts:
-    """Samples of one shipped task, each turn a chat request with the engine's earlier answers."""
+    """Samples of a task, each turn a chat request with the engine's earlier answers.
 
-    samples: list[Sample]
+    ``score_name``: what the grades' second number is called.
+    """
+
+    samples: Sequence[Sample]
     tokenizer: Tokenizer
+    limit: int
+    grader: Callable[[Sample, Sequence[str]], Grade]
+    score_name: str = "correct_prefix"
     ignore_eos = False
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def max_tokens(self, index: int) -> int:
-        return TASKS[self.samples[index].task].max_new_tokens
+        return self.limit
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         if len(answers) == len(self.samples[index].turns):
@@ -115,7 +127,7 @@ class TaskPrompts:
         return lengths
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade]:
-        return [grade(sample, said) for sample, said in zip(self.samples, answers, strict=True)]
+        return list(map(self.grader, self.samples, answers))
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,8 @@ def random_prompts(
 
 
 def task_prompts(task: str, count: int, tokenizer: Tokenizer, seed: int) -> TaskPrompts:
-    return TaskPrompts(make_samples(task, count, seed), tokenizer)
+    samples = make_samples(task, count, seed)
+    return TaskPrompts(samples, tokenizer, TASKS[task].max_new_tokens, grade)
 
 
 def blocks_at_once(workload: Workload, block_size: int) -> int:
