@@ -72,10 +72,11 @@ def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
         notes.append("cut short: this is what was measured until then")
     about, table = [*report.about, describe_machine(facts)], []
     head = {"benchmark": report.benchmark, **facts, "complete": complete}
-    document = {**head, "settings": report.settings, **report.findings}
+    printed = {"about": report.about, "notes": report.notes}
+    document = {**head, **printed, "settings": report.settings, **report.findings}
     if report.columns:
         table = [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
-        document["rows"] = report.rows
+        document |= {"columns": [column.key for column in report.columns], "rows": report.rows}
     if args.save_result is not None:
         _write(args.save_result, to_json(document))
     if args.save_markdown is not None:

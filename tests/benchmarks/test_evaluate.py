@@ -146,6 +146,15 @@ def test_needles_lie_where_the_grid_says() -> None:
     assert table["exact_match"] == [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
 
 
+def test_accuracy_is_the_same_when_it_is_measured_again(bench: Bench) -> None:
+    flags = ("--tasks", "recall", "--num-samples", "3", "--policy", KARA)
+    first, again = (bench("eval", *flags, "--seed", "5")[1]["rows"] for _ in range(2))
+    other = bench("eval", *flags, "--seed", "6")[1]["rows"]
+    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
+    figures = [[[row[name] for name in names] for row in rows] for rows in (first, again, other)]
+    assert figures[0] == figures[1] != figures[2]
+
+
 def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "gsm8k_test.jsonl"
     line = {"question": "2 + 2?", "answer": "It is\n#### 4"}
