@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvserve.log import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -18,6 +22,20 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def read_size(text: str) -> int:
+    """``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgtKMGT]?)(iB|i|B|b)?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number like 4096, 32k or 2GiB")
+    number, unit, suffix = match.groups()
+    binary = suffix in ("i", "iB") or (suffix is None and unit in _BINARY_UNITS)
+    factor = _BINARY_UNITS[unit.upper()] if unit and binary else _UNITS[unit.lower()]
+    value = float(number) * factor
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number) * factor if number.isdigit() else int(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvserve.benchmarks.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.policy_spec import PolicySpec
-from kvserve.benchmarks.report import Report, publish
-
-EXIT_INTERRUPTED = 130
+from kvserve.benchmarks.report import Report, measure_and_publish
 
 
 class Benchmark(ABC):
@@ -48,27 +46,3 @@ def run_benchmark(
     """Open the checkpoint, measure, print and save; returns the exit status."""
     with opened_checkpoint(args, write_weights) as checkpoint:
         return measure_and_publish(kind(args, checkpoint, policies), args)
-
-
-class Measurement(Protocol):
-    """``report`` tells what ``measure`` had by the time it was cut short."""
-
-    def measure(self) -> None: ...
-
-    def report(self) -> Report: ...
-
-
-def measure_and_publish(measurement: Measurement, args: argparse.Namespace) -> int:
-    """Measure, then print and save; what there is is kept if it is cut short."""
-    try:
-        measurement.measure()
-    except KeyboardInterrupt:
-        publish(measurement.report(), args, complete=False)
-        return EXIT_INTERRUPTED
-    except Exception:
-        partial = measurement.report()
-        if partial.rows:
-            publish(partial, args, complete=False)
-        raise
-    publish(measurement.report(), args, complete=True)
-    return 0

@@ -175,7 +175,7 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
         except PolicyError as error:
             args.fail(f"--policy.{error.argument}: {error}")
     if complete:
-        _check_complete(args, specs)
+        check_complete(args, specs)
     return specs
 
 
@@ -193,11 +193,11 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
             except PolicyError as error:
                 args.fail(f"--retention: {error}")
     specs = list({spec.label: spec for spec in specs}.values())
-    _check_complete(args, specs)
+    check_complete(args, specs)
     return specs
 
 
-def _check_complete(args: argparse.Namespace, specs: Sequence[PolicySpec]) -> None:
+def check_complete(args: argparse.Namespace, specs: Sequence[PolicySpec]) -> None:
     """Refuse policies that lack what they need."""
     try:
         for spec in specs:

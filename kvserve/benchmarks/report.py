@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 import kvserve
 
+EXIT_INTERRUPTED = 130
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
 _NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
@@ -48,7 +49,8 @@ class Column:
 class Report:
     """One command's result: ``about`` stands above the table, ``notes`` below it.
 
-    Without columns there is no table: ``findings`` are the result.
+    Without columns there is no table: ``findings`` are the result. ``device`` (type, name) is given
+    where the figures are not this machine's; ``program`` is what the command line began with.
     """
 
     benchmark: str
@@ -61,11 +63,37 @@ class Report:
     """What follows from all rows together, at the top of the JSON file."""
     plots: Sequence[Path] = ()
     complete: bool = True
+    device: Mapping[str, str] | None = None
+    program: str = "kvserve"
 
 
-def publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
+class Measurement(Protocol):
+    """``report`` tells what ``measure`` had by the time it was cut short."""
+
+    def measure(self) -> None: ...
+
+    def report(self) -> Report: ...
+
+
+def measure_and_publish(measurement: Measurement, args: argparse.Namespace) -> int:
+    """Measure, then print and save; what there is is kept if it is cut short."""
+    try:
+        measurement.measure()
+    except KeyboardInterrupt:
+        _publish(measurement.report(), args, complete=False)
+        return EXIT_INTERRUPTED
+    except Exception:
+        partial = measurement.report()
+        if partial.rows:
+            _publish(partial, args, complete=False)
+        raise
+    _publish(measurement.report(), args, complete=True)
+    return 0
+
+
+def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
     """Print a report, and save it where ``--save-result`` and ``--save-markdown`` say."""
-    facts = machine_facts()
+    facts = machine_facts(report.program, report.device or _device())
     complete = complete and report.complete
     notes = list(report.notes)
     if not complete:
@@ -122,11 +150,11 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 # ---- the machine ------------------------------------------------------------------------------
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts(program: str, device: Mapping[str, str]) -> dict[str, Any]:
     """Date, device, threads, commit, versions and command line of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": _device(),
+        "device": dict(device),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
         "versions": {
@@ -134,7 +162,7 @@ def machine_facts() -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: version for name in _PACKAGES if (version := _version(name))},
         },
-        "command": shlex.join(["kvserve", *sys.argv[1:]]),
+        "command": shlex.join([*shlex.split(program), *sys.argv[1:]]),
     }
 
 

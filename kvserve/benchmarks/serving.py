@@ -16,10 +16,9 @@ from typing import Any
 from tqdm import tqdm
 
 from kvserve.benchmarks.arrivals import Ramp, send_times
-from kvserve.benchmarks.benchmark import measure_and_publish
 from kvserve.benchmarks.datasets import check_dataset, dataset_options, read_dataset
 from kvserve.benchmarks.measure import accuracy
-from kvserve.benchmarks.report import Report
+from kvserve.benchmarks.report import Report, measure_and_publish
 from kvserve.benchmarks.serving_client import ENDPOINTS, Answer, ServerGone, ServingClient
 from kvserve.benchmarks.serving_flags import add_serving_arguments
 from kvserve.benchmarks.serving_metrics import Result, per_request, report_block, summary

@@ -23,21 +23,38 @@ def window_scores(query: Tensor, key: Tensor, scale: float, aggregate: str = "su
     return pooled.mean(dim=-2)
 
 
-def causal_scores(query: Tensor, key: Tensor, scale: float, gqa_reduce: str = "mean") -> Tensor:
+def causal_scores(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    gqa_reduce: str = "mean",
+    missing: Tensor | None = None,
+) -> Tensor:
     """Mean probability that the last W of n tokens give each earlier one, over a group's heads.
 
     query: [..., Hq, W, D], those of the last W keys; key: [..., Hkv, n, D]. Query i sees keys up to
     n - W + i; the softmax runs over all it sees, and the window's own columns are dropped after it.
-    Returns float32 [..., Hkv, n - W]. SnapKV, arXiv 2404.14469, section 4.
+    Keys ``missing [..., Hkv, n]`` are seen by none and get 0; the window's own are all there.
+    Returns float32 [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV,
+    arXiv 2404.14469, section 4.
     """
     window, length = query.shape[-2], key.shape[-2]
     place = torch.arange(length, device=key.device)
-    later = place > place[length - window :, None]
-    probs = torch.softmax(_logits(query, key, scale).masked_fill_(later, -torch.inf), dim=-1)
-    return _over_group(probs[..., : length - window].mean(dim=-2), gqa_reduce, -2)
+    unseen = place > place[length - window :, None]
+    if missing is not None:
+        unseen = unseen | missing[..., None, None, :]
+    probs = torch.softmax(_logits(query, key, scale).masked_fill_(unseen, -torch.inf), dim=-1)
+    votes = probs[..., : length - window].mean(dim=-2)
+    return votes.flatten(-3, -2) if gqa_reduce == "none" else _over_group(votes, gqa_reduce, -2)
 
 
-def past_scores(query: Tensor, key: Tensor, scale: float, gqa_reduce: str = "max") -> Tensor:
+def past_scores(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    gqa_reduce: str = "max",
+    missing: Tensor | None = None,
+) -> Tensor:
     """As ``causal_scores``, but the softmax sees the n - W earlier keys alone, and it comes second.
 
     Logits are reduced over a group's heads first; each row of the result adds to 1. The importance
@@ -45,6 +62,10 @@ def past_scores(query: Tensor, key: Tensor, scale: float, gqa_reduce: str = "max
     """
     past = key[..., : key.shape[-2] - query.shape[-2], :]
     logits = _over_group(_logits(query, past, scale), gqa_reduce, -3)
+    if missing is not None:
+        # The smallest number instead of -inf: a lane may hold nothing but the window.
+        none = missing[..., None, : past.shape[-2]]
+        logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
     return torch.softmax(logits, dim=-1).mean(dim=-2)
 
 

@@ -46,13 +46,15 @@ class BlockManager:
     def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
         kv_end, log_end = self._ends(rows, new, positions)
-        return int(self.kv.wanted(rows, kv_end).sum() + self.log.wanted(rows, log_end).sum())
+        wanted = int(self.kv.wanted(rows, kv_end).sum())
+        return wanted + int(self.log.wanted(rows, log_end).sum()) if log_end.any() else wanted
 
     def grow(self, rows: IntArray, new: IntArray, positions: IntArray) -> None:
         """Lend the blocks that ``wanted`` counts."""
         kv_end, log_end = self._ends(rows, new, positions)
         self.kv.extend(rows, kv_end)
-        self.log.extend(rows, log_end)
+        if log_end.any():
+            self.log.extend(rows, log_end)
 
     def advance(self, rows: IntArray, new: IntArray) -> None:
         """Count ``new`` stored entries per row."""
@@ -134,6 +136,10 @@ class BlockManager:
         """From which logical positions rows log queries."""
         logged: IntArray = self._log_from[rows]
         return logged
+
+    def logs_queries(self, num_rows: int) -> bool:
+        """Whether any of the first ``num_rows`` rows logs queries."""
+        return bool((self._log_from[:num_rows] < NOT_LOGGING).any())
 
     def columns_in_use(self, rows: IntArray) -> IntArray:
         """Columns that hold entries of each row, in the longest of its groups."""

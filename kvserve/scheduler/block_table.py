@@ -13,6 +13,8 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
 
+NO_UPDATE = TableUpdate(np.zeros(0, np.int64), np.zeros(0, np.int32))
+
 
 class BlockTable:
     """``blocks [LG, max_rows, R, M]`` with ``first`` and ``end`` ``[LG, max_rows, R]``."""
@@ -36,11 +38,12 @@ class BlockTable:
 
     def extend(self, rows: IntArray, end: IntArray) -> None:
         """Lend the missing blocks; the caller has checked that they are free."""
-        missing = self.wanted(rows, end)
-        if missing.any():
-            where = _entries(rows, self.end[:, rows], missing)
+        before = self.end[:, rows]
+        missing = end - before
+        if (missing > 0).any():
+            where = _entries(rows, before, missing)
             self.blocks[where] = self.pool.allocate(len(where[0]))
-            self.end[:, rows] += missing
+            self.end[:, rows] = np.maximum(before, end)
 
     def adopt(self, row: int, columns: IntArray) -> None:
         """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each."""
@@ -115,10 +118,11 @@ class BlockTable:
 
     def take_update(self, num_rows: int) -> TableUpdate:
         """Entries set since the last call, for the first ``num_rows`` rows."""
-        rows = np.arange(num_rows, dtype=np.int32)
-        synced = self._synced[:, rows]
-        where = _entries(rows, synced, self.end[:, rows] - synced)
-        self._synced[:, rows] = self.end[:, rows]
+        synced, end = self._synced[:, :num_rows], self.end[:, :num_rows]
+        if (synced == end).all():
+            return NO_UPDATE
+        where = _entries(np.arange(num_rows), synced, end - synced)
+        synced[:] = end
         return TableUpdate(np.ravel_multi_index(where, self.blocks.shape), self.blocks[where])
 
     def all_held(self) -> IntArray:
@@ -129,8 +133,8 @@ class BlockTable:
 
 
 def _entries(rows: IntArray, first: IntArray, counts: IntArray) -> tuple[IntArray, ...]:
-    """Indices of ``counts [LG, rows, R]`` table entries from columns ``first`` on."""
-    group, at, head = np.nonzero(counts)
+    """Indices of ``counts [LG, rows, R]`` table entries (or none) from columns ``first`` on."""
+    group, at, head = np.nonzero(counts > 0)
     times = counts[group, at, head]
     column = np.repeat(first[group, at, head], times) + ragged_arange(times)
     return (*(np.repeat(part, times) for part in (group, rows[at], head)), column)

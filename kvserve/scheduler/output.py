@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import EventPlan
@@ -130,6 +132,9 @@ class PrefillBatch:
     starts: IntArray
     lengths: IntArray
     token_ids: IntArray
+
+
+NO_CHUNKS = PrefillBatch(*(np.zeros(0, np.int32) for _ in range(4)))
 
 
 @dataclass(frozen=True, slots=True)

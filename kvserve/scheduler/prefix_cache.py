@@ -8,7 +8,6 @@ else names is the first thing to go when blocks run out, least recently used fir
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 
 import numpy as np
 
@@ -30,13 +29,15 @@ def column_hashes(token_ids: IntArray, block_size: int, known: list[bytes]) -> l
 
 
 class PrefixCache:
-    """Hash to block column, in order of use."""
+    """Hash to block column; ``_used`` orders blocks by their last use."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self._columns: OrderedDict[bytes, IntArray] = OrderedDict()
+        self._columns: dict[bytes, IntArray] = {}
         self._hash_of = np.zeros(pool.num_blocks, object)
         self._cached = np.zeros(pool.num_blocks, bool)
+        self._used: IntArray = np.zeros(pool.num_blocks, np.int64)
+        self._clock = 0
 
     @property
     def num_evictable(self) -> int:
@@ -51,33 +52,26 @@ class PrefixCache:
             if column is None:
                 break
             found.append(column)
-        # Parents after their children: a column without its parents could never be hit again.
-        for digest in reversed(hashes[: len(found)]):
-            self._columns.move_to_end(digest)
+        self._touch(found)
         return found
 
     def publish(self, hashes: list[bytes], columns: IntArray) -> None:
         """Cache ``columns [n, LG, R]`` under their hashes; those already there stay as they are."""
-        for digest, column in zip(reversed(hashes), columns[::-1], strict=True):
+        for digest, column in zip(hashes, columns, strict=True):
             if digest not in self._columns:
                 blocks = column.copy()
                 self.pool.share(blocks.ravel())
                 self._columns[digest] = blocks
                 self._cached[blocks] = True
                 self._hash_of[blocks] = digest
-            self._columns.move_to_end(digest)
+        self._touch([self._columns[digest] for digest in hashes])
 
     def evict(self, count: int) -> None:
         """Free at least ``count`` blocks, or all that only the cache names."""
-        victims = []
-        for digest, column in self._columns.items():
-            if count <= 0:
-                break
-            unused = int(np.count_nonzero(self.pool.ref[column] == 1))
-            if unused:
-                victims.append(digest)
-                count -= unused
-        for digest in victims:
+        unused = np.flatnonzero(self._cached & (self.pool.ref == 1))
+        if count < len(unused):
+            unused = unused[self._used[unused].argpartition(count - 1)[:count]]
+        for digest in set(self._hash_of[unused]):
             self._drop(digest)
 
     def forget(self, blocks: IntArray) -> None:
@@ -94,6 +88,12 @@ class PrefixCache:
         """Every block the cache names, once per reference."""
         parts = [column.ravel() for column in self._columns.values()]
         return np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def _touch(self, columns: list[IntArray]) -> None:
+        """Mark a prefix as used; parents after their children, who could not be hit without."""
+        self._clock += len(columns)
+        for age, column in enumerate(columns):
+            self._used[column] = self._clock - age
 
     def _drop(self, digest: bytes) -> None:
         blocks = self._columns.pop(digest).ravel()

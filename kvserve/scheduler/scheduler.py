@@ -17,7 +17,7 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.events import Booked, EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import NO_CHUNKS, PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -160,7 +160,7 @@ class Scheduler:
             num_decoding=len(decoding),
             prefill=prefill,
             columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
-            logs_queries=bool(self.blocks.log.held(n).any()),
+            logs_queries=self.blocks.logs_queries(n),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.owner(row) for row in sampled),
         )
@@ -249,6 +249,8 @@ class Scheduler:
 
     def _missing(self, at: IntArray) -> int:
         """Blocks that cannot be had for one more token in each of the rows ``at``."""
+        if 2 * len(at) * self.layout.groups <= self.pool.num_free:
+            return 0  # a token wants a block of entries and one of logged queries at most
         wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
         return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 
@@ -305,6 +307,8 @@ class Scheduler:
         return length
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
+        if not chunks:
+            return NO_CHUNKS
         at = np.array([row for row, _ in chunks], np.int32)
         lengths = np.array([length for _, length in chunks], np.int32)
         starts = self.rows.num_computed[at]
@@ -313,4 +317,4 @@ class Scheduler:
             self.rows.token_ids[row, start : start + length]
             for row, start, length in zip(at, starts, lengths, strict=True)
         ]
-        return PrefillBatch(at, starts, lengths, np.concatenate([np.zeros(0, np.int32), *tokens]))
+        return PrefillBatch(at, starts, lengths, np.concatenate(tokens))

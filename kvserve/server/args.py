@@ -10,18 +10,16 @@ import argparse
 import difflib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from kvserve.config import read_size
 from kvserve.log import ConfigError
 
 ENV_PREFIX = "KVSERVE_"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class UsageError(ConfigError):
@@ -166,20 +164,6 @@ def _default(item: Field[Any]) -> Any:
 
 
 # ---- values -----------------------------------------------------------------------------------
-
-
-def read_size(text: str) -> int:
-    """``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgtKMGT]?)(iB|i|B|b)?", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a whole number like 4096, 32k or 2GiB")
-    number, unit, suffix = match.groups()
-    binary = suffix in ("i", "iB") or (suffix is None and unit in _BINARY_UNITS)
-    factor = _BINARY_UNITS[unit.upper()] if unit and binary else _UNITS[unit.lower()]
-    value = float(number) * factor
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(number) * factor if number.isdigit() else int(value)
 
 
 def _read_number(kind: type, text: str) -> Any:

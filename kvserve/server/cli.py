@@ -30,6 +30,7 @@ COMMANDS = {
     "bench sweep": Command("kvserve.benchmarks.sweep", "find the pool sizes where policies pay"),
     "bench policies": Command("kvserve.benchmarks.policies", "measure what a policy's events cost"),
     "eval": Command("kvserve.benchmarks.evaluate", "measure a policy's accuracy on tasks"),
+    "tune": Command("kvserve.benchmarks.tune", "simulate which settings suit a card and lengths"),
     "inspect": Command("kvserve.benchmarks.inspect", "show which positions a policy keeps"),
     "collect-env": Command("kvserve.server.collect_env", "describe this machine, for bug reports"),
 }

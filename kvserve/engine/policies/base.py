@@ -50,6 +50,15 @@ class Policy(Protocol):
     needs: ClassVar[tuple[str, ...]] = ()
     """Fields of which one has to be given."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
+    ranks_entries: ClassVar[bool] = False
+    """Its scores rank single entries, so another policy may share them out (AdaKV)."""
+
+    def for_model(self, num_layers: int) -> Policy:
+        """This policy with what depends on the model filled in; what runs is the result.
+
+        Raises ``PolicyError`` where the model rules it out.
+        """
+        return self
 
     @property
     def trigger(self) -> Trigger:
@@ -73,6 +82,11 @@ class Policy(Protocol):
         For triggers that do not log, and whose windows are scored by their own tokens.
         """
         return None
+
+    @property
+    def protected(self) -> int:
+        """Newest entries that an event always keeps and does not score."""
+        return 0
 
     @property
     def kept_scores(self) -> int:
@@ -120,15 +134,16 @@ def argument(
     least: float | None = None,
     most: float | None = None,
     note: str = "",
+    hashed: bool = True,
 ) -> Any:
     """A policy field and what ``kvserve policies`` and the JSON Schema say of it.
 
     ``name`` is what users call it where a method has taken that name (``trigger``). ``choices`` or
     the bounds ``least`` and ``most`` are what the policy checks; ``note`` adds what depends on
-    other fields.
+    other fields. A value that may be a mapping is not ``hashed``.
     """
     facts = {"help": help, "name": name, "choices": choices, "least": least, "most": most}
-    return field(default=default, metadata={**facts, "note": note})
+    return field(default=default, hash=hashed, metadata={**facts, "note": note})
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

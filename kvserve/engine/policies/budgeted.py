@@ -18,8 +18,8 @@ DEFAULT_GAP = 128
 
 
 @dataclass(frozen=True)
-class BudgetedPolicy(Policy):
-    """``budget`` or ``ratio`` of the entries stay, the newest ``protected`` ones among them."""
+class PromptPolicy(Policy):
+    """``budget`` or ``ratio`` of a prompt's entries stay, cut once, when it is in."""
 
     budget: int | None = argument(
         None,
@@ -32,6 +32,46 @@ class BudgetedPolicy(Policy):
         "fraction of the prompt's entries that is kept (trigger prefill only)",
         note="above 0, at most 1",
     )
+
+    needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
+    nearest: ClassVar[bool] = False
+    """A ratio is rounded to the nearest, not down."""
+
+    @property
+    def num_queries(self) -> int:
+        """Newest queries that scores need."""
+        return 0
+
+    @property
+    def least(self) -> int:
+        """Smallest budget: the protected entries and a choice of one."""
+        return self.protected + 1
+
+    @property
+    def trigger(self) -> Trigger:
+        return AtPrefillEnd(self.entries, self.num_queries)
+
+    @property
+    def entries(self) -> Budget:
+        """Entries kept of a prompt."""
+        if self.ratio is None:
+            return Budget(tokens=self.budget)
+        ratio = exact_ratio(self.ratio, "ratio")
+        return Budget(ratio=ratio, least=self.least, nearest=self.nearest)
+
+    def check_budget(self, allowed: str) -> None:
+        """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
+        if self.ratio is None:
+            check_budget(self.budget, self.least, f"{allowed} (or give ratio)")
+            return
+        require(self.budget is None, "budget", self.budget, "left out where ratio is given")
+        exact_ratio(self.ratio, "ratio")
+
+
+@dataclass(frozen=True)
+class BudgetedPolicy(PromptPolicy):
+    """The same, or with trigger threshold whenever so many entries are held."""
+
     when: str = argument(
         "prefill",
         "prefill: once, when the prompt is in; threshold: whenever threshold entries are held",
@@ -48,56 +88,23 @@ class BudgetedPolicy(Policy):
         True, "trigger threshold: the prompt neither counts nor takes part"
     )
 
-    needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
-    nearest: ClassVar[bool] = False
-    """A ratio is rounded to the nearest, not down."""
-
-    @property
-    def protected(self) -> int:
-        """Newest entries that are always kept."""
-        raise NotImplementedError
-
-    @property
-    def num_queries(self) -> int:
-        """Newest queries that scores need."""
-        return 0
-
-    @property
-    def least(self) -> int:
-        """Smallest budget: the protected entries and a choice of one."""
-        return self.protected + 1
-
     @property
     def trigger(self) -> Trigger:
         if self.when == "prefill":
-            return AtPrefillEnd(self.entries, self.num_queries)
+            return super().trigger
         assert self.budget is not None
         limit = threshold_or_default(self.threshold, self.budget)
         return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
 
-    @property
-    def entries(self) -> Budget:
-        """Entries kept of a prompt."""
-        if self.ratio is None:
-            return Budget(tokens=self.budget)
-        ratio = exact_ratio(self.ratio, "ratio")
-        return Budget(ratio=ratio, least=self.least, nearest=self.nearest)
-
     def check_budget(self, allowed: str) -> None:
-        """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
         one_of("trigger", self.when, ("prefill", "threshold"))
         one_of("protect_prompt", self.protect_prompt, (True, False))
-        if self.ratio is not None:
-            require(self.budget is None, "budget", self.budget, "left out where ratio is given")
-            exact_ratio(self.ratio, "ratio")
-            prefill = self.when == "prefill"
-            require(prefill, "ratio", self.ratio, "left out where trigger is threshold")
-        else:
-            check_budget(self.budget, self.least, f"{allowed} (or give ratio)")
+        super().check_budget(allowed)
         if self.when == "prefill":
             fixed = self.threshold is None
             require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")
         else:
+            require(self.ratio is None, "ratio", self.ratio, "left out where trigger is threshold")
             assert self.budget is not None
             check_threshold(self.threshold, self.budget)
 

@@ -36,6 +36,7 @@ class KeyDiff(BudgetedPolicy):
         "Details whose keys look like all others; prompts not much longer than budget; with "
         "trigger prefill, long outputs."
     )
+    ranks_entries: ClassVar[bool] = True
 
     protect_prompt: bool = argument(
         False, "trigger threshold, mode once: the prompt neither counts nor takes part"
@@ -74,7 +75,7 @@ class KeyDiff(BudgetedPolicy):
     def score(self, obs: Observation) -> Tensor:
         """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""
         similarity = obs.anchor_similarity()
-        return -similarity[..., : similarity.shape[-1] - self.recent]
+        return obs.there(-similarity[..., : similarity.shape[-1] - self.recent])
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """The best ``keep - recent`` and the recent ones: [E, L, Hkv, keep]."""

@@ -43,6 +43,7 @@ class RKV(Policy):
         "outputs shorter than budget; text without repetitions."
     )
     needs: ClassVar[tuple[str, ...]] = ("budget",)
+    ranks_entries: ClassVar[bool] = True
 
     budget: int | None = argument(
         None, "entries kept per head, the window among them; required", least=2, note="above window"
@@ -81,6 +82,10 @@ class RKV(Policy):
         check_threshold(self.threshold, self.budget or 0)
 
     @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
     def query_reduction(self) -> str | None:
         return self.query_reduce
 
@@ -99,7 +104,7 @@ class RKV(Policy):
         """
         importance = pool_scores(obs.past("max"), self.kernel_size, self.pooling)
         repeated = obs.redundancy(self.similarity)[..., : importance.shape[-1]]
-        return self.mix_lambda * importance - (1 - self.mix_lambda) * repeated
+        return obs.there(self.mix_lambda * importance - (1 - self.mix_lambda) * repeated)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """The best ``keep - window`` and the window: [E, L, Hkv, keep]."""

@@ -11,6 +11,7 @@ _JSON_TYPES = {
     "float": "number",
     "str": "string",
     "bool": "boolean",
+    "Mapping[str, Any]": "object",
     "None": "null",
 }
 

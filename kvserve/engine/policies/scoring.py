@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvserve.kernels.key_similarity import anchor_similarity, redundancy
@@ -26,8 +27,8 @@ class Observation:
 
     Hlog is Hkv where the logged query is a group's mean, else Hq. ``scale`` multiplies q . k.
     ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
-    for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` are places at
-    which a shorter lane holds nothing (``None``: all are there).
+    for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
+    a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
     """
 
     queries: Tensor
@@ -42,11 +43,15 @@ class Observation:
 
     def causal(self, gqa_reduce: str) -> Tensor:
         """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W]."""
-        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce)
+        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing)
+
+    def causal_by_head(self) -> Tensor:
+        """The same of every query head by itself: float32 [E, L, Hlog, n - W]."""
+        return causal_scores(self.queries, self.keys, self.scale, "none", self.missing)
 
     def past(self, gqa_reduce: str) -> Tensor:
         """The same with the softmax over the earlier keys alone, of logits reduced first."""
-        return past_scores(self.queries, self.keys, self.scale, gqa_reduce)
+        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing)
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
@@ -57,8 +62,14 @@ class Observation:
 
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""
-        return redundancy(self.keys, threshold)
+        return redundancy(self.keys, threshold, self.missing)
 
     def anchor_similarity(self) -> Tensor:
         """Each key's cosine with the mean direction: float32 [E, L, Hkv, n] (KeyDiff)."""
-        return anchor_similarity(self.keys)
+        return anchor_similarity(self.keys, self.missing)
+
+    def there(self, scores: Tensor) -> Tensor:
+        """``scores [E, L, Hkv, S']`` of the first S' places, -inf where no entry is."""
+        if self.missing is None:
+            return scores
+        return scores.masked_fill(self.missing[..., : scores.shape[-1]], -torch.inf)

@@ -11,6 +11,13 @@ def stable_order(scores: Tensor) -> Tensor:
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
+def ranks(scores: Tensor) -> Tensor:
+    """Each place's position in the ``stable_order`` of the last axis: int64, 0 for the best."""
+    rank = torch.empty_like(scores, dtype=torch.int64)
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    return rank.scatter_(-1, stable_order(scores), place.expand_as(scores))
+
+
 def top_mask(scores: Tensor, count: int) -> Tensor:
     """True at the ``count`` highest scores of the last axis."""
     mask = torch.zeros_like(scores, dtype=torch.bool)
@@ -69,13 +76,24 @@ def uneven_best_and_newest(scores: Tensor, length: int, counts: Tensor) -> Tenso
     the unscored newest places and must not exceed what is there.
     """
     scored = scores.shape[-1]
-    rank = torch.empty_like(scores, dtype=torch.int64)
-    place = torch.arange(length, device=scores.device)
-    order = stable_order(scores)
-    rank.scatter_(-1, order, place[:scored].expand_as(order))
-    kept = rank < (counts - (length - scored))[..., None]
+    kept = ranks(scores) < (counts - (length - scored))[..., None]
     kept = torch.nn.functional.pad(kept, (0, length - scored), value=True)
     return stable_order(kept.to(torch.uint8))
+
+
+def uneven_chunks_and_newest(
+    scores: Tensor, length: int, chunk_size: int, chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best ``chunks [...]`` whole chunks of ``chunk_size`` places, and every unscored place.
+
+    scores: float32 [..., n], equal inside each chunk; the last chunk may be short. Returns indices
+    int64 [..., length] and counts, as ``uneven_best_and_newest`` takes and gives them.
+    """
+    scored = scores.shape[-1]
+    chosen = ranks(scores[..., ::chunk_size]) < chunks[..., None]
+    kept = chosen.repeat_interleave(chunk_size, dim=-1)[..., :scored]
+    kept = torch.nn.functional.pad(kept, (0, length - scored), value=True)
+    return stable_order(kept.to(torch.uint8)), kept.sum(dim=-1)
 
 
 def chunks_and_newest(

@@ -41,6 +41,7 @@ class SnapKV(BudgetedPolicy):
         "Several questions about one prompt, where only the first one votes; prompts not much "
         "longer than budget; with trigger prefill, long outputs."
     )
+    ranks_entries: ClassVar[bool] = True
 
     window: int = argument(32, "newest entries: always kept, and their queries vote", least=1)
     kernel_size: int = argument(5, "entries over which votes are pooled", least=1, note="odd")
@@ -90,7 +91,7 @@ class SnapKV(BudgetedPolicy):
             votes = obs.past(self.gqa_reduce or "max")
         else:
             votes = obs.causal(self.gqa_reduce or "mean")
-        return pool_scores(votes, self.kernel_size, self.pooling)
+        return obs.there(pool_scores(votes, self.kernel_size, self.pooling))
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """The best ``keep - window`` and the window: [E, L, Hkv, keep]."""

@@ -1,0 +1,185 @@
+"""What the scheduler takes of the host: ``schedule`` and ``update`` per step, without a model.
+
+    python bench/scheduler.py --save-result bench/results/DATE-scheduler-host-cost.json
+
+First batches that only decode, with room for everything, by sequences and by tokens they hold; then
+a pool of 335k tokens that is full, with 4,000 requests waiting, as a loaded server has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.simulator import lognormal_lengths
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.periodic import Periodic
+from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Never, Trigger
+
+LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}
+CYCLE = 512  # steps in which every sequence has had an event of Kara's
+LOG_TOKENS = 64
+COLUMNS = (
+    Column("policy", "policy", left=True),
+    Column("pool", "pool", left=True),
+    Column("prefix cache", "prefix_cache", left=True),
+    Column("waiting", "waiting", ",d"),
+    Column("running", "running", ".0f"),
+    Column("held per sequence", "held_per_sequence", ",.0f"),
+    Column("schedule p50 µs", "schedule_p50_us", ".0f"),
+    Column("update p50 µs", "update_p50_us", ".0f"),
+    Column("p50 µs", "both_p50_us", ".0f"),
+    Column("mean µs", "both_mean_us", ".0f"),
+    Column("p99 µs", "both_p99_us", ".0f"),
+    Column("events per step", "events_per_step", ".2f"),
+)
+
+
+def make_scheduler(num_blocks: int, rows: int, max_len: int, cached: bool = True) -> Scheduler:
+    return Scheduler(
+        LAYOUT,
+        num_blocks + 1,
+        max_num_seqs=rows,
+        max_num_batched_tokens=16_384,
+        max_model_len=max_len,
+        log_block_tokens=LOG_TOKENS,
+        prefix_caching=cached,
+    )
+
+
+def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, trigger: Trigger) -> None:
+    tokens = np.zeros(prompt, np.int32)
+    tokens[0] = seq_id  # no two prompts begin alike
+    scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger))
+
+
+def advance(scheduler: Scheduler, steps: int) -> np.ndarray:
+    """Seconds of ``schedule`` and of ``update`` in each step: [steps, 2]."""
+    seconds = np.zeros((steps, 2))
+    for step in range(steps):
+        started = time.perf_counter()
+        output = scheduler.schedule()
+        scheduled = time.perf_counter()
+        tokens = np.zeros(len(output.sampled), np.int32)
+        sampled = time.perf_counter()
+        scheduler.update(output, tokens)
+        seconds[step] = scheduled - started, time.perf_counter() - sampled
+    return seconds
+
+
+def decoding(policy: str, running: int, held: int, steps: int) -> Scheduler:
+    """``running`` sequences that started one after the other with prompts of ``held`` tokens."""
+    more = 3 * CYCLE + steps
+    blocks = 2 * running * LAYOUT.blocks_for(held + more)
+    scheduler = make_scheduler(blocks, running, held + more + 1)
+    for seq_id in range(running):
+        add(scheduler, seq_id, held, more, TRIGGERS[policy])
+        advance(scheduler, CYCLE * (seq_id + 1) // running - CYCLE * seq_id // running)
+    advance(scheduler, CYCLE)
+    assert scheduler.rows.num_decoding == running
+    return scheduler
+
+
+def loaded(policy: str, cached: bool) -> Scheduler:
+    """A full pool and a long queue; requests end and are admitted all the time."""
+    outputs = lognormal_lengths(np.random.default_rng(0), 4300, 3000, 0.7, 8192)
+    scheduler = make_scheduler(335_000 // LAYOUT.block_size, 256, 250 + 8192, cached)
+    for seq_id, output in enumerate(outputs.tolist()):
+        add(scheduler, seq_id, 250, output, TRIGGERS[policy])
+    advance(scheduler, 8 * CYCLE)
+    return scheduler
+
+
+def measured(prepare: Callable[[], Scheduler], steps: int, repeat: int) -> dict[str, Any]:
+    """Host time of ``steps`` steps. Each does the same in every repetition, and the shortest of its
+    times counts: what is longer is not the scheduler's."""
+    seconds = np.full((steps, 2), np.inf)
+    for _ in range(repeat):
+        scheduler = prepare()
+        events = scheduler.events.compactions
+        seconds = np.minimum(seconds, advance(scheduler, steps))
+    n = scheduler.rows.num_rows
+    scheduled, updated = 1e6 * np.percentile(seconds, 50, axis=0)
+    both = 1e6 * seconds.sum(axis=1)
+    return {
+        "waiting": len(scheduler.waiting),
+        "running": n,
+        "held_per_sequence": float(scheduler.blocks.kv_lens[0, :n, 0].mean()),
+        "schedule_p50_us": float(scheduled),
+        "update_p50_us": float(updated),
+        "both_p50_us": float(np.percentile(both, 50)),
+        "both_p99_us": float(np.percentile(both, 99)),
+        "both_mean_us": float(both.mean()),
+        "events_per_step": (scheduler.events.compactions - events) / steps,
+    }
+
+
+class HostCost:
+    """The runs of one command."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._rows: list[dict[str, Any]] = []
+
+    def measure(self) -> None:
+        args = self._args
+        silent = True if args.disable_tqdm else None
+        batches = list(product(TRIGGERS, args.num_seqs, args.held))
+        pools = list(product(TRIGGERS, (False, True)))
+        with tqdm(total=len(batches) + len(pools), disable=silent, unit="case") as bar:
+            for policy, running, held in batches:
+                facts = {"policy": policy, "pool": "room for all", "prefix_cache": "on"}
+                prepare = partial(decoding, policy, running, held, args.steps)
+                self._rows.append(facts | measured(prepare, args.steps, args.repeat))
+                bar.update()
+            for policy, cached in pools:
+                facts = {
+                    "policy": policy,
+                    "pool": "full",
+                    "prefix_cache": "on" if cached else "off",
+                }
+                prepare = partial(loaded, policy, cached)
+                self._rows.append(facts | measured(prepare, args.steps, args.repeat))
+                bar.update()
+
+    def report(self) -> Report:
+        args = self._args
+        about = ["host time of schedule and update per step; no model, no device"]
+        settings = {"num_seqs": args.num_seqs, "held": args.held}
+        settings |= {"steps": args.steps, "repeat": args.repeat, "kara": str(TRIGGERS["kara"])}
+        program = "python bench/scheduler.py"
+        return Report("scheduler", about, COLUMNS, self._rows, settings, program=program)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="host cost of schedule and update")
+    add_report_arguments(parser)
+    count = at_least(1)
+    for name, default, words in (
+        ("num-seqs", [64, 128, 256, 512], "sequences that decode"),
+        ("held", [512, 2048, 8192], "tokens of their prompts"),
+    ):
+        words += f" (default: {' '.join(map(str, default))})"
+        parser.add_argument(f"--{name}", nargs="+", type=count, default=default, help=words)
+    words = f"timed steps (default: {CYCLE})"
+    parser.add_argument("--steps", type=count, default=CYCLE, metavar="N", help=words)
+    words = "repetitions; a step's shortest time counts (default: 3)"
+    parser.add_argument("--repeat", type=count, default=3, metavar="N", help=words)
+    args = parser.parse_args()
+    return measure_and_publish(HostCost(args), args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,196 @@
+"""Ada-KV: more entries for the heads that need them (arXiv 2407.11550).
+
+The heads of a layer compete for its budget: a head gets as many places as it has among the layer's
+best scores, mixed with an equal share as a safeguard (Algorithms 1 and 2). Scores are another
+policy's; with those of ``pyramidkv`` layers differ too (Ada-Pyramid). Rounding follows the authors'
+code. As kvserve runs it, heads are KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import (
+    Policy,
+    PolicyError,
+    Selection,
+    UnevenPolicy,
+    argument,
+    field_names,
+    number,
+    one_of,
+    require,
+)
+from kvserve.engine.policies.budgeted import DEFAULT_GAP, BudgetedPolicy
+from kvserve.engine.policies.budgets import layers, share_out
+from kvserve.engine.policies.pyramidkv import PyramidKV
+from kvserve.engine.policies.scoring import GQA_REDUCTIONS, POOLINGS, Observation
+from kvserve.engine.policies.selection import ranks, uneven_best_and_newest
+from kvserve.engine.policies.snapkv import SnapKV
+from kvserve.scheduler.layout import Granularity
+
+_AS_RELEASED = {"kernel_size": 7, "pooling": "max"}
+_PASSED_ON = ("window", "kernel_size", "pooling", "gqa_reduce")
+_WHEN = ("budget", "ratio", "trigger", "threshold", "protect_prompt", "mode", "block")
+
+
+@dataclass(frozen=True)
+class AdaKV(BudgetedPolicy, UnevenPolicy):
+    """Keep a prompt's best entries by another policy's scores, more of them in heads whose scores
+    stand out; with trigger threshold, bound what a long generation holds.
+
+    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less;
+    with trigger threshold it does not.
+    """
+
+    name: ClassVar[str] = "adakv"
+    granularity: ClassVar[Granularity] = Granularity.HEAD
+    cost: ClassVar[str] = (
+        "As its scorer, and a block table per layer and head, whose last blocks are each half "
+        "empty on average."
+    )
+    avoid: ClassVar[str] = (
+        "Large blocks and small budgets, where half empty blocks eat what is saved; what its "
+        "scorer is not for."
+    )
+
+    threshold: int | None = argument(
+        None,
+        f"mean entries held when trigger threshold fires (default budget + {DEFAULT_GAP})",
+        least=1,
+        note="above budget",
+    )
+    scorer: str | Mapping[str, Any] = argument(
+        "snapkv",
+        'a policy that ranks entries, by name or as {"name": ..., fields}; snapkv by its bare '
+        "name pools as the authors do (max over 7)",
+        hashed=False,
+    )
+    window: int | None = argument(None, "the scorer's window (default: its own)", least=1)
+    kernel_size: int | None = argument(
+        None, "the scorer's kernel_size (default: its own)", least=1, note="odd"
+    )
+    pooling: str | None = argument(
+        None, "the scorer's pooling (default: its own)", choices=POOLINGS
+    )
+    gqa_reduce: str | None = argument(
+        None, "the scorer's gqa_reduce (default: its own)", choices=GQA_REDUCTIONS
+    )
+    alpha: float = argument(
+        0.2, "share of the budget that all heads get alike: 0 fully adaptive, 1 uniform", least=0,
+        most=1,
+    )  # fmt: skip
+    floor: str = argument(
+        "mix",
+        "mix: counts are mixed with the equal share; hard: each head keeps its own best alpha of "
+        "it, and all compete for the rest",
+        choices=("mix", "hard"),
+    )
+    normalize: bool = argument(
+        False,
+        "weigh a head's scores, in the competition, by the share of its mass that its best budget "
+        "entries hold (scorers snapkv and pyramidkv)",
+    )
+    exact_total: bool = argument(
+        False, "trigger prefill: round so that the heads of a layer add up to its budget"
+    )
+
+    def __post_init__(self) -> None:
+        number("alpha", self.alpha, 0, 1)
+        one_of("floor", self.floor, ("mix", "hard"))
+        one_of("normalize", self.normalize, (True, False))
+        one_of("exact_total", self.exact_total, (True, False))
+        scorer = self.scores_by
+        self.check_budget(f"above the {scorer.protected} that {scorer.name} protects")
+        masses = not self.normalize or isinstance(scorer, SnapKV)
+        require(masses, "normalize", self.normalize, "False unless the scorer gives probabilities")
+
+    @cached_property
+    def scores_by(self) -> Policy:
+        """The scorer, made with this policy's budget."""
+        # The registry knows this class, so it can only be asked late.
+        from kvserve.engine.policies.registry import make_policy, policy_class
+
+        spec = self._scorer_spec()
+        try:
+            ranked = policy_class(spec.get("name")).ranks_entries
+            allowed = "a policy that ranks single entries (snapkv, keydiff, rkv, pyramidkv)"
+            require(ranked, "scorer", self.scorer, allowed)
+            return make_policy(spec)
+        except PolicyError as error:
+            own = error.argument in field_names(type(self))
+            raise PolicyError(f"scorer: {error}", error.argument if own else "scorer") from None
+
+    def _scorer_spec(self) -> dict[str, Any]:
+        ok = isinstance(self.scorer, str | Mapping)
+        require(ok, "scorer", self.scorer, 'a policy\'s name or {"name": ..., fields}')
+        given = {"name": self.scorer} if isinstance(self.scorer, str) else dict(self.scorer)
+        for field in _WHEN:
+            require(field not in given, "scorer", self.scorer, f"left without {field}")
+        passed = {field: getattr(self, field) for field in _PASSED_ON}
+        passed = {field: value for field, value in passed.items() if value is not None}
+        for field, value in passed.items():
+            require(field not in given, field, value, "left out where scorer has it")
+        defaults = _AS_RELEASED if self.scorer == "snapkv" else {}
+        amount = {"ratio": self.ratio} if self.budget is None else {"budget": self.budget}
+        return {**defaults, **given, **passed, **amount}
+
+    @property
+    def protected(self) -> int:
+        return self.scores_by.protected
+
+    @property
+    def num_queries(self) -> int:
+        return self.scores_by.trigger.num_queries
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.scores_by.query_reduction
+
+    def score(self, obs: Observation) -> Tensor:
+        """The scorer's."""
+        return self.scores_by.score(obs)
+
+    def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
+        """The best entries of each head, as many as its share, and the protected ones."""
+        newest = length - scores.shape[-1]
+        counts = self.head_budgets(scores, self._layer_budgets(scores, length, keep)) + newest
+        return Selection(uneven_best_and_newest(scores, length, counts), counts)
+
+    def _layer_budgets(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """Mean over the heads of each layer, the protected entries aside: int64 [L, 1]."""
+        num_layers, scorer = scores.shape[1], self.scores_by
+        budgets = [keep - self.protected] * num_layers
+        if isinstance(scorer, PyramidKV):
+            budgets = scorer.layer_budgets(num_layers, length, keep, self.when)
+        return layers(budgets, scores)
+
+    def head_budgets(self, scores: Tensor, base: Tensor) -> Tensor:
+        """Entries that each head keeps: int64 [E, L, Hkv]. ``base [L, 1]``: their mean."""
+        there = scores > -torch.inf
+        share = Fraction(str(self.alpha))
+        competing = self._weighted(scores, base) if self.normalize else scores
+        if self.floor == "hard":
+            own = base * share.numerator // share.denominator
+            competing = competing.masked_fill(ranks(scores) < own[..., None], torch.inf)
+        rank = ranks(competing.flatten(-2)).view(scores.shape)
+        won = (rank < (base * scores.shape[-2])[..., None]) & there
+        counts = won.sum(dim=-1)
+        if self.floor == "mix":
+            exact = self.exact_total or self.when == "threshold"
+            counts = share_out(counts, base, share, exact)
+        return counts.minimum(there.sum(dim=-1))
+
+    def _weighted(self, scores: Tensor, base: Tensor) -> Tensor:
+        """Each head's scores times the share of its mass that its best ``base`` entries hold."""
+        mass = scores.clamp(min=0)  # -inf where no entry is
+        best = mass.masked_fill(ranks(scores) >= base[..., None], 0).sum(dim=-1, keepdim=True)
+        weight = best / mass.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+        return torch.where(scores > -torch.inf, mass * weight, scores)

@@ -1,0 +1,160 @@
+"""DynamicKV: layers share a budget by what a prompt's attention says (arXiv 2412.14838).
+
+The best scores of all layers are taken together, and each layer gets its part of the budget in
+proportion to how many of them it has; this is repeated after every ``interval`` layers, and what
+an earlier round took is gone (Algorithm 1). Budgets are the exact proportions that the paper's
+formulas come to; inside a layer the choice is SnapKV's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import (
+    Selection,
+    UnevenPolicy,
+    argument,
+    integers,
+    number,
+    odd,
+    one_of,
+)
+from kvserve.engine.policies.budgeted import PromptPolicy
+from kvserve.engine.policies.scoring import Observation, pool_scores
+from kvserve.engine.policies.selection import uneven_best_and_newest
+from kvserve.scheduler.layout import Granularity
+
+_FINITE = 1e6
+
+
+@dataclass(frozen=True)
+class DynamicKV(PromptPolicy, UnevenPolicy):
+    """Keep the prompt's entries that its last tokens attend to, more of them in the layers whose
+    attention stands out for this prompt.
+
+    ``budget`` is the mean over layers; they may hold less where an earlier round took entries that
+    a later one would have kept. A ratio is rounded to the nearest and leaves the window and one
+    more entry at least. Prompts not longer than the budget stay as they are.
+    """
+
+    name: ClassVar[str] = "dynamickv"
+    granularity: ClassVar[Granularity] = Granularity.LAYER
+    cost: ClassVar[str] = (
+        "The prompt's blocks until its end; a log of window queries; one event that scores window "
+        "x prompt pairs per head, then one selection over all scores per interval layers; a block "
+        "table per layer."
+    )
+    avoid: ClassVar[str] = (
+        "Several questions about one prompt, where only the first one votes; prompts not much "
+        "longer than budget; long outputs."
+    )
+    nearest: ClassVar[bool] = True
+
+    ratio: float | str | None = argument(
+        None, "fraction of the prompt's entries that is kept", note="above 0, at most 1"
+    )
+    window: int = argument(8, "newest entries: always kept, and their queries vote", least=1)
+    kernel_size: int = argument(7, "entries over which votes are pooled", least=1, note="odd")
+    pooling: str = argument("avg", "how votes are pooled", choices=("avg", "max"))
+    gqa_reduce: str = argument("mean", "over the query heads of a KV head", choices=("mean", "max"))
+    max_ratio: float = argument(
+        10, "most that a layer keeps, in mean budgets (the window aside)", least=1, most=_FINITE
+    )
+    interval: int = argument(
+        4, "layers between two updates of the budgets; from the number of layers on, one", least=1
+    )
+    rounding: str = argument(
+        "exact",
+        "exact: floors of the exact proportions; released: the authors' code, in coarse steps "
+        "whose loss goes to the last layer (more, the fewer KV heads there are)",
+        choices=("exact", "released"),
+    )
+    query_reduce: str = argument(
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
+    )
+
+    def __post_init__(self) -> None:
+        integers(self, window=1, interval=1)
+        odd("kernel_size", self.kernel_size)
+        number("max_ratio", self.max_ratio, 1, _FINITE)
+        one_of("pooling", self.pooling, ("avg", "max"))
+        one_of("gqa_reduce", self.gqa_reduce, ("mean", "max"))
+        one_of("rounding", self.rounding, ("exact", "released"))
+        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        self.check_budget(f"above window ({self.window})")
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+    def score(self, obs: Observation) -> Tensor:
+        """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        return pool_scores(obs.causal(self.gqa_reduce), self.kernel_size, self.pooling)
+
+    def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
+        """The best of each layer and the window: counts equal over heads."""
+        budgets = self.layer_budgets(scores, keep - self.window) + self.window
+        counts = budgets[..., None].expand(scores.shape[:-1])
+        return Selection(uneven_best_and_newest(scores, length, counts), counts)
+
+    def layer_budgets(self, scores: Tensor, base: int) -> Tensor:
+        """Entries before the window that each layer keeps: int64 [E, L].
+
+        scores: [E, L, H, n], n above ``base``, their mean. The budget of all layers is shared by
+        those that are through, so the first ones keep up to the cap until others join.
+        """
+        num_layers, most = scores.shape[1], scores.shape[-1]
+        cap = min(int(Fraction(str(self.max_ratio)) * base), most)
+        held = torch.full(scores.shape[:2], cap, dtype=torch.int64, device=scores.device)
+        for done in [*range(self.interval, num_layers, self.interval), num_layers]:
+            best = best_per_layer(scores[:, :done], base * scores.shape[2] * done)
+            shares = self.shares(best, base, cap, num_layers)
+            held[:, :done] = held[:, :done].minimum(shares)
+        return held
+
+    def shares(self, best: Tensor, base: int, cap: int, num_layers: int) -> Tensor:
+        """The whole budget, shared by the layers that are through: int64, the shape of ``best``.
+
+        best: [E, l], how many of the best scores each of them has. What rounding leaves is the
+        newest layer's.
+        """
+        total, done = base * num_layers, best.shape[1]
+        if self.rounding == "released":
+            heads_base = best.sum(dim=-1) // done
+            best = best // done
+            if done == num_layers:
+                best[:, -1] += heads_base - best.sum(dim=-1)
+            # A share of nothing divides by 0 in the authors' code; here the newest layer has all.
+            best = cap * best // best.sum(dim=-1, keepdim=True).clamp(min=1)
+        shares = total * best // best.sum(dim=-1, keepdim=True).clamp(min=1)
+        shares[:, -1] += total - shares.sum(dim=-1)
+        return shares
+
+
+def best_per_layer(scores: Tensor, count: int) -> Tensor:
+    """How many of the ``count`` best of all scores each layer has: int64 [E, L].
+
+    scores: float32 [E, L, H, n]. Of equals, those of lower layers come first.
+    """
+    flat = scores.flatten(1)
+    least = flat.kthvalue(flat.shape[-1] - count + 1, dim=-1).values[:, None]
+    per_layer = scores.flatten(2)
+    above = (per_layer > least[..., None]).sum(dim=-1)
+    equal = (per_layer == least[..., None]).sum(dim=-1)
+    room = count - above.sum(dim=-1, keepdim=True) - (equal.cumsum(dim=-1) - equal)
+    return above + room.clamp(min=0).minimum(equal)

@@ -1,0 +1,207 @@
+"""WindowKV: keep whole windows of neighbouring entries, chosen as the task wants it (arXiv
+2503.17922).
+
+For a task that locates an answer a window counts by all its entries, for one that aggregates by
+its best ones; the first layer of each group chooses for the others, and budgets fall from group to
+group (section 3). Where paper and code disagree the code's budgets and the paper's tasks are the
+default. As kvserve runs it, ``budget`` counts the observation window, which the paper adds on top.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import (
+    Policy,
+    Selection,
+    UnevenPolicy,
+    argument,
+    integers,
+    number,
+    one_of,
+    require,
+)
+from kvserve.engine.policies.budgeted import check_budget
+from kvserve.engine.policies.budgets import group_budgets, layers
+from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.selection import uneven_chunks_and_newest
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
+
+TASKS = ("localization", "aggregation")
+_WINDOWS = {"localization": 16, "aggregation": 32, "auto": 32}
+_MOST = 1e6
+
+
+@dataclass(frozen=True)
+class WindowKV(UnevenPolicy):
+    """Keep those windows of a prompt that its last tokens attend to, alike in neighbouring layers,
+    and more of them in lower ones.
+
+    ``budget`` is the mean over layers; a layer keeps up to ``chunk_size`` entries more or less, and
+    the uppermost may keep nothing but the newest entries where the budget is small. With task auto
+    the server classifies the prompt's text; without a text the task is localization.
+    """
+
+    name: ClassVar[str] = "windowkv"
+    granularity: ClassVar[Granularity] = Granularity.LAYER
+    cost: ClassVar[str] = (
+        "The prompt's blocks until its end; a log of window queries; one event that scores window "
+        "x prompt pairs per head, in one layer of every reuse_layers; a block table per layer."
+    )
+    avoid: ClassVar[str] = (
+        "Single scattered tokens that matter by themselves; several questions about one prompt; "
+        "long outputs."
+    )
+    needs: ClassVar[tuple[str, ...]] = ("budget",)
+
+    budget: int | None = argument(
+        None,
+        "mean entries kept per head, the newest ones among them (the paper's KV size + window); "
+        "required",
+        least=2,
+        note="above window",
+    )
+    task: str = argument(
+        "auto",
+        "localization: windows count by all their entries; aggregation: by the best ones",
+        choices=("auto", *TASKS),
+    )
+    window: int | None = argument(
+        None,
+        "alpha: newest entries, always kept, and their queries score (default 16 for "
+        "localization, 32 for aggregation)",
+        least=1,
+    )
+    chunk_size: int = argument(
+        16, "omega: entries per window that is kept or not, from the oldest on", least=1
+    )
+    best: int | None = argument(
+        None,
+        "p: entries by which a window counts (default: all for localization, half for aggregation)",
+        least=1,
+        note="at most chunk_size",
+    )
+    reuse_layers: int | None = argument(
+        None,
+        "gamma: layers in a group (default: the divisor of the number of layers nearest to a "
+        "quarter of it)",
+        least=1,
+        note="divides the number of layers",
+    )
+    pyramid: float = argument(
+        14, "lambda: the larger, the less the last group keeps", least=1e-3, most=_MOST
+    )
+    rule: str = argument(
+        "released",
+        "the last group's mean, the window aside, is 1/lambda of the mean (equations), or "
+        "gamma/lambda (released, flatter)",
+        choices=("released", "equations"),
+    )
+    query_reduce: str = argument(
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
+    )
+
+    def __post_init__(self) -> None:
+        one_of("task", self.task, ("auto", *TASKS))
+        integers(self, chunk_size=1)
+        for name in ("window", "best", "reuse_layers"):
+            if getattr(self, name) is not None:
+                integers(self, **{name: 1})
+        fits = self.best is None or self.best <= self.chunk_size
+        require(fits, "best", self.best, f"at most chunk_size ({self.chunk_size})")
+        number("pyramid", self.pyramid, 1e-3, _MOST)
+        one_of("rule", self.rule, ("released", "equations"))
+        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        check_budget(self.budget, self.protected + 1, f"above window ({self.protected})")
+
+    @property
+    def protected(self) -> int:
+        return _WINDOWS[self.task] if self.window is None else self.window
+
+    @property
+    def num_queries(self) -> int:
+        return self.protected
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+    def for_model(self, num_layers: int) -> Policy:
+        size = self.reuse_layers or _nearest_divisor(num_layers)
+        divides = num_layers % size == 0
+        require(divides, "reuse_layers", size, f"a divisor of the model's {num_layers} layers")
+        task = "localization" if self.task == "auto" else self.task
+        policy = replace(self, task=task, reuse_layers=size)
+        if size == num_layers:  # a pyramid of one group is flat
+            return replace(policy, pyramid=float(size), rule="released")
+        first, last = policy.group_budgets(2)
+        most = f"at most {2 * self.pyramid:g} (twice pyramid): the first group would keep nothing"
+        require(first >= 0, "reuse_layers", size, most)
+        if last > first:
+            warnings.warn(f"windowkv keeps more in upper layers: {policy}", stacklevel=2)
+        elif last < self.chunk_size:
+            warnings.warn(f"windowkv may keep no window in upper layers: {policy}", stacklevel=2)
+        return policy
+
+    @property
+    def trigger(self) -> Trigger:
+        """Once the prompt is in, if any layer has something to drop."""
+        return AtPrefillEnd(Budget(min(self.group_budgets(2)) + self.protected), self.protected)
+
+    def leaders(self, num_layers: int) -> list[int]:
+        """The first layer of each group of ``reuse_layers``."""
+        assert self.reuse_layers is not None, "for_model fills it in"
+        return [layer - layer % self.reuse_layers for layer in range(num_layers)]
+
+    def group_budgets(self, num_groups: int) -> list[int]:
+        """Entries before the window that the layers of each group may keep."""
+        assert self.reuse_layers is not None, "for_model fills it in"
+        assert self.budget is not None
+        mean, shape = self.budget - self.protected, Fraction(str(self.pyramid))
+        return group_budgets(mean, num_groups, self.reuse_layers, shape, self.rule)
+
+    def score(self, obs: Observation) -> Tensor:
+        """Each entry gets what its window counts: float32 [E, L', Hkv, n - window].
+
+        The mean of a window's ``best`` entries in each query head, then the mean over those.
+        """
+        votes = obs.causal_by_head()
+        scored, size = votes.shape[-1], self.chunk_size
+        votes = torch.nn.functional.pad(votes, (0, -scored % size))
+        votes = votes.view(*votes.shape[:-1], -1, size)
+        best = self._best
+        there = torch.full(votes.shape[-2:-1], size, device=votes.device)
+        there[-1] = (scored - 1) % size + 1
+        worth = votes.topk(best, dim=-1).values.sum(dim=-1) / there.clamp(max=best)
+        worth = worth.mean(dim=-2).repeat_interleave(size, dim=-1)[..., :scored]
+        return worth[:, :, None].expand(*obs.keys.shape[:3], scored)
+
+    @property
+    def _best(self) -> int:
+        if self.best is not None:
+            return self.best
+        return max(self.chunk_size // 2, 1) if self.task == "aggregation" else self.chunk_size
+
+    def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
+        """The best windows of each group and the newest entries: counts equal over heads."""
+        scored, size = scores.shape[-1], self.chunk_size
+        windows = -(-scored // size)
+        budgets = self.group_budgets(scores.shape[1])
+        kept = [max(0, min(windows, windows + (b - scored) // size)) for b in budgets]
+        chunks = layers(kept, scores).expand(scores.shape[:-1])
+        return Selection(*uneven_chunks_and_newest(scores, length, size, chunks))
+
+
+def _nearest_divisor(num_layers: int) -> int:
+    """The divisor nearest to a quarter of it; of two, the smaller."""
+    divisors = [size for size in range(1, num_layers + 1) if num_layers % size == 0]
+    return min(divisors, key=lambda size: abs(4 * size - num_layers))
