@@ -135,8 +135,22 @@ Written by `python -m bench.suite document` from [bench/results](../bench/result
 shipped model has 1 M parameters and synthetic tasks: these figures show what the machinery gives
 and costs, not how the methods rank on large models.
 
-Every throughput is output tokens over wall time. Rows of one table ran in one process, in turns.
-Any server with an OpenAI API, vLLM's among them, is measured from outside by `kvserve bench serve`.
+Every throughput is output tokens over wall time. Rows of one table ran in one process, in turns;
+a ratio is the median of those within each turn.
+
+Yours is measured by the same commands with `--model`:
+
+| command | what it says |
+|---|---|
+| `kvserve bench sweep` | below which pool a policy beats the full cache, where it loses |
+| `kvserve bench throughput` | policies, prefix caching, transformers, on one pool |
+| `kvserve bench latency` | one batch from end to end |
+| `kvserve bench policies` | one event, in decode steps |
+| `kvserve bench serve` | a server from outside, open-loop; also another's, as vLLM's |
+| `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER |
+
+Datasets (`random`, `prefix_repetition`, `sharegpt`, `custom`, `timed_trace`), their flags, and the
+JSON keys of `bench serve` and `bench latency` are named as vLLM's.
 """
 
 

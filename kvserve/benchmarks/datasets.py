@@ -21,6 +21,7 @@ from kvserve.benchmarks.workload import (
     task_prompts,
 )
 from kvserve.engine.tokenizer import Tokenizer
+from kvserve.log import ConfigError
 
 _COUNT = at_least(1)
 
@@ -146,6 +147,8 @@ def _prefix_repetition(source: Source) -> Prompts:
         rng.choices(vocab, k=source["prefix_repetition_prefix_len"])
         for _ in range(source["prefix_repetition_num_prefixes"])
     ]
+    if len(prefixes) > source.count:
+        raise ConfigError("--prefix-repetition-num-prefixes: there are fewer --num-prompts")
     prompts = [
         prefixes[i % len(prefixes)] + rng.choices(vocab, k=suffix) for i in range(source.count)
     ]

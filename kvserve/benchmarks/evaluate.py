@@ -103,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
         args.tasks = [] if args.benchmark else list(TASKS)
     if not args.tasks and not args.benchmark:
         args.fail("--tasks: name one, or give --benchmark")
+    names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
+    if len(set(names)) < len(names):
+        args.fail("--benchmark: files are told apart by their names, and two are called the same")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
     if args.save_plots:

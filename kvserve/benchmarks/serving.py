@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -38,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     check_dataset(args)
     if importlib.util.find_spec("httpx") is None:
         args.fail("needs httpx: pip install 'kvserve[bench]'")
-    timed = args.datasets[args.dataset].timed
-    if timed and (args.request_rate != float("inf") or args.ramp_up_strategy):
+    dataset = args.datasets[args.dataset]
+    if args.backend == "openai-chat" and not dataset.text:
+        args.fail(f"--backend openai-chat: --dataset {args.dataset} is token ids; take openai")
+    if dataset.timed and (args.request_rate != float("inf") or args.ramp_up_strategy):
         args.fail(f"--request-rate: --dataset {args.dataset} says itself when its requests arrive")
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     if any(ramp) and not all(ramp):
@@ -71,7 +74,7 @@ class Serving:
             self.gone = str(gone)
 
     def report(self) -> Report:
-        args, result = self._args, self._result()
+        args, result = self._args, {**self._head(), **self._result()}
         about = [f"{self._model} at {args.base_url}: {args.num_prompts} x {args.dataset}"]
         notes = []
         if self.gone is not None:
@@ -87,7 +90,7 @@ class Serving:
         errors = sorted({answer.error for answer in self._answers if answer.error})
         notes += [f"failed: {error}" for error in errors[:5]]
         settings = {"seed": args.seed, **dataset_options(args)}
-        findings = {**self._head(), **result, "unfinished": self._unfinished}
+        findings = {**result, "unfinished": self._unfinished}
         complete = self.gone is None
         return Report("serve", about, (), (), settings, notes, findings, complete=complete)
 
@@ -102,14 +105,15 @@ class Serving:
         async with httpx.AsyncClient(
             base_url=args.base_url, headers=headers, limits=limits, timeout=None
         ) as http:
-            client = ServingClient(http, "", False, {})
+            client = ServingClient(http)
             await self._wait_until_ready(client)
             self._model = self._model or await _first_model(client)
             self._workload = self._read_workload()
             fields = {"model": self._model, "temperature": args.temperature, **args.extra_body}
-            endpoint = args.endpoint or ENDPOINTS[args.backend]
-            client = ServingClient(http, endpoint, args.backend == "openai-chat", fields)
-            await self._warm_up(http, fields)
+            client = replace(client, fields=fields)
+            await self._warm_up(client)
+            chat, endpoint = args.backend == "openai-chat", args.endpoint or ENDPOINTS[args.backend]
+            client = replace(client, endpoint=endpoint, chat=chat)
             poll = asyncio.create_task(self._poll(client))
             try:
                 await self._send(client, self._workload)
@@ -119,7 +123,7 @@ class Serving:
     async def _send(self, client: ServingClient, workload: Workload) -> None:
         """Every conversation at its time; ``ServerGone`` ends them all."""
         args, count = self._args, len(workload)
-        times = list(getattr(workload, "arrivals", ())) or send_times(
+        times = workload.arrivals or send_times(
             count, args.request_rate, args.burstiness, args.seed, self._ramp()
         )
         self._said = [[] for _ in range(count)]
@@ -163,12 +167,10 @@ class Serving:
                     raise ConfigError(f"--base-url: no server answers at {url} ({gone})") from None
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _warm_up(self, http: Any, fields: dict[str, Any]) -> None:
+    async def _warm_up(self, client: ServingClient) -> None:
         """Requests of random ids, one after the other, that do not count."""
-        client = ServingClient(http, ENDPOINTS["openai"], False, fields)
-        args = self._args
-        lengths = [(32, 16)] * args.num_warmups
-        warmup = random_prompts(lengths, self._vocab_size, args.seed + 1)
+        lengths = [(32, 16)] * self._args.num_warmups
+        warmup = random_prompts(lengths, self._vocab_size, self._args.seed + 1)
         for index in range(len(warmup)):
             body = client.body(warmup, index, [])
             assert body is not None
@@ -229,7 +231,7 @@ class Serving:
             result |= accuracy(self._workload, self._said)
         if args.save_detailed:
             result |= per_request(self._answers, self._started)
-        return {**self._head(), **result}
+        return result
 
 
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:

@@ -57,9 +57,9 @@ class ServingClient:
     """Sends turns of a workload to one endpoint."""
 
     http: httpx.AsyncClient
-    endpoint: str
-    chat: bool
-    fields: Mapping[str, Any]
+    endpoint: str = ENDPOINTS["openai"]
+    chat: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
     """Of every request's body: the model, the sampling settings, ``--extra-body``."""
 
     def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:

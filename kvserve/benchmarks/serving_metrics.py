@@ -28,7 +28,10 @@ def summary(
     percentiles: Sequence[float],
     goodput: Mapping[str, float],
 ) -> Result:
-    """Counts, rates and percentiles over the requests that succeeded; ``goodput`` is in ms."""
+    """Counts, rates and percentiles over the requests that succeeded; ``goodput`` is in ms.
+
+    A metric that no request has is left out.
+    """
     good = [answer for answer in answers if not answer.error]
     outputs = sum(answer.output_tokens for answer in good)
     inputs = sum(answer.prompt_len for answer in good)
@@ -46,8 +49,8 @@ def summary(
         "max_concurrent_requests": _most_at_once(good),
     }
     samples = _samples(good)
-    for name in metrics:
-        values = 1000 * np.asarray(samples[name] or [0.0])
+    for name in filter(samples.get, metrics):
+        values = 1000 * np.asarray(samples[name])
         result |= {
             f"mean_{name}_ms": float(values.mean()),
             f"median_{name}_ms": float(np.median(values)),
@@ -116,13 +119,11 @@ def report_block(result: Result, metrics: Sequence[str], percentiles: Sequence[f
     lines += _lines(result, _COUNTS)
     for name in metrics:
         title, short = TITLES[name]
-        keys = [
-            ("Mean", "mean"),
-            ("Median", "median"),
-            *((f"P{p:g}", f"p{p:g}") for p in percentiles),
-        ]
+        keys = [("Mean", "mean"), ("Median", "median")]
+        keys += [(f"P{p:g}", f"p{p:g}") for p in percentiles]
         rows = [(f"{word} {short} (ms):", f"{key}_{name}_ms", ".2f") for word, key in keys]
-        lines += [f"{title:-^50}", *_lines(result, rows)] if rows[0][1] in result else []
+        found = _lines(result, rows)
+        lines += [f"{title:-^50}", *found] if found else []
     kv = _lines(result, _KV)
     return [*lines, *([f"{'KV cache':-^50}", *kv] if kv else []), "=" * 50]
 

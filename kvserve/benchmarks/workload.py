@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from kvserve.benchmarks.tasks import TASKS, Grade, Sample, grade, make_samples
 from kvserve.engine.tokenizer import Tokenizer
-from kvserve.log import ConfigError
 
 Message = dict[str, str]
 DEFAULT_BLOCK_SIZE = 16
@@ -24,6 +23,11 @@ class Workload(Protocol):
     @property
     def score_name(self) -> str:
         """What a grade's second number is called in tables."""
+        ...
+
+    @property
+    def arrivals(self) -> Sequence[float]:
+        """Seconds at which conversations begin; empty where a rate may say."""
         ...
 
     def __len__(self) -> int: ...
@@ -41,7 +45,7 @@ class Workload(Protocol):
         ...
 
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
-        """The same prompt as a chat."""
+        """The same prompt as a chat; made-up token ids have none."""
         ...
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
@@ -53,7 +57,7 @@ class Workload(Protocol):
 class Prompts:
     """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop.
 
-    ``texts`` and ``arrivals`` (seconds) are those of the prompts, where there are any.
+    ``texts`` are those of the prompts, unless they are made up.
     """
 
     prompts: Sequence[list[int]]
@@ -73,8 +77,6 @@ class Prompts:
         return None if answers else self.prompts[index]
 
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
-        if not self.texts:
-            raise ConfigError("--backend openai-chat: made-up token ids are not text; use openai")
         return [{"role": "user", "content": self.texts[index]}]
 
     def full_lengths(self) -> list[int]:
@@ -97,6 +99,7 @@ class TaskPrompts:
     grader: Callable[[Sample, Sequence[str]], Grade]
     score_name: str = "correct_prefix"
     ignore_eos = False
+    arrivals = ()
 
     def __len__(self) -> int:
         return len(self.samples)

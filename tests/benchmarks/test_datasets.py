@@ -67,6 +67,8 @@ def test_prefixes_are_shared_evenly(read: Read) -> None:
     assert sorted(map(prefixes.count, set(prefixes))) == [4, 4, 4]
     assert len({tuple(prompt[8:]) for prompt in made.prompts}) == 12
     assert {len(prompt) for prompt in made.prompts} == {12} and set(made.limits) == {5}
+    with pytest.raises(ConfigError, match="num-prefixes"):
+        read("--dataset", "prefix_repetition", "--num-prompts", "3")
 
 
 def test_sharegpt_takes_first_turns_of_usable_conversations(
@@ -160,8 +162,3 @@ def test_broken_files_are_named(
         read("--dataset", name, "--dataset-path", str(path), "--num-prompts", "2")
     with pytest.raises(ConfigError, match=r"cannot read .*gone: No such file"):
         read("--dataset", name, "--dataset-path", str(path) + "gone")
-
-
-def test_made_up_ids_are_no_chat(read: Read) -> None:
-    with pytest.raises(ConfigError, match="openai-chat"):
-        read("--num-prompts", "1").messages(0, [])

@@ -147,7 +147,7 @@ def test_needles_lie_where_the_grid_says() -> None:
 
 
 def test_accuracy_is_the_same_when_it_is_measured_again(bench: Bench) -> None:
-    flags = ("--tasks", "recall", "--num-samples", "3", "--policy", KARA)
+    flags = ("--tasks", "recall", "--num-samples", "3", "--kv-blocks", "99", "--policy", KARA)
     first, again = (bench("eval", *flags, "--seed", "5")[1]["rows"] for _ in range(2))
     other = bench("eval", *flags, "--seed", "6")[1]["rows"]
     names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
@@ -172,6 +172,7 @@ def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
     [
         (["--benchmark", "mmlu=x"], "--benchmark"),
         (["--benchmark", "gsm8k"], "--benchmark"),
+        (["--benchmark", "gsm8k=a/x.jsonl", "--benchmark", "math=b/x.jsonl"], "--benchmark"),
         (["--max-new-tokens", "5"], "--max-new-tokens"),
         (["--grid-depths", "1.5"], "--grid-depths"),
         (["--tasks"], "--tasks"),

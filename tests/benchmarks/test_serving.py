@@ -160,7 +160,9 @@ def test_refused_requests_are_counted_and_named(
     flags = ("--num-prompts", "2", "--input-len", "600", "--output-len", "5")
     status, saved = serve(*flags)
     assert status == 0 and (saved["completed"], saved["failed"]) == (0, 2)
-    assert "failed: HTTP 400" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "failed: HTTP 400" in shown and "TTFT" not in shown
+    assert "mean_ttft_ms" not in saved
 
 
 def test_a_server_that_dies_is_reported_not_averaged(
@@ -208,6 +210,7 @@ def test_ctrl_c_keeps_what_was_answered(
         (["--request-rate", "0"], "--request-rate"),
         (["--dataset", "timed_trace", "--dataset-path", "x", "--request-rate", "2"], "--request"),
         (["--dataset-path", "x"], "--dataset-path"),
+        (["--backend", "openai-chat"], "--backend"),
     ],
 )
 def test_mistakes_are_named_in_one_line(
