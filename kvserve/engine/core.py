@@ -15,7 +15,7 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.sampler import RowSampling
 from kvserve.engine.startup import build_engine
-from kvserve.log import ConfigError, RequestError
+from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
@@ -29,8 +29,8 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.config = config
-        self._default_policy = self._server_policy(config)
-        built = build_engine(config, self._default_policy, model)
+        built = build_engine(config, model)
+        self._default_policy = built.policy
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
         self.runner = built.runner
@@ -174,19 +174,11 @@ class EngineCore:
 
     # ---- policies ----------------------------------------------------------------------------
 
-    def _server_policy(self, config: EngineConfig) -> Policy:
-        compression = config.compression
-        try:
-            return make_policy({"name": compression.policy, **compression.policy_args})
-        except PolicyError as error:
-            flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
-            raise ConfigError(f"{flag}: {error}") from None
-
     def _request_policy(self, spec: Any) -> Policy:
         if spec is None:
             return self._default_policy
         try:
-            policy = make_policy(spec)
+            policy = make_policy(spec).for_model(self.scheduler.layout.num_layers)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         allowed = self.config.compression.allow_request_policy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -41,17 +44,18 @@ class BuiltEngine:
     scheduler: Scheduler
     runner: ModelRunner
     info: EngineInfo
+    policy: Policy
     query_reduce: str
     query_dtype: str
 
 
-def build_engine(
-    config: EngineConfig, policy: Policy, model: Transformer | None = None
-) -> BuiltEngine:
+def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
     """Load the model unless given, size the pool, wire the parts.
 
     ``ConfigError`` names the flag to change.
     """
+    with _naming_flags():
+        policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     directory = find_model(
         config.model.model,
@@ -61,6 +65,8 @@ def build_engine(
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    with _naming_flags():
+        policy = policy.for_model(spec.num_layers)
     _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
@@ -118,7 +124,17 @@ def build_engine(
             _sampling_row(config, defaults),
         ],
     )
-    return BuiltEngine(scheduler, runner, info, query_reduce, "fp8" if fp8 else "model")
+    return BuiltEngine(scheduler, runner, info, policy, query_reduce, "fp8" if fp8 else "model")
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """A policy's argument is a flag of the command line."""
+    try:
+        yield
+    except PolicyError as error:
+        flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:

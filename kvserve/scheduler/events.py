@@ -45,8 +45,12 @@ class EventBook:
         self._triggers: dict[int, Trigger] = {}
         self._steps_since: dict[int, int] = {}
         self._uneven: set[int] = set()
-        self._counts: dict[int, IntArray] = {}
-        """By sequence: ``[LG, R]`` entries of its region that the event just observed will keep."""
+        self._counts: dict[tuple[int, int], IntArray] = {}
+        """``[LG, R]`` entries that events just observed will keep, by sequence and first query.
+
+        The query tells an event from an earlier one: a sequence may lose its cache, and begin
+        anew, in the very step that observes it.
+        """
 
     def register(self, seq: Sequence) -> None:
         """Know the trigger of a sequence's policy."""
@@ -107,7 +111,8 @@ class EventBook:
     def take_counts(self, tasks: tuple[ObservationTask, ...], counts: Iterable[IntArray]) -> None:
         """What observed events will leave, ``[LG, E, R]`` for each task."""
         for task, found in zip(tasks, counts, strict=True):
-            self._counts |= zip(task.seq_ids.tolist(), found.transpose(1, 0, 2), strict=True)
+            events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
+            self._counts |= zip(events, found.transpose(1, 0, 2), strict=True)
 
     def _due(self) -> IntArray:
         n = self.rows.num_rows
@@ -131,21 +136,14 @@ class EventBook:
 
     def _uneven_plans(self, policy_id: int, at: IntArray) -> list[_Plans]:
         """Events that were observed in the step before, and those that have to be."""
+        plan, old = self._plan(policy_id, at)
         owners = [self.rows.owner(row).seq_id for row in at]
-        known = np.array([owner in self._counts for owner in owners])
-        plans = []
-        for done in (True, False):
-            part = at[known == done]
-            if len(part):
-                plan, old = self._plan(policy_id, part)
-                new = old
-                if done:
-                    counts = [self._counts[owner] for owner in owners if owner in self._counts]
-                    new = np.stack(counts, axis=1) + plan.region_start[None, :, None]
-                plans.append(
-                    _Plans(policy_id, part, plan, old, new, True, done, self.blocks.layout)
-                )
-        return plans
+        events = list(zip(owners, plan.query_start.tolist(), strict=True))
+        known, new = np.array([event in self._counts for event in events]), old.copy()
+        for i in np.flatnonzero(known):
+            new[:, i] = self._counts[events[i]] + plan.region_start[i]
+        both = _Plans(policy_id, at, plan, old, new, True, True, self.blocks.layout)
+        return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
         plan = self._triggers[policy_id].plan(self._row_state(at))

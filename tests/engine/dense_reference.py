@@ -42,7 +42,7 @@ def dense_pass(model: PreTrainedModel, tokens: list[int], events: Sequence[Event
             for head in range(heads):
                 visible[head, event.seen :, : event.seen] = False
                 held = torch.as_tensor(event.held[layer, head // group]).long()
-                visible[head, event.seen :, held] = True
+                visible[head, event.seen :, held[held >= 0]] = True
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
         hooks.append(
             block.self_attn.register_forward_pre_hook(

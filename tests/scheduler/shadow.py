@@ -146,14 +146,16 @@ class ShadowRunner:
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
         counts = np.zeros_like(task.old_lens)
-        for e, row in enumerate(task.rows):
+        for e in range(len(task.rows)):
             self._check_queries(task, e)
             for lane in self.lanes:
-                held = self.held[row][lane]
-                keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
-                region = len(held) - int(task.plan.region_start[e])
-                counts[lane[0], e, lane[1]] = min(max(keep, 1), region)
+                counts[lane[0], e, lane[1]] = self._count(task, e, lane)
         return counts
+
+    def _count(self, task: ObservationTask, e: int, lane: Lane) -> int:
+        held = self.held[task.rows[e]][lane]
+        keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
+        return min(max(keep, 1), len(held) - int(task.plan.region_start[e]))
 
     def _compact(self, task: CompactionTask) -> None:
         plan = task.plan
@@ -164,6 +166,7 @@ class ShadowRunner:
                 at = (lane[0], e, lane[1])
                 old = self.held[row][lane]
                 if task.policy_id in self.scheduler.events._uneven:
+                    assert task.new_lens[at] - start == self._count(task, e, lane), "stale counts"
                     new = old[:start] + old[len(old) - (task.new_lens[at] - start) :]
                 else:
                     new = old[:start]

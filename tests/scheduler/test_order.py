@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.events import Booked
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.sequence import SequenceStatus
 from kvserve.scheduler.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
-from tests.scheduler.traffic import TRIGGERS, drain, make_scheduler, make_sequence, step
+from tests.scheduler.traffic import (
+    LAYOUTS,
+    TRIGGERS,
+    drain,
+    make_scheduler,
+    make_sequence,
+    step,
+)
 
 
 def test_lower_priorities_are_admitted_first_and_make_way_last() -> None:
@@ -144,3 +152,32 @@ def test_a_closed_gate_leaves_the_cache_alone_until_blocks_run_out() -> None:
         assert scheduler.events.skipped > 0
         assert bool(scheduler.events.early_compactions) == early
         assert bool(scheduler.events.compactions) == early
+
+
+def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -> None:
+    """The prompt's event comes in the next step; it must not take the counts of the later one."""
+    scheduler = make_scheduler(60, LAYOUTS[1], prefix_caching=False)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    for seq_id in range(2):
+        scheduler.add(make_sequence(seq_id, 26, 40, policy=17))
+    make_room, observed = scheduler._make_room_for_decodes, 0
+
+    def preempt_once() -> None:
+        if observed == 2:
+            scheduler._preempt()
+        make_room()
+
+    scheduler._make_room_for_decodes = preempt_once  # type: ignore[method-assign]
+    compact_due = scheduler.events.compact_due
+
+    def count(entries_that_fit: int) -> Booked:
+        nonlocal observed
+        booked = compact_due(entries_that_fit)
+        observed += any(1 in task.seq_ids for task in booked.observations)
+        return booked
+
+    scheduler.events.compact_due = count  # type: ignore[method-assign]
+    while scheduler.has_work:
+        step(scheduler, shadow)
+        observed += observed == 2
+    assert scheduler.num_preemptions == 1 and observed > 3

@@ -8,18 +8,35 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from kvserve.engine.policies.adakv import AdaKV
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
 from kvserve.engine.policies.chunkkv import ChunkKV
+from kvserve.engine.policies.dynamickv import DynamicKV
 from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
+from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.schema import describe
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
+from kvserve.engine.policies.windowkv import WindowKV
 
-_BUILT_IN = (NoCompression, Kara, StreamingLLM, H2O, SnapKV, RKV, KeyDiff, ChunkKV)
+_BUILT_IN = (
+    NoCompression,
+    Kara,
+    StreamingLLM,
+    H2O,
+    SnapKV,
+    RKV,
+    KeyDiff,
+    ChunkKV,
+    PyramidKV,
+    DynamicKV,
+    WindowKV,
+    AdaKV,
+)
 
 
 @cache

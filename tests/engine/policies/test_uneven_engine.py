@@ -1,0 +1,188 @@
+"""Policies that keep unequal counts, on the real engine."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.inspect import Event, KeptPositions
+from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.moves import MovePlan
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.log import ConfigError, RequestError
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.dense_reference import dense_pass, load_dense
+from tests.scheduler.traffic import preempt_now_and_then
+
+(PROMPT,) = random_prompts([70], seed=8)
+MATES = random_prompts([22, 55, 41, 90], seed=9)
+TOKENS = 40
+BLOCK = 4
+SPECS: dict[str, dict[str, Any]] = {
+    "pyramidkv": {"name": "pyramidkv", "budget": 20, "window": 4, "beta": 4},
+    "pyramidkv-threshold": {
+        "name": "pyramidkv", "budget": 20, "window": 4, "beta": 4, "trigger": "threshold",
+        "threshold": 30,
+    },
+    "adakv": {"name": "adakv", "budget": 20, "window": 4},
+    "adakv-threshold": {
+        "name": "adakv", "budget": 20, "window": 4, "trigger": "threshold", "threshold": 31,
+        "protect_prompt": False,
+    },
+    "adakv-keydiff": {"name": "adakv", "budget": 20, "scorer": {"name": "keydiff", "recent": 4}},
+    "dynamickv": {"name": "dynamickv", "budget": 20, "window": 4, "interval": 1},
+    "windowkv": {
+        "name": "windowkv", "budget": 24, "task": "localization", "window": 4, "chunk_size": 4,
+        "reuse_layers": 1, "pyramid": 3,
+    },
+    "windowkv-aggregation": {
+        "name": "windowkv", "budget": 24, "task": "aggregation", "window": 4, "chunk_size": 4,
+        "reuse_layers": 1, "pyramid": 3,
+    },
+}  # fmt: skip
+EACH = pytest.mark.parametrize("label", SPECS)
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
+    settings = {"block_size": BLOCK, "max_num_seqs": 16, **settings}
+    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
+
+
+def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, **params)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def run_alone(llama_dir: Path) -> Any:
+    @cache
+    def run(label: str) -> tuple[list[int], list[Event], list[torch.Tensor], LLM]:
+        """Tokens, events and logits of a request that has the engine to itself."""
+        llm = make_llm(llama_dir, SPECS[label])
+        runner = llm.engine.core.runner
+        layout, original, logits = runner.cache.layout, runner.model.logits, []
+        kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
+
+        def record(hidden: torch.Tensor) -> torch.Tensor:
+            logits.append(original(hidden))
+            return logits[-1]
+
+        runner.model.logits = record  # type: ignore[method-assign]
+        runner.compressor.on_moves = kept.on_moves
+        (tokens,) = generate(llm, [PROMPT])
+        runner.model.logits = original  # type: ignore[method-assign]
+        runner.compressor.on_moves = None
+        return tokens, kept.events, logits, llm
+
+    return run
+
+
+def test_every_uneven_policy_is_here() -> None:
+    uneven = {n for n in policy_names() if policy_class(n).granularity is not Granularity.MODEL}
+    assert uneven == {spec["name"] for spec in SPECS.values()}
+
+
+@EACH
+def test_logits_are_those_of_dense_attention_over_the_kept_sets(
+    label: str, run_alone: Any, llama_dir: Path
+) -> None:
+    tokens, events, logits, _ = run_alone(label)
+    assert events
+    counts = (events[0].held >= 0).sum(axis=2)
+    if make_policy(SPECS[label]).granularity is Granularity.LAYER:
+        assert (counts == counts[:, :1]).all()
+    assert len(np.unique(counts)) > 1, "the counts do not differ"
+    dense = dense_pass(load_dense(llama_dir), PROMPT + tokens[:-1], events)
+    torch.testing.assert_close(
+        torch.cat(logits), dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4
+    )
+
+
+@EACH
+def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
+    label: str, run_alone: Any, llama_dir: Path
+) -> None:
+    expected = run_alone(label)[0]
+    for settings in (
+        {"max_num_batched_tokens": 16},
+        {"swap_space": 0, "enable_prefix_caching": False},
+        {"swap_space": 1 / 2048},
+    ):
+        llm = make_llm(llama_dir, SPECS[label], **settings)
+        scheduler = llm.engine.core.scheduler
+        if "swap_space" in settings:
+            preempt_now_and_then(scheduler, np.random.default_rng(1), 0.08)
+        tokens = generate(llm, [PROMPT, *MATES, PROMPT])
+        assert tokens[0] == tokens[-1] == expected, settings
+        assert bool(scheduler.num_preemptions) == ("swap_space" in settings)
+        assert scheduler.blocks.headroom == scheduler.pool.capacity
+        scheduler.check_integrity()
+
+
+@EACH
+def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> None:
+    """After every event a row names ceil(kept / B) blocks in each group, and no more."""
+    llm = make_llm(llama_dir, SPECS[label], enable_prefix_caching=False)
+    core = llm.engine.core
+    scheduler, compressor = core.scheduler, core.runner.compressor
+    launch, seen, released = core.runner.launch, [], [0]
+
+    def on_moves(task: CompactionTask, plan: MovePlan) -> None:
+        before, after = -(-task.old_lens // BLOCK), -(-task.new_lens // BLOCK)
+        and_one_more = -(-(task.new_lens + 1) // BLOCK)
+        seen.append((int(before.sum()), int(after.sum()), int(and_one_more.sum())))
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        if output.compactions:
+            seen.clear()
+        step = launch(output)
+        if output.compactions:
+            ((before, after, and_one_more),) = seen
+            released.append(int(scheduler.rows.blocks_released[0]))
+            assert scheduler.blocks.kv.held(1)[0] == and_one_more
+            assert released[-1] - released[-2] == before - after > 0
+        return step
+
+    compressor.on_moves, core.runner.launch = on_moves, launched  # type: ignore[method-assign]
+    generate(llm, [PROMPT])
+    assert seen
+    assert scheduler.pool.num_free == scheduler.pool.capacity
+
+
+def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone: Any) -> None:
+    """On a server with the finest layout, each is what it would have been alone."""
+    policies: list[Any] = [*SPECS.values(), "none"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
+        for policy in policies
+    ]
+    server = make_llm(llama_dir, SPECS["adakv"], max_num_batched_tokens=50)
+    outputs = server.generate([PROMPT] * len(params), params, use_tqdm=False)
+    for label, output in zip(SPECS, outputs, strict=False):
+        assert output.outputs[0].token_ids == run_alone(label)[0], label
+    assert outputs[-1].outputs[0].token_ids == generate(make_llm(llama_dir, "none"), [PROMPT])[0]
+
+
+def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, {"name": "snapkv", "budget": 20, "window": 4})
+    with pytest.raises(RequestError, match="--kv-layout layer"):
+        generate(llm, [PROMPT], kv_policy=SPECS["pyramidkv"])
+    llm = make_llm(llama_dir, SPECS["pyramidkv"])
+    with pytest.raises(RequestError, match="--kv-layout head"):
+        generate(llm, [PROMPT], kv_policy=SPECS["adakv"])
+    with pytest.raises(ConfigError, match="choose --kv-layout head or auto"):
+        make_llm(llama_dir, SPECS["adakv"], kv_layout="layer")
