@@ -62,8 +62,8 @@ SUITE = (
     Measurement(
         "pool-sweep",
         "Which pools pay: the crossover",
-        "The same traffic on pools from an eighth of the demand to more than all of it.",
-        f"bench sweep {CHAINS} --num-prompts 48 --pool-shares 0.125 0.25 0.5 0.75 1.0 1.5 "
+        "The same traffic on pools from a fifth of the demand to more than all of it.",
+        f"bench sweep {CHAINS} --num-prompts 48 --pool-shares 0.2 0.35 0.5 0.75 1.0 1.5 "
         f"--repeat 3 --policy {SNAPKV} --policy {KARA}",
         plots=True,
     ),
@@ -87,8 +87,8 @@ SUITE = (
     Measurement(
         "batch-sizes",
         "More sequences at once",
-        "The shape of the Kara paper's Tables 2 and 3: the same pool, 16 to 128 sequences allowed.",
-        f"bench sweep {CHAINS} --num-prompts 96 --pool-shares 0.25 --max-num-seqs 16 64 128 "
+        "The shape of the Kara paper's Tables 2 and 3: the same pool, 16 to 64 sequences allowed.",
+        f"bench sweep {CHAINS} --num-prompts 64 --pool-shares 0.25 --max-num-seqs 16 32 64 "
         f"--repeat 3 --policy {SNAPKV} --policy {PAPER} --policy {KARA}",
     ),
     Measurement(

@@ -34,6 +34,6 @@ def send_times(
     else:
         rates = ramp.start * (ramp.end / ramp.start) ** part
     means = 1.0 / rates
-    gaps = np.random.default_rng(seed).gamma(burstiness, means / burstiness)
+    gaps = np.random.default_rng(seed).gamma(burstiness, means)
     times = np.cumsum(gaps)
     return (times * (means.sum() / times[-1])).tolist()
