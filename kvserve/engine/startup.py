@@ -61,8 +61,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    block_size = config.cache.block_size or 16
     with _naming_flags():
-        policy = policy.for_model(spec.num_layers)
+        policy = policy.for_model(spec.num_layers, block_size)
     _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
@@ -73,7 +74,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         spec.num_layers,
         spec.num_kv_heads,
         spec.head_dim,
-        config.cache.block_size or 16,
+        block_size,
         _granularity(config, policy),
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads

@@ -135,7 +135,7 @@ class WindowKV(UnevenPolicy):
     def query_reduction(self) -> str | None:
         return self.query_reduce
 
-    def for_model(self, num_layers: int) -> Policy:
+    def for_model(self, num_layers: int, block_size: int) -> Policy:
         size = self.reuse_layers or _nearest_divisor(num_layers)
         divides = num_layers % size == 0
         require(divides, "reuse_layers", size, f"a divisor of the model's {num_layers} layers")

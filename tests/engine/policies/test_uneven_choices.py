@@ -331,7 +331,7 @@ class Votes:
 
 def windowkv(review: int, **fields: Any) -> WindowKV:
     """A policy of one group whose layers keep ``review`` entries before a window of 2."""
-    policy = WindowKV(budget=review + 2, window=2, **fields).for_model(1)
+    policy = WindowKV(budget=review + 2, window=2, **fields).for_model(1, 16)
     assert isinstance(policy, WindowKV)
     return policy
 
@@ -392,7 +392,7 @@ def test_windowkv_against_a_naive_loop() -> None:
         size, best_of, scored = 1 + seed % 5, 1 + seed % (1 + seed % 5), 12 + seed % 7
         policy = WindowKV(
             budget=9, window=3, chunk_size=size, best=best_of, reuse_layers=2, pyramid=3
-        ).for_model(6)
+        ).for_model(6, 16)
         assert isinstance(policy, WindowKV)
         budgets = policy.group_budgets(3)
         assert policy.leaders(6) == [0, 0, 2, 2, 4, 4] and budgets == [8, 6, 4]
@@ -412,7 +412,7 @@ def test_windowkv_against_a_naive_loop() -> None:
 @pytest.mark.filterwarnings("ignore:windowkv may keep no window")
 def test_windowkv_fires_where_any_layer_is_cut() -> None:
     """Groups keep 8, 6 and 4 before a window of 3: a prompt of 7 fits all of them."""
-    policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6)
+    policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6, 16)
     prompts = np.array([3, 6, 7, 8, 100], np.int32)
     zero = np.zeros_like(prompts)
     due = policy.trigger.next_event(RowState(prompts, zero, zero, zero)).tolist()
@@ -423,19 +423,19 @@ def test_windowkv_fires_where_any_layer_is_cut() -> None:
 def test_windowkv_for_a_model() -> None:
     base = WindowKV(budget=1056)
     for layers, size in ((32, 8), (28, 7), (2, 1), (1, 1), (6, 1), (7, 1), (24, 6)):
-        policy = base.for_model(layers)
+        policy = base.for_model(layers, 16)
         assert isinstance(policy, WindowKV)
         assert policy.reuse_layers == size and policy.task == "localization"
-        assert policy.protected == 16 and policy.for_model(layers) == policy
-    asked = WindowKV(budget=1056, task="aggregation").for_model(32)
+        assert policy.protected == 16 and policy.for_model(layers, 16) == policy
+    asked = WindowKV(budget=1056, task="aggregation").for_model(32, 16)
     assert isinstance(asked, WindowKV)
     assert asked.protected == 32 and asked.group_budgets(4) == [1463, 1171, 879, 585]
     with pytest.raises(PolicyError, match="divisor of the model's 30") as refused:
-        WindowKV(budget=64, reuse_layers=4).for_model(30)
+        WindowKV(budget=64, reuse_layers=4).for_model(30, 16)
     assert refused.value.argument == "reuse_layers"
     with pytest.raises(PolicyError, match="at most 6 "):
-        WindowKV(budget=64, reuse_layers=8, pyramid=3).for_model(32)
+        WindowKV(budget=64, reuse_layers=8, pyramid=3).for_model(32, 16)
     with pytest.warns(UserWarning, match="no window in upper layers"):
-        WindowKV(budget=40, reuse_layers=1).for_model(8)
+        WindowKV(budget=40, reuse_layers=1).for_model(8, 16)
     with pytest.warns(UserWarning, match="more in upper layers"):
-        WindowKV(budget=400, reuse_layers=16).for_model(32)
+        WindowKV(budget=400, reuse_layers=16).for_model(32, 16)
