@@ -320,7 +320,7 @@ def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tupl
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     return [
         ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
-        ("preemption", swap, "--swap-space; what is not compressed, or not fits, is recomputed"),
+        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
     ]

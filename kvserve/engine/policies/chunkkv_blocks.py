@@ -5,32 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.policies.base import Selection, UnevenPolicy
 from kvserve.engine.policies.chunkkv import ChunkKV
 from kvserve.engine.policies.selection import stable_order
-from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
-
-
-@dataclass(frozen=True)
-class WholeChunks(Budget):
-    """Whole chunks of ``chunk`` entries, one at least, in front of the protected tail.
-
-    The tail begins where the last whole chunk before the newest ``window`` entries ends.
-    """
-
-    chunk: int = 1
-    window: int = 0
-
-    def of(self, n: IntArray) -> IntArray:
-        tail = n - (n - self.window) // self.chunk * self.chunk
-        chunks = np.maximum((super().of(n) - tail) // self.chunk, 1)
-        return np.where(n < self.window + self.chunk, n, np.minimum(n, chunks * self.chunk + tail))
+from kvserve.scheduler.trigger import AtPrefillEnd, Trigger, WholeChunks
 
 
 @dataclass(frozen=True)
