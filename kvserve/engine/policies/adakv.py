@@ -120,9 +120,9 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
 
         spec = self._scorer_spec()
         try:
-            ranked = policy_class(spec.get("name")).ranks_entries
-            allowed = "a policy that ranks single entries (snapkv, keydiff, rkv, pyramidkv)"
-            require(ranked, "scorer", self.scorer, allowed)
+            if not policy_class(spec.get("name")).ranks_entries:
+                ranking = "snapkv, keydiff, rkv or pyramidkv"
+                raise PolicyError(f"{spec['name']} does not rank single entries; try {ranking}")
             return make_policy(spec)
         except PolicyError as error:
             own = error.argument in field_names(type(self))
