@@ -196,7 +196,7 @@ class WindowKV(UnevenPolicy):
         scored, size = scores.shape[-1], self.chunk_size
         windows = -(-scored // size)
         budgets = self.group_budgets(scores.shape[1])
-        kept = [max(0, min(windows, windows + (b - scored) // size)) for b in budgets]
+        kept = [max(0, windows + (b - scored) // size) for b in budgets]
         chunks = layers(kept, scores).expand(scores.shape[:-1])
         return Selection(*uneven_chunks_and_newest(scores, length, size, chunks))
 

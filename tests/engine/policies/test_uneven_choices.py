@@ -20,7 +20,7 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.window_scores import causal_scores
+from kvserve.kernels.window_scores import causal_scores, past_scores
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 from tests.engine.policies.uneven import best, choose, places, registered, tied
 
@@ -69,6 +69,12 @@ def test_shorter_lanes_score_as_by_themselves(policy: Policy) -> None:
             torch.testing.assert_close(scores[first:], policy.score(lane)[0, 0, 0])
 
 
+def test_lanes_with_nothing_but_the_window_stay_finite() -> None:
+    obs = random_observation(6)
+    missing = torch.ones(obs.keys.shape[:-1], dtype=torch.bool)
+    assert past_scores(obs.queries, obs.keys, 0.5, missing=missing).isfinite().all()
+
+
 def test_nothing_missing_changes_nothing() -> None:
     obs = random_observation(1)
     none = Observation(
@@ -106,6 +112,14 @@ def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
         [list(range(18))] * 2,
         [best(row, 0, 18)[-2:] for row in scores[1].tolist()],
     ]
+
+
+def test_pyramidkv_counts_stop_at_what_a_layer_has() -> None:
+    """Budgets are 24 and 12 before the window; the upper layer has 5."""
+    policy = PyramidKV(budget=20, window=2, when="threshold", threshold=22)
+    scores = torch.rand(1, 2, 2, 24)
+    scores[:, 1, :, :19] = -torch.inf
+    assert policy.choose(scores, 26, 20).counts.tolist() == [[[26, 26], [7, 7]]]
 
 
 # ---- Ada-KV -------------------------------------------------------------------------------------
@@ -206,16 +220,22 @@ def test_ada_pyramid() -> None:
     assert (counts[..., 0] != counts[..., 1]).any()
 
 
-def test_adakv_in_decode_never_exceeds_the_budget() -> None:
-    """Lanes hold 5 to 25 of 25 places; their heads' counts add up to the layer's budget."""
+@pytest.mark.parametrize("alpha", [0.2, 0.9])
+def test_adakv_in_decode_never_exceeds_the_budget(alpha: float) -> None:
+    """Lanes hold 5 to 25 of 25 places; their heads' counts add up to the layer's budget.
+
+    The last layer holds less than its budget, and keeps all of it.
+    """
     generator = torch.Generator().manual_seed(1)
-    policy = AdaKV(budget=8, window=2, when="threshold", threshold=10)
+    policy = AdaKV(budget=8, window=2, when="threshold", threshold=10, alpha=alpha)
     scores = tied(1, 6, 4, 23, seed=3)
     there = torch.randint(3, 24, (6, 4), generator=generator)
     there[:, 0] = 23
+    there[-1] = torch.tensor([3, 4, 5, 6])
     scores[0].masked_fill_(torch.arange(23) < 23 - there[..., None], -torch.inf)
     counts = policy.choose(scores, 25, 8).counts[0]
     assert (counts <= there + 2).all() and (counts >= 2).all()
+    assert counts[-1].tolist() == [5, 6, 7, 8]
     short = 4 * 8 - counts.sum(-1)
     capped = (counts == there + 2).any(-1)
     assert ((short == 0) | (capped & (short > 0))).all() and (short == 0).any()
