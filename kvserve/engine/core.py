@@ -87,6 +87,7 @@ class EngineCore:
             policy_id=self._policy_id(policy),
             trigger=policy.trigger,
             uneven=policy.granularity is not Granularity.MODEL,
+            keeps_blocks=policy.keeps_blocks,
             sampling=self._row_sampling(new, prompt),
             priority=new.priority,
             num_shareable=self.runner.model.spec.num_shareable(prompt),
@@ -178,7 +179,8 @@ class EngineCore:
         if spec is None:
             return self._default_policy
         try:
-            policy = make_policy(spec).for_model(self.scheduler.layout.num_layers)
+            layout = self.scheduler.layout
+            policy = make_policy(spec).for_model(layout.num_layers, layout.block_size)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         allowed = self.config.compression.allow_request_policy

@@ -65,8 +65,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    block_size = config.cache.block_size or 16
     with _naming_flags():
-        policy = policy.for_model(spec.num_layers)
+        policy = policy.for_model(spec.num_layers, block_size)
     _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
@@ -77,7 +78,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         spec.num_layers,
         spec.num_kv_heads,
         spec.head_dim,
-        config.cache.block_size or 16,
+        block_size,
         _granularity(config, policy),
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
@@ -323,7 +324,7 @@ def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tupl
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     return [
         ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
-        ("preemption", swap, "--swap-space; what is not compressed, or not fits, is recomputed"),
+        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
     ]

@@ -15,6 +15,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.inspect import KeptPositions
 from kvserve.engine.llm_engine import LLMEngine
 from kvserve.engine.moves import MovePlan, plan_moves
+from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -149,3 +150,26 @@ def test_plan_of_lanes_that_keep_differently_many() -> None:
     plan = plan_moves(task, kept, new - 2, layout)
     assert plan.counts.tolist() == [[[4, 2]]]
     assert plan.src[0, 0].tolist() == [[1, 2, 4, 5], [1, 3, 0, 0]]
+
+
+def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are observed as many at a time as the scratch holds; one at a time is no other."""
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    prompts, results = random_prompts([11, 7, 19], seed=4), []
+    for scratch in (2**28, 1):
+        llm = LLM(str(llama_dir), policy=POLICY, dtype="float32", skip_tokenizer_init=True)
+        compressor, most = llm.engine.core.runner.compressor, 0
+        monkeypatch.setattr(compressor, "_scratch_bytes", scratch)
+        observed = compressor._observed
+
+        def watched(*args: Any) -> Iterator[tuple[slice, Observation]]:
+            nonlocal most
+            for some, observation in observed(*args):  # noqa: B023
+                most = max(most, len(observation.keys))
+                yield some, observation
+
+        monkeypatch.setattr(compressor, "_observed", watched)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([output.outputs[0].token_ids for output in outputs])
+        assert (most == 1) == (scratch == 1)
+    assert results[0] == results[1]

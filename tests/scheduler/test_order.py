@@ -8,13 +8,16 @@ import pytest
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.events import Booked
 from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.sequence import SequenceStatus
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     LAYOUTS,
     TRIGGERS,
+    UNEVEN,
     drain,
     make_scheduler,
     make_sequence,
@@ -181,3 +184,50 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
         step(scheduler, shadow)
         observed += observed == 2
     assert scheduler.num_preemptions == 1 and observed > 3
+
+
+def test_a_bounded_sequence_holds_the_blocks_of_its_bound() -> None:
+    """1,500 tokens of which 320 are kept: 21 blocks of 16 and not 94."""
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=16)
+    trigger = WhenOver(limit=336, keep=320, num_queries=0, protect_prompt=False)
+    held = {}
+    for policy, how in ((0, Never()), (1, trigger)):
+        scheduler = Scheduler(
+            layout, 200, max_num_seqs=1, max_num_batched_tokens=512, max_model_len=2048,
+            log_block_tokens=8,
+        )  # fmt: skip
+        seq = Sequence(0, np.arange(100, dtype=np.int32), 100, 1501, (), policy, how)
+        scheduler.add(seq)
+        while scheduler.has_work:
+            output = scheduler.schedule()
+            scheduler.update(output, np.full(len(output.sampled), 7))
+        held[policy] = seq.peak_blocks
+    assert held == {0: 94, 1: 21}
+
+
+def test_freed_blocks_let_more_sequences_run_at_once() -> None:
+    """Admission counts what is held, so compression turns into concurrency at once."""
+    running = {}
+    for policy in (0, 7):
+        scheduler = make_scheduler(60, max_num_seqs=16)
+        shadow = ShadowRunner(scheduler, TRIGGERS)
+        for seq_id in range(40):
+            scheduler.add(make_sequence(seq_id, 6, 115, policy=policy))
+        counts = []
+        while scheduler.waiting:
+            step(scheduler, shadow)
+            counts.append(len(scheduler.running))
+        running[policy] = np.mean(counts)
+    assert running[7] > 1.3 * running[0]
+
+
+@pytest.mark.parametrize("policy", [i for i, t in TRIGGERS.items() if getattr(t, "block", 0) == 0])
+def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
+    """Policies that say so (``block``) aside; chunks of five tokens."""
+    layout = LAYOUTS[1] if policy in UNEVEN else LAYOUTS[0]
+    scheduler = make_scheduler(120, layout, max_num_batched_tokens=9)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    scheduler.add(make_sequence(0, 40, 60, policy=policy))
+    drain(scheduler, shadow)
+    assert all(position >= 40 for position, _ in shadow.events[0])
+    assert bool(shadow.events[0]) == bool(policy)
