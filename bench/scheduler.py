@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, run_and_publish
+from kvserve.benchmarks.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.simulator import lognormal_lengths
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
@@ -178,8 +178,7 @@ def main() -> int:
     words = "repetitions; a step's shortest time counts (default: 3)"
     parser.add_argument("--repeat", type=count, default=3, metavar="N", help=words)
     args = parser.parse_args()
-    cost = HostCost(args)
-    return run_and_publish(cost.measure, cost.report, args.save_result)
+    return measure_and_publish(HostCost(args), args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, Row, run_and_publish
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
 from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
@@ -167,7 +167,7 @@ class Table:
         rows = [row for variant in VARIANTS if (row := self._row(variant))]
         device = {"type": "simulated", "name": "h200"}
         program = "python bench/simulator.py"
-        return Report("simulator", about, columns, rows, settings, [], device, program)
+        return Report("simulator", about, columns, rows, settings, device=device, program=program)
 
     def _row(self, variant: Variant) -> Row:
         row: dict[str, Any] = {}
@@ -204,8 +204,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=at_least(1), default=3, metavar="N", help="default: 3")
     parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="processes")
     args = parser.parse_args()
-    table = Table(args)
-    return run_and_publish(table.measure, table.report, args.save_result)
+    return measure_and_publish(Table(args), args)
 
 
 if __name__ == "__main__":

@@ -78,13 +78,13 @@ def main() -> None:
         outputs = run(model, tokenizer, samples, args.rows)
         grades = [grade(s, o) for s, o in zip(samples, outputs, strict=True)]
         exact = sum(g.exact for g in grades) / len(grades)
-        prefix = sum(g.correct_prefix for g in grades) / len(grades)
+        prefix = sum(g.score for g in grades) / len(grades)
         print(
             f"| {task} | {exact:.3f} | {prefix:.3f} | {args.n} | {args.seed} "
             f"| {time.time() - started:.0f} |",
             flush=True,
         )
-        wrong = [i for i, g in enumerate(grades) if g.correct_prefix < 1][: args.show]
+        wrong = [i for i, g in enumerate(grades) if g.score < 1][: args.show]
         for i in wrong:
             print(f"  want {samples[i].answers}\n  got  {outputs[i]}")
 

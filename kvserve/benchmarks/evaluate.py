@@ -1,4 +1,4 @@
-"""``kvserve eval``: exact match of policies on the shipped tasks, beside the full cache.
+"""``kvserve eval``: accuracy of policies on shipped tasks and on files, beside the full cache.
 
 Every answer is greedy and every turn of a task is a chat request with the model's own earlier
 answers. What a policy really held stands beside its score: a budget never reached proves nothing.
@@ -7,187 +7,185 @@ answers. What a policy really held stands beside its score: a budget never reach
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Sequence
-from math import sqrt
-from typing import Any
+from pathlib import Path
 
+from kvserve.benchmarks.benchmark import Benchmark, run_benchmark
+from kvserve.benchmarks.checkpoint import Checkpoint
+from kvserve.benchmarks.columns import columns
 from kvserve.benchmarks.measure import Figures, Played, accuracy, play
+from kvserve.benchmarks.needle_grid import NAME as NEEDLE_GRID
+from kvserve.benchmarks.needle_grid import NeedleGrid
 from kvserve.benchmarks.options import (
-    NO_COMPRESSION,
-    Checkpoint,
-    PolicySpec,
     add_engine_arguments,
+    add_pool_argument,
     add_report_arguments,
+    add_retention_argument,
     at_least,
-    check_complete,
-    chosen_policies,
-    fraction,
-    opened_checkpoint,
+    check_matplotlib,
+    number,
+    policies_by_retention,
 )
-from kvserve.benchmarks.report import Column, Report, Row, run_and_publish
+from kvserve.benchmarks.plots import plot_evaluation
+from kvserve.benchmarks.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.benchmarks.published import FORMATS, read_benchmark
+from kvserve.benchmarks.report import Report, Row
 from kvserve.benchmarks.tasks import TASKS
+from kvserve.benchmarks.traffic import entry_bytes
 from kvserve.benchmarks.workload import TaskPrompts, task_prompts
-from kvserve.engine.llm import LLM
-from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
-_Z95 = 1.959963984540054
-
-
-def _compactions(mean: float) -> str:
-    return f"{mean:.2f}" if mean else "never reached"
-
-
-_COLUMNS = (
-    Column("task", "task", left=True),
-    Column("policy", "policy", left=True),
-    Column("retention", "retention", "g"),
-    Column("exact match", "exact_match", ".3f"),
-    Column("95% interval", "interval_95", lambda bounds: "{:.3f}–{:.3f}".format(*bounds)),
-    Column("correct prefix", "correct_prefix", ".3f"),
-    Column("n", "n", "d"),
-    Column("seed", "seed", "d"),
-    Column("held/logical", "held_over_logical_at_end", ".3f"),
-    Column("events per request", "compactions_per_request", _compactions),
+_COLUMNS = columns(
+    *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "score", "n"),
+    *("seed", "held_over_logical_at_end", "compactions_per_request"),
 )
+_LENGTHS = [256, 512, 1024, 1536, 2048]
+_DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count = at_least(1)
     add_engine_arguments(parser)
     add_report_arguments(parser)
+    names = [*TASKS, NEEDLE_GRID]
     parser.add_argument(
         "--tasks",
-        nargs="+",
-        choices=TASKS,
-        default=list(TASKS),
+        nargs="*",
+        choices=names,
         metavar="TASK",
-        help=f"some of {', '.join(TASKS)} (default: all)",
+        help=f"some of {', '.join(names)} (default: all but the last, unless --benchmark is given)",
     )
     parser.add_argument(
-        "--retention",
-        nargs="+",
-        type=fraction,
-        metavar="X",
-        help="run each policy once per value, as its ratio; policies without one run once",
+        "--benchmark",
+        action="append",
+        type=_format_and_file,
+        default=[],
+        metavar="FORMAT=FILE",
+        help="lines of JSON as they are published; "
+        + "; ".join(f"{name}: {each.help}" for name, each in FORMATS.items()),
     )
+    words = "limit of answers to --benchmark (default: the format's own)"
+    parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
     parser.add_argument(
-        "--num-samples", type=count, default=100, help="per task (default: 100)", metavar="N"
-    )
+        "--grid-lengths", nargs="+", type=at_least(256), default=_LENGTHS, metavar="N",
+        help=f"{NEEDLE_GRID}: tokens of a text (default: {' '.join(map(str, _LENGTHS))})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grid-depths", nargs="+", type=number(0, 1, closed=True), default=_DEPTHS, metavar="X",
+        help=f"{NEEDLE_GRID}: 0 is its beginning (default: {' '.join(map(str, _DEPTHS))})",
+    )  # fmt: skip
+    add_retention_argument(parser)
+    words = f"per task; of {NEEDLE_GRID} per length and depth (default: 100)"
+    parser.add_argument("--num-samples", type=at_least(1), default=100, help=words, metavar="N")
     parser.add_argument(
         "--max-num-seqs",
         "--batch",
-        type=count,
+        type=at_least(1),
         default=32,
         metavar="N",
         help="samples at once (default: 32)",
     )
-    parser.add_argument(
-        "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"
-    )
+    add_pool_argument(parser)
+    words = f"draw accuracy against memory, and {NEEDLE_GRID}, into this folder"
+    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
+
+
+def _format_and_file(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if name not in FORMATS or not path:
+        formats = ", ".join(FORMATS)
+        raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=FILE with one of {formats}")
+    return name, Path(path)
 
 
 def run(args: argparse.Namespace) -> int:
-    policies = _with_retention(args, chosen_policies(args, complete=False))
-    check_complete(args, policies)
-    with opened_checkpoint(args) as checkpoint:
-        evaluation = Evaluation(args, checkpoint, policies)
-        return run_and_publish(evaluation.measure, evaluation.report, args.save_result)
+    if args.tasks is None:
+        args.tasks = [] if args.benchmark else list(TASKS)
+    if not args.tasks and not args.benchmark:
+        args.fail("--tasks: name one, or give --benchmark")
+    names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
+    if len(set(names)) < len(names):
+        args.fail("--benchmark: files are told apart by their names, and two are called the same")
+    if args.max_new_tokens and not args.benchmark:
+        args.fail("--max-new-tokens is for --benchmark")
+    if args.save_plots:
+        check_matplotlib(args, "--save-plots")
+    return run_benchmark(Evaluation, args, policies_by_retention(args))
 
 
-def _with_retention(args: argparse.Namespace, chosen: Sequence[PolicySpec]) -> list[PolicySpec]:
-    """The full cache first, then each policy, once per retention if it has a ratio."""
-    specs = [NO_COMPRESSION]
-    for spec in chosen:
-        if not args.retention or not spec.has_field("ratio"):
-            specs.append(spec)
-        elif "ratio" in spec.fields:
-            args.fail(f"--retention sets ratio, and so does --policy {spec.label}: give one")
-        else:
-            try:
-                specs += [spec.with_fields(ratio=value) for value in args.retention]
-            except PolicyError as error:
-                args.fail(f"--retention: {error}")
-    return list({spec.label: spec for spec in specs}.values())
-
-
-class Evaluation:
+class Evaluation(Benchmark):
     """Every policy on every task; one engine per policy."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
-        self._args = args
-        self._checkpoint = checkpoint
-        self._policies = policies
+        super().__init__(args, checkpoint, policies)
+        tokenizer = checkpoint.tokenizer()
+        if not tokenizer.has_chat_template:
+            raise ConfigError(f"--model: {checkpoint.name} has no chat template")
+        self._grid = NeedleGrid(args.grid_lengths, args.grid_depths, args.num_samples)
+        self._workloads = {name: self._workload(name, tokenizer) for name in args.tasks}
+        for name, path in args.benchmark:
+            given = path, args.num_samples, args.max_new_tokens
+            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer)
         self._rows: dict[tuple[str, str], Row] = {}
 
     def measure(self) -> None:
-        args = self._args
-        for spec in self._policies:
-            llm = LLM(policy=spec.as_dict, **self._checkpoint.settings(args))
-            if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
-                raise ConfigError(f"--model: {self._checkpoint.name} has no chat template")
-            for task in args.tasks:
-                workload = task_prompts(task, args.num_samples, llm.tokenizer, args.seed)
-                played = play(llm.engine, workload, f"{task} {spec.label}", not args.disable_tqdm)
-                self._rows[task, spec.label] = {
+        for spec in self.policies:
+            engine = self.engines.build(spec)
+            for task, workload in self._workloads.items():
+                title, show = f"{task} {spec.label}", not self.args.disable_tqdm
+                played = play(engine, workload, title, show)
+                row = {
                     "task": task,
                     "policy": spec.label,
                     "policy_args": spec.as_dict,
                     "retention": spec.fields.get("ratio"),
-                    "seed": args.seed,
+                    "seed": self.args.seed,
                     **score(workload, played),
                 }
-            del llm
-            gc.collect()
+                row["held_bytes_at_end"] = row["held_entries_at_end"] * entry_bytes(engine)
+                if task == NEEDLE_GRID:
+                    row["grid"] = self._grid.table(workload.grades(played.answers))
+                self._rows[task, spec.label] = row
+            del engine
 
     def report(self) -> Report:
-        args = self._args
+        args = self.args
         rows = [
             self._rows[task, spec.label]
-            for task in args.tasks
-            for spec in self._policies
+            for task in self._workloads
+            for spec in self.policies
             if (task, spec.label) in self._rows
         ]
-        settings: dict[str, Any] = {
-            "model": self._checkpoint.name,
-            "tasks": args.tasks,
-            "num_samples": args.num_samples,
-            "max_num_seqs": args.max_num_seqs,
-            "dtype": args.dtype or "auto",
-            "seed": args.seed,
-        }
-        about = [f"shipped tasks on {self._checkpoint.name}, greedy; interval: Wilson's"]
-        return Report("eval", about, _COLUMNS, rows, settings)
+        settings = self.settings("tasks", "num_samples", "max_num_seqs", "max_new_tokens")
+        settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
+        about = [f"{self.checkpoint.name}, greedy; interval: Wilson's"]
+        plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
+        return Report("eval", about, _COLUMNS, rows, settings, plots=plots)
+
+    def _workload(self, task: str, tokenizer: Tokenizer) -> TaskPrompts:
+        args = self.args
+        if task == NEEDLE_GRID:
+            return self._grid.prompts(tokenizer, args.seed)
+        return task_prompts(task, args.num_samples, tokenizer, args.seed)
 
 
 def score(workload: TaskPrompts, played: Played) -> Figures:
-    """Accuracy with its interval, and what the cache held when each conversation ended."""
-    right = accuracy(workload, played.answers)
-    last = [turns[-1].kv_cache_details for turns in played.turns]
+    """Accuracy, and what the policy did to the caches."""
     every = [turn.kv_cache_details for turns in played.turns for turn in turns]
-    compressed = last[0].policy != NO_COMPRESSION.name
+    compressed = every[0].policy != NO_COMPRESSION.name
     return {
-        **right,
-        "interval_95": wilson_interval(right["exact"], right["n"]),
-        "held_over_logical_at_end": sum(kv.held_tokens for kv in last)
-        / sum(kv.logical_tokens for kv in last),
+        **accuracy(workload, played.answers),
         "compactions_per_request": sum(kv.compactions for kv in every) / len(every)
         if compressed
         else None,
         "requests_compacted": sum(kv.compactions > 0 for kv in every),
         **{
             name: played.figures[name]
-            for name in ("requests", "output_tokens", "wall_s", "output_tok_s", "preemptions")
+            for name in (
+                *("requests", "output_tokens", "wall_s", "output_tok_s", "preemptions"),
+                *("held_over_logical_at_end", "held_entries_at_end"),
+            )
         },
     }
-
-
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
-    p, z2 = successes / n, _Z95**2
-    centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
-    return max(0.0, low), min(1.0, high)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvserve.benchmarks.checkpoint import opened_checkpoint
 from kvserve.benchmarks.options import (
-    PolicySpec,
     add_engine_arguments,
-    at_least,
+    add_pool_argument,
+    check_matplotlib,
     chosen_policies,
-    opened_checkpoint,
+    file_name,
 )
+from kvserve.benchmarks.plots import panels
+from kvserve.benchmarks.policy_spec import PolicySpec
 from kvserve.benchmarks.report import Column, Row, markdown_table
 from kvserve.engine.inspect import Inspection, inspect
 from kvserve.engine.llm import LLM
@@ -53,14 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="token ids fed one by one after the prompt, as if the model had generated them",
     )
     parser.add_argument(
-        "--dump", type=_output(".npz"), metavar="FILE.npz", help="write kept positions"
+        "--dump", type=file_name(".npz"), metavar="FILE.npz", help="write kept positions"
     )
     parser.add_argument(
-        "--plot", type=_output(".png"), metavar="FILE.png", help="draw positions by layers"
+        "--plot", type=file_name(".png"), metavar="FILE.png", help="draw positions by layers"
     )
-    parser.add_argument(
-        "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"
-    )
+    add_pool_argument(parser)
     parser.set_defaults(max_num_seqs=1)
 
 
@@ -76,8 +75,11 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.policy is None or len(args.policy) != 1:
         args.fail("--policy: name the one to inspect")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        args.fail("--plot needs matplotlib: pip install 'kvserve[bench]'")
+    if args.plot:
+        check_matplotlib(args, "--plot")
+    for path in filter(None, (args.dump, args.plot)):
+        if not path.parent.is_dir():
+            args.fail(f"{path}: there is no directory {path.parent}")
     (spec,) = chosen_policies(args)
     with opened_checkpoint(args) as checkpoint:
         settings = checkpoint.settings(args)
@@ -137,15 +139,12 @@ def _layer_rows(found: Inspection) -> list[Row]:
 
 def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
     """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     layers, heads, _ = found.held.shape
     share = found.holders() / heads
-    figure = Figure(figsize=(10, 1.5 + 0.25 * layers), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=spec.label, xlabel="position", ylabel="layer")
+    figure, (axes,) = panels([spec.label], width=10, height=1.5 + 0.25 * layers)
+    axes.set(xlabel="position", ylabel="layer")
     image = axes.imshow(
         share, aspect="auto", vmin=0, vmax=1, interpolation="nearest", origin="lower"
     )
@@ -177,15 +176,3 @@ def _read(path: Path) -> np.ndarray[Any, Any]:
     if path.suffix == ".json":
         return np.asarray(json.loads(path.read_text()))
     raise argparse.ArgumentTypeError(f"{path} is neither a .npy nor a .json file")
-
-
-def _output(suffix: str) -> Callable[[str], Path]:
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix != suffix or path.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {suffix} file")
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
-        return path
-
-    return read

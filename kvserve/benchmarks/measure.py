@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,18 @@ from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
+
+_Z95 = 1.959963984540054
+_COUNTERS = (
+    ("blocks_released", "blocks_released_total"),
+    ("compactions", "compactions_total"),
+    ("early_compactions", "early_compactions_total"),
+    ("skipped_compactions", "skipped_compactions_total"),
+    ("compaction_s", "compaction_seconds_total"),
+    ("evicted_tokens", "tokens_evicted_total"),
+    ("preemptions", "preemptions_total"),
+    ("swaps", "swaps_total"),
+)
 
 
 class Engine(Protocol):
@@ -50,15 +63,14 @@ def play(engine: Engine, workload: Workload, title: str = "", show: bool = False
 
     Time runs while the engine works (requests are added, steps are made), not while it is watched.
     """
-    params = SamplingParams(
-        temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=workload.ignore_eos
-    )
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
     meter = _Meter(engine.stats())
 
     def send_next(index: int) -> bool:
         prompt = workload.prompt(index, [turn.outputs[0].text for turn in turns[index]])
         if prompt is not None:
+            limit, ignore_eos = workload.max_tokens(index), workload.ignore_eos
+            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=ignore_eos)
             engine.add_request(f"{index}.{len(turns[index])}", prompt, params)
         return prompt is not None
 
@@ -79,7 +91,7 @@ def play(engine: Engine, workload: Workload, title: str = "", show: bool = False
                     over += not send_next(index)
             meter.record(time.perf_counter() - started, changed, engine.stats())
             bar.update(over)
-    return Played(turns, meter.figures(turns, engine.stats(), params))
+    return Played(turns, meter.figures(workload, turns, engine.stats()))
 
 
 @dataclass
@@ -111,15 +123,17 @@ class _Meter:
             self.last_token[output.request_id] = self.seconds
 
     def figures(
-        self, turns: list[list[RequestOutput]], after: EngineStats, params: SamplingParams
+        self, workload: Workload, turns: list[list[RequestOutput]], after: EngineStats
     ) -> Figures:
         ended = [turn for conversation in turns for turn in conversation]
+        prompted = sum(len(turn.prompt_token_ids) for turn in ended)
         tokens = sum(len(turn.outputs[0].token_ids) for turn in ended)
         steps = len(self.running)
         p50, p99 = np.percentile(self.gaps, [50, 99]).tolist() if self.gaps else (None, None)
         return {
             "requests": len(ended),
-            "input_tokens": sum(len(turn.prompt_token_ids) for turn in ended),
+            "input_tokens": prompted,
+            "prompt_cached": sum(turn.num_cached_tokens for turn in ended) / prompted,
             "output_tokens": tokens,
             "wall_s": self.seconds,
             "output_tok_s": tokens / self.seconds,
@@ -130,37 +144,65 @@ class _Meter:
             "mean_held_tokens": self.held / steps,
             "mean_logical_tokens": self.logical / steps,
             "held_over_logical": self.held / self.logical if self.logical else None,
+            **_held_at_end([conversation[-1] for conversation in turns]),
             "blocks_total": after.blocks_total,
             "mean_pool_usage": self.pool_usage / steps,
-            "blocks_released": after.blocks_released_total - self.before.blocks_released_total,
-            "compactions": after.compactions_total - self.before.compactions_total,
-            "compaction_s": after.compaction_seconds_total - self.before.compaction_seconds_total,
-            "evicted_tokens": after.tokens_evicted_total - self.before.tokens_evicted_total,
-            "preemptions": after.preemptions_total - self.before.preemptions_total,
-            "swaps": after.swaps_total - self.before.swaps_total,
-            "early_compactions": after.early_compactions_total
-            - self.before.early_compactions_total,
+            **{
+                name: getattr(after, total) - getattr(self.before, total)
+                for name, total in _COUNTERS
+            },
             "itl_p50_ms": None if p50 is None else 1000 * p50,
             "itl_p99_ms": None if p99 is None else 1000 * p99,
             "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),
-            "cut_short": sum(_cut_short(turn, params) for turn in ended),
+            "cut_short": sum(
+                _cut_short(turn, workload.max_tokens(index))
+                for index, conversation in enumerate(turns)
+                for turn in conversation
+            ),
+            "running_over_steps": _thinned(self.running),
         }
 
 
-def _cut_short(turn: RequestOutput, params: SamplingParams) -> bool:
+def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
+    """What was left in the cache when each conversation ended."""
+    details = [output.kv_cache_details for output in last]
+    return {
+        "held_over_logical_at_end": sum(kv.held_tokens for kv in details)
+        / sum(kv.logical_tokens for kv in details),
+        "held_entries_at_end": sum(kv.held_entries for kv in details) / len(details),
+    }
+
+
+def _cut_short(turn: RequestOutput, limit: int) -> bool:
     """Whether a request ended for want of blocks: neither at its limit nor of itself."""
     choice = turn.outputs[0]
-    return choice.finish_reason == "length" and len(choice.token_ids) < (params.max_tokens or 0)
+    return choice.finish_reason == "length" and len(choice.token_ids) < limit
+
+
+def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
+    """Means over ``count`` equal stretches."""
+    parts = np.array_split(np.asarray(values, float), min(count, len(values)))
+    return [round(float(part.mean()), 2) for part in parts]
 
 
 def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
-    """Exact match and mean correct prefix; empty where the workload is not graded."""
+    """Exact match with its interval, mean correct prefix; empty where nothing is graded."""
     grades = workload.grades(answers)
     if not grades:
         return {}
+    n, exact = len(grades), sum(grade.exact for grade in grades)
     return {
-        "n": len(grades),
-        "exact": sum(grade.exact for grade in grades),
-        "exact_match": sum(grade.exact for grade in grades) / len(grades),
-        "correct_prefix": sum(grade.correct_prefix for grade in grades) / len(grades),
+        "n": n,
+        "exact": exact,
+        "exact_match": exact / n,
+        "interval_95": wilson_interval(exact, n),
+        workload.score_name: sum(grade.score for grade in grades) / n,
     }
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
+    p, z2 = successes / n, _Z95**2
+    centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding: p itself is always in it

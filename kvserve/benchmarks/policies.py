@@ -7,7 +7,6 @@ step. An event's time is that of everything between two forwards: scores, choice
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,20 +15,21 @@ from typing import Any
 
 import torch
 
+from kvserve.benchmarks.benchmark import Benchmark, run_benchmark
+from kvserve.benchmarks.checkpoint import Checkpoint
+from kvserve.benchmarks.columns import columns
 from kvserve.benchmarks.options import (
-    SHAPES,
-    Checkpoint,
-    PolicySpec,
     add_engine_arguments,
+    add_pool_argument,
     add_report_arguments,
     at_least,
     chosen_policies,
-    opened_checkpoint,
 )
-from kvserve.benchmarks.report import Column, Report, Row, run_and_publish
+from kvserve.benchmarks.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.benchmarks.report import Report, Row
 from kvserve.benchmarks.workload import random_prompts
 from kvserve.engine.compressor import Compressor
-from kvserve.engine.llm import LLM
+from kvserve.engine.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
 
 _POLICIES = tuple(
@@ -45,26 +45,19 @@ _POLICIES = tuple(
     )
 )
 _COUNTS = [1, 16, 64]
-_COLUMNS = (
-    Column("policy", "policy", left=True),
-    Column("sequences", "sequences", "d"),
-    Column("decode step ms", "decode_step_ms", ".2f"),
-    Column("event ms", "event_ms", ".2f"),
-    Column("event / step", "event_per_step", ".2f"),
-    Column("events per sequence", "events_per_sequence", ".1f"),
-    Column("share of decode time", "share_of_time", ".1%"),
+_COLUMNS = columns(
+    *("policy", "sequences", "decode_step_ms", "event_ms", "event_per_step"),
+    *("events_per_sequence", "share_of_time"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count = at_least(1)
-    model = add_engine_arguments(parser, _POLICIES)
+    add_engine_arguments(parser, _POLICIES, shapes=True)
     add_report_arguments(parser)
-    model.add_argument("--shape", choices=SHAPES, help="a Llama of this size with random weights")
     parser.add_argument(
         "--num-seqs",
         nargs="+",
-        type=count,
+        type=at_least(1),
         default=_COUNTS,
         metavar="N",
         help=f"sequences that have their events together (default: {' '.join(map(str, _COUNTS))})",
@@ -72,17 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, tokens in (("input", 256), ("output", 192)):
         words, length = f"tokens of every {name} (default: {tokens})", at_least(2)
         parser.add_argument(f"--{name}-len", type=length, default=tokens, metavar="N", help=words)
-    parser.add_argument(
-        "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"
-    )
-    parser.set_defaults(max_num_seqs=None)
+    add_pool_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    policies = chosen_policies(args)
-    with opened_checkpoint(args, args.shape) as checkpoint:
-        costs = EventCosts(args, checkpoint, policies)
-        return run_and_publish(costs.measure, costs.report, args.save_result)
+    return run_benchmark(EventCosts, args, chosen_policies(args))
 
 
 class _TimedCompressor:
@@ -122,62 +109,56 @@ class _Steps:
         }
 
 
-class EventCosts:
+class EventCosts(Benchmark):
     """Every policy with every number of sequences; one engine each, warmed up by a first run."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
-        self._args = args
-        self._checkpoint = checkpoint
-        self._policies = policies
+        super().__init__(args, checkpoint, policies)
         self._rows: list[Row] = []
 
     def measure(self) -> None:
-        for spec in self._policies:
-            for count in self._args.num_seqs:
+        for spec in self.policies:
+            for count in self.args.num_seqs:
                 self._rows.append(self._measure(spec, count).row(spec, count))
 
     def report(self) -> Report:
-        args = self._args
-        names = ("num_seqs", "input_len", "output_len", "seed")
-        settings = {name: getattr(args, name) for name in names}
-        settings |= {"model": self._checkpoint.name, "dtype": args.dtype or "auto"}
+        args = self.args
+        settings = self.settings("num_seqs", "input_len", "output_len")
         about = [
             f"random prompts of {args.input_len} tokens and outputs of {args.output_len} on "
-            f"{self._checkpoint.name}; medians, one event of every sequence at once"
+            f"{self.checkpoint.name}; medians, one event of every sequence at once"
         ]
         notes = [
             f"{row['policy']}: no step had the events of all {row['sequences']} sequences"
             for row in self._rows
-            if row["event_ms"] is None and row["policy_args"]["name"] != "none"
+            if row["event_ms"] is None and row["policy_args"]["name"] != NO_COMPRESSION.name
         ]
         return Report("policies", about, _COLUMNS, self._rows, settings, notes)
 
     def _measure(self, spec: PolicySpec, count: int) -> _Steps:
-        args, lengths = self._args, (self._args.input_len, self._args.output_len)
-        settings = {
-            "max_model_len": sum(lengths),
-            "max_num_batched_tokens": max(count * args.input_len, 2048),
-            **self._checkpoint.settings(args),
-            "max_num_seqs": count,
-        }
-        llm = LLM(policy=spec.as_dict, skip_tokenizer_init=True, **settings)
-        timed = _TimedCompressor(llm.engine.core.runner.compressor)
-        llm.engine.core.runner.compressor = timed  # type: ignore[assignment]
-        vocab = self._checkpoint.spec.vocab_size
+        args, lengths = self.args, (self.args.input_len, self.args.output_len)
+        engine = self.engines.build(
+            spec,
+            skip_tokenizer_init=True,
+            max_num_seqs=count,
+            max_model_len=args.max_model_len or sum(lengths),
+            max_num_batched_tokens=args.max_num_batched_tokens or max(count * lengths[0], 2048),
+        )
+        timed = _TimedCompressor(engine.core.runner.compressor)
+        engine.core.runner.compressor = timed  # type: ignore[assignment]
+        vocab = self.checkpoint.spec.vocab_size
         for seed in (args.seed, args.seed + 1):
-            workload = random_prompts(count, *lengths, vocab, seed, True)
-            steps = _play(llm, timed, workload.prompts, args.output_len)
-        del llm
-        gc.collect()
+            workload = random_prompts([lengths] * count, vocab, seed)
+            steps = _play(engine, timed, workload.prompts, args.output_len)
         return steps
 
 
 def _play(
-    llm: LLM, timed: _TimedCompressor, prompts: Sequence[Sequence[int]], output_len: int
+    engine: LLMEngine, timed: _TimedCompressor, prompts: Sequence[Sequence[int]], output_len: int
 ) -> _Steps:
-    engine, steps = llm.engine, _Steps()
+    steps = _Steps()
     scheduler = engine.core.scheduler
     booked = scheduler.events
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

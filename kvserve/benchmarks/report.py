@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +23,7 @@ import kvserve
 
 EXIT_INTERRUPTED = 130
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
+_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
@@ -46,8 +49,8 @@ class Column:
 class Report:
     """One command's result: ``about`` stands above the table, ``notes`` below it.
 
-    ``device`` (type, name) is given where the figures are not this machine's; ``program`` is what
-    the command line began with.
+    Without columns there is no table: ``findings`` are the result. ``device`` (type, name) is given
+    where the figures are not this machine's; ``program`` is what the command line began with.
     """
 
     benchmark: str
@@ -55,51 +58,74 @@ class Report:
     columns: Sequence[Column]
     rows: Sequence[Row]
     settings: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    findings: Mapping[str, Any] = field(default_factory=dict)
+    """What follows from all rows together, at the top of the JSON file."""
+    plots: Sequence[Path] = ()
+    complete: bool = True
     device: Mapping[str, str] | None = None
     program: str = "kvserve"
 
 
-def run_and_publish(
-    measure: Callable[[], None], report: Callable[[], Report], save_to: Path | None
-) -> int:
-    """Run ``measure``, then print and save ``report()``; what it had is kept if it is cut short."""
-    if save_to is not None:
-        save_to.parent.mkdir(parents=True, exist_ok=True)
+class Measurement(Protocol):
+    """``report`` tells what ``measure`` had by the time it was cut short."""
+
+    def measure(self) -> None: ...
+
+    def report(self) -> Report: ...
+
+
+def measure_and_publish(measurement: Measurement, args: argparse.Namespace) -> int:
+    """Measure, then print and save; what there is is kept if it is cut short."""
     try:
-        measure()
+        measurement.measure()
     except KeyboardInterrupt:
-        _publish(report(), save_to, complete=False)
+        _publish(measurement.report(), args, complete=False)
         return EXIT_INTERRUPTED
     except Exception:
-        partial = report()
+        partial = measurement.report()
         if partial.rows:
-            _publish(partial, save_to, complete=False)
+            _publish(partial, args, complete=False)
         raise
-    _publish(report(), save_to, complete=True)
+    _publish(measurement.report(), args, complete=True)
     return 0
 
 
-def _publish(report: Report, save_to: Path | None, complete: bool) -> None:
+def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
+    """Print a report, and save it where ``--save-result`` and ``--save-markdown`` say."""
     facts = machine_facts(report.program, report.device or _device())
-    lines = [*report.about, describe_machine(facts), ""]
-    lines += [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
+    complete = complete and report.complete
     notes = list(report.notes)
     if not complete:
         notes.append("cut short: this is what was measured until then")
-    if save_to is not None:
-        document = {
-            "benchmark": report.benchmark,
-            **facts,
-            "complete": complete,
-            "settings": report.settings,
-            "rows": report.rows,
-        }
-        save_to.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        notes.append(f"saved to {save_to}")
-    lines += ["", *notes] if notes else []
-    sys.stdout.write("\n".join(lines) + "\n")
+    about, table = [*report.about, describe_machine(facts)], []
+    head = {"benchmark": report.benchmark, **facts, "complete": complete}
+    printed = {"about": report.about, "notes": report.notes}
+    document = {**head, **printed, "settings": report.settings, **report.findings}
+    if report.columns:
+        table = [markdown_table(report.columns, report.rows) if report.rows else "nothing measured"]
+        document |= {"columns": [column.key for column in report.columns], "rows": report.rows}
+    if args.save_result is not None:
+        _write(args.save_result, to_json(document))
+    if args.save_markdown is not None:
+        command = f"```\n{facts['command']}\n```"
+        _write(args.save_markdown, "\n\n".join([*about, command, *table, *notes]))
+    paths = (args.save_result, args.save_markdown, *report.plots)
+    saved = [f"saved to {path}" for path in paths if path]
+    parts = filter(None, ("\n".join(part) for part in (about, table, [*notes, *saved])))
+    sys.stdout.write("\n\n".join(parts) + "\n")
     sys.stdout.flush()
+
+
+def to_json(document: Mapping[str, Any]) -> str:
+    """Indented, with every list of plain numbers on one line."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:

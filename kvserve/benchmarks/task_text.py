@@ -82,6 +82,15 @@ def filler_sentence(rng: random.Random, units: int) -> str:
 
 def hide(rng: random.Random, sentences: list[str], units: int) -> str:
     """A text of exactly `units` tokens: the sentences, in order, among filler."""
+    filler = _filler(rng, sentences, units)
+    slots = [True] * len(sentences) + [False] * len(filler)
+    rng.shuffle(slots)
+    kept, rest = iter(sentences), iter(filler)
+    return "".join(next(kept) if slot else next(rest) for slot in slots).lstrip()
+
+
+def _filler(rng: random.Random, sentences: list[str], units: int) -> list[str]:
+    """Sentences that make up `units` tokens together with the given ones."""
     left = units - sum(len(UNIT.findall(s)) for s in sentences)
     filler = []
     while left > 0:
@@ -90,10 +99,7 @@ def hide(rng: random.Random, sentences: list[str], units: int) -> str:
             raise ValueError(f"{units} tokens cannot hold these sentences")
         filler.append(filler_sentence(rng, rng.choice(fitting)))
         left -= count_units(filler[-1].lstrip())
-    slots = [True] * len(sentences) + [False] * len(filler)
-    rng.shuffle(slots)
-    kept, rest = iter(sentences), iter(filler)
-    return "".join(next(kept) if slot else next(rest) for slot in slots).lstrip()
+    return filler
 
 
 def needles(
@@ -108,16 +114,29 @@ def needles(
     """`count` secret numbers in a text of `units` tokens; the first question follows the text."""
     names = draw_names(rng, count, held_out)
     values = ["".join(rng.choices(digits, k=4)) for _ in names]
-    text = hide(
-        rng,
-        [f" The secret number of {n} is {v}." for n, v in zip(names, values, strict=True)],
-        units,
-    )
+    text = hide(rng, _secrets(names, values), units)
     asked = rng.sample(range(count), questions)
     turns = [f"What is the secret number of {names[i]}?" for i in asked]
     turns[0] = f"{text} {turns[0]}"
     answers = tuple(values[i] for i in asked)
     return Sample(task, tuple(turns), answers, answers)
+
+
+def needle_at(rng: random.Random, units: int, depth: float, others: int) -> Sample:
+    """One secret number at a depth (0 first, 1 last) of a text, `others` anywhere in it."""
+    names = draw_names(rng, 1 + others, held_out=True)
+    values = ["".join(rng.choices(DIGITS, k=4)) for _ in names]
+    asked, *rest = _secrets(names, values)
+    text = _filler(rng, [asked, *rest], units)
+    for sentence in rest:
+        text.insert(rng.randint(0, len(text)), sentence)
+    text.insert(round(depth * len(text)), asked)
+    question = f"{''.join(text).lstrip()} What is the secret number of {names[0]}?"
+    return Sample("needle", (question,), (values[0],), (values[0],))
+
+
+def _secrets(names: list[str], values: list[str]) -> list[str]:
+    return [f" The secret number of {n} is {v}." for n, v in zip(names, values, strict=True)]
 
 
 def recall(rng: random.Random, pairs: int, asked: int, held_out: bool) -> Sample:

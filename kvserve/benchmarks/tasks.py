@@ -18,7 +18,7 @@ from kvserve.benchmarks.task_text import (
     redundant_chain,
 )
 
-__all__ = ["TASKS", "Grade", "Sample", "Task", "grade", "make_samples"]
+__all__ = ["TASKS", "Grade", "Sample", "Task", "grade", "grade_finals", "make_samples"]
 
 _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 
@@ -36,10 +36,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Grade:
-    """`exact`: every turn's final part is right; `correct_prefix`: share before the first error."""
+    """`exact`: every final part is right; `score`: how far, 0 to 1, as the task counts it."""
 
     exact: bool
-    correct_prefix: float
+    score: float
 
 
 def _needle_task(units: int) -> Task:
@@ -95,6 +95,12 @@ def make_samples(task: str, n: int, seed: int) -> list[Sample]:
     return [TASKS[task].build(random.Random(f"held-out/{task}/{seed}/{i}")) for i in range(n)]
 
 
+def grade_finals(sample: Sample, outputs: Sequence[str]) -> Grade:
+    """Grade a sample of a single turn, all of whose answer counts."""
+    right = outputs[0].strip() == sample.finals[0]
+    return Grade(right, float(right))
+
+
 def _final(text: str, marker: str) -> str | None:
     if not marker:
         return text.strip()
@@ -105,8 +111,8 @@ def _final(text: str, marker: str) -> str | None:
 def grade(sample: Sample, outputs: Sequence[str]) -> Grade:
     """Grade one output per turn; a missing turn counts as empty.
 
-    `correct_prefix` counts words, digits and signs of each expected answer up to that turn's
-    first error, over all turns.
+    `score` counts words, digits and signs of each expected answer up to that turn's first error,
+    over all turns.
     """
     marker = TASKS[sample.task].final_marker
     padded = [*outputs, *[""] * len(sample.turns)][: len(sample.turns)]

@@ -25,7 +25,7 @@ def generate(
     batch: int,
     bar: tqdm,
 ) -> Figures:
-    """Figures of one run. Batches hold prompts of equal length and last until all rows are done."""
+    """Figures of one run. Batches hold prompts of equal lengths and last until all rows end."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,8 +68,9 @@ class _Run:
             pending = {i: prompt for i, prompt in prompts.items() if prompt is not None}
             if not pending:
                 return answers
-            for members in _equal_length_batches(pending, self._batch):
-                texts = self._generate([pending[i] for i in members], workload.max_tokens)
+            for members in _equal_length_batches(pending, workload, self._batch):
+                limit = workload.max_tokens(members[0])
+                texts = self._generate([pending[i] for i in members], limit)
                 for i, text in zip(members, texts, strict=True):
                     answers[i].append(text)
                     if bar is not None and workload.prompt(i, answers[i]) is None:
@@ -97,11 +98,14 @@ class _Run:
         return row[: min(ends, default=len(row))]
 
 
-def _equal_length_batches(prompts: dict[int, list[int]], batch: int) -> Iterator[list[int]]:
-    by_length: dict[int, list[int]] = defaultdict(list)
+def _equal_length_batches(
+    prompts: dict[int, list[int]], workload: Workload, batch: int
+) -> Iterator[list[int]]:
+    """Prompts of one length and one limit together."""
+    by_lengths: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, prompt in prompts.items():
-        by_length[len(prompt)].append(index)
-    for members in by_length.values():
+        by_lengths[len(prompt), workload.max_tokens(index)].append(index)
+    for members in by_lengths.values():
         for start in range(0, len(members), batch):
             yield members[start : start + batch]
 

@@ -15,16 +15,9 @@ from tqdm import tqdm
 
 from kvserve.benchmarks.break_even import break_even, event_s_per_token, mean_held
 from kvserve.benchmarks.cost_model import Queries
-from kvserve.benchmarks.options import (
-    NO_COMPRESSION,
-    PolicySpec,
-    add_report_arguments,
-    at_least,
-    check_complete,
-    fraction,
-    policy_spec,
-)
-from kvserve.benchmarks.report import Column, Report, Row, run_and_publish
+from kvserve.benchmarks.options import add_report_arguments, at_least, check_complete, number
+from kvserve.benchmarks.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.scenario import Scenario, add_scenario_arguments, read_scenario
 from kvserve.benchmarks.simulator import Simulation
 from kvserve.engine.kv_cache import log_block_tokens
@@ -73,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid.add_argument("--window", nargs="+", type=count, default=windows, metavar="N", help=words)
     words = "r, kept of a window's older tokens (default: 0.2 0.3 0.5)"
     ratios = [0.2, 0.3, 0.5]
-    grid.add_argument("--ratio", nargs="+", type=fraction, default=ratios, metavar="X", help=words)
+    grid.add_argument(
+        "--ratio", nargs="+", type=number(0, 1), default=ratios, metavar="X", help=words
+    )
     words = "decode steps between looks for full windows (default: 32 128)"
     grid.add_argument("--period", nargs="+", type=count, default=[32, 128], metavar="N", help=words)
     words = "of the windows' queries (default: log)"
@@ -90,8 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tuning = Tuning(args, read_scenario(args), chosen_rows(args))
-    return run_and_publish(tuning.measure, tuning.report, args.save_result)
+    return measure_and_publish(Tuning(args, read_scenario(args), chosen_rows(args)), args)
 
 
 def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
@@ -148,7 +142,7 @@ class Tuning:
         ]
         rows = sorted(self._rows, key=lambda row: -row["output_tok_s"])
         device = {"type": "simulated", "name": scenario.device}
-        return Report("tune", about, _COLUMNS, rows, settings, notes(rows), device)
+        return Report("tune", about, _COLUMNS, rows, settings, notes(rows), device=device)
 
     def _row(self, spec: PolicySpec) -> dict[str, Any]:
         policy, scenario = make_policy(spec.as_dict), self._scenario

@@ -76,13 +76,18 @@ class Compressor:
     def observe(
         self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What uneven events will keep: counts [LG, E, R], and entries [L, Hkv, C] by sequence."""
+        """What uneven events will keep: counts [LG, E, R], and entries [L, Hkv, C] by sequence.
+
+        Of a policy that keeps blocks, their columns [LG, E, R, K] (-1 behind the last) for counts.
+        """
         cache = self._cache
         kept: dict[int, Tensor] = {}
         lanes = len(task.rows), cache.layout.num_layers, cache.layout.num_kv_heads
-        counts = torch.zeros(lanes, dtype=torch.int64, device=cache.kv.device)
-        shape = uneven_lengths(task), task.plan.keep, task.plan.num_queries
-        for part, at in _by_shape(task, *shape):
+        size = cache.layout.block_size
+        most = [int(-(-task.plan.keep.max() // size))] if policy.keeps_blocks else []
+        result = torch.full((*lanes, *most), -1, dtype=torch.int64, device=cache.kv.device)
+        sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
+        for part, at in _by_shape(task, *sizes):
             places = policy.query_places(int(part.plan.num_queries[0]))
             windows, length = Windows.of_uneven(part, places, cache.layout), int(part.plan.keep[0])
             leaders, where = self._leaders(policy)
@@ -92,19 +97,36 @@ class Compressor:
                 found = policy.choose(policy.score(observed), windows.length, length)
                 entries = _long(windows.entries[some], found.indices)[..., None]
                 chosen = found.indices[:, where] + entries
-                counts[_long(at[some], counts)] = found.counts[:, where]
+                if policy.keeps_blocks:
+                    columns = chosen[..., ::size] // size
+                    result[_long(at[some], result), ..., : columns.shape[-1]] = columns
+                else:
+                    result[_long(at[some], result)] = found.counts[:, where]
                 kept |= dict(zip(part.seq_ids[some].tolist(), chosen, strict=True))
-        return groups_of(counts, cache.layout), kept
+        return groups_of(result, cache.layout), kept
 
     def run_observed(
-        self, task: CompactionTask, found: Mapping[int, Tensor], block_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        found: Mapping[int, Tensor],
+        block_tables: Tensor,
     ) -> None:
         """Carry out events with the entries that ``observe`` found in the step before."""
         layout = self._cache.layout
         for part, _ in _by_shape(task, uneven_lengths(task)):
             kept = torch.stack([found[owner] for owner in part.seq_ids.tolist()])
             chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
-            self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+            if policy.keeps_blocks:
+                self._tell(part, kept, chosen)
+            else:
+                self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+
+    def _tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
+        """Let followers know what a row holds whose table the scheduler has changed."""
+        if self.on_moves is not None:
+            start = torch.zeros_like(kept[:, 0, 0, 0])
+            self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
 
     def _move(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
         if self.on_moves is not None:

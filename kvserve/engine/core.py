@@ -13,6 +13,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.grammar import GrammarCompiler, SequenceGrammar
 from kvserve.engine.logit_rules import RowRules
 from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.sampler import PromptScoring, RowSampling
@@ -30,9 +31,9 @@ _STATS_INTERVAL = 0.05
 class EngineCore:
     """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.config = config
-        built = build_engine(config)
+        built = build_engine(config, model)
         self._default_policy = built.policy
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
@@ -96,6 +97,7 @@ class EngineCore:
             policy_id=self._policy_id(policy),
             trigger=policy.trigger,
             uneven=policy.granularity is not Granularity.MODEL,
+            keeps_blocks=policy.keeps_blocks,
             sampling=self._row_sampling(new, prompt),
             priority=new.priority,
             num_shareable=self.runner.model.spec.num_shareable(prompt),
@@ -199,7 +201,8 @@ class EngineCore:
         if spec is None:
             return self._default_policy
         try:
-            policy = make_policy(spec).for_model(self.scheduler.layout.num_layers)
+            layout = self.scheduler.layout
+            policy = make_policy(spec).for_model(layout.num_layers, layout.block_size)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         allowed = self.config.compression.allow_request_policy

@@ -71,7 +71,7 @@ class KeptPositions:
 
     def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
         """Follow the only event of ``task``."""
-        start, before = int(task.copy_start[0]), int(task.old_lens.max())
+        start, before = int(plan.copy_start[0]), int(task.old_lens.max())
         self._see(self._seen + before - max(len(lane) for row in self._lanes for lane in row))
         source, counts = plan.src[0].cpu().numpy(), plan.counts[0].tolist()
         self._lanes = [

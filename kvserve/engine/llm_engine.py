@@ -8,6 +8,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core import EngineCore
 from kvserve.engine.messages import StepOutputs
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.output_processor import OutputProcessor
 from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import RequestError
@@ -16,10 +17,13 @@ from kvserve.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """``add_request``, then ``step`` while ``has_unfinished_requests``."""
+    """``add_request``, then ``step`` while ``has_unfinished_requests``.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.core = EngineCore(config)
+    ``model``: one already loaded with these settings, of an engine before this one.
+    """
+
+    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
+        self.core = EngineCore(config, model)
         self.tokenizer = load_tokenizer(config, self.core.info.model_path)
         self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids)
 

@@ -166,7 +166,7 @@ class ModelRunner:
                 scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
                 self.compressor.run(task, policy, *tables, scores)
             else:
-                self.compressor.run_observed(task, found, tables[0])
+                self.compressor.run_observed(task, policy, found, tables[0])
             self.batch.after_compaction(task)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])

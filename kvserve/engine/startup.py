@@ -20,6 +20,7 @@ from kvserve.engine.models.generation import GenerationDefaults, read_generation
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
@@ -48,8 +49,11 @@ class BuiltEngine:
     query_dtype: str
 
 
-def build_engine(config: EngineConfig) -> BuiltEngine:
-    """Load the model, size the pool, wire the parts. ``ConfigError`` names the flag to change."""
+def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
+    """Load the model unless given, size the pool, wire the parts.
+
+    ``ConfigError`` names the flag to change.
+    """
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,8 +65,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    block_size = config.cache.block_size or 16
     with _naming_flags():
-        policy = policy.for_model(spec.num_layers)
+        policy = policy.for_model(spec.num_layers, block_size)
     _check_quantization(config, spec)
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
@@ -73,7 +78,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         spec.num_layers,
         spec.num_kv_heads,
         spec.head_dim,
-        config.cache.block_size or 16,
+        block_size,
         _granularity(config, policy),
     )
     log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
@@ -81,7 +86,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    model = load_model(directory, config.model, spec, dtype, device)
+    model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
     scheduler = Scheduler(
@@ -320,7 +325,7 @@ def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tupl
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     return [
         ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
-        ("preemption", swap, "--swap-space; what is not compressed, or not fits, is recomputed"),
+        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
     ]

@@ -63,7 +63,7 @@ def past_scores(
     past = key[..., : key.shape[-2] - query.shape[-2], :]
     logits = _over_group(_logits(query, past, scale), gqa_reduce, -3)
     if missing is not None:
-        # The smallest number instead of -inf: a lane may hold nothing but the window.
+        # Not -inf, which would make NaN of a lane that holds nothing but the window.
         none = missing[..., None, : past.shape[-2]]
         logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
     return torch.softmax(logits, dim=-1).mean(dim=-2)

@@ -127,6 +127,14 @@ class BlockManager:
         self.kv_lens[:, rows] = kv_lens
         return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
 
+    def keep_columns(self, row: int, columns: IntArray, kv_lens: IntArray) -> int:
+        """Hold only ``columns [LG, R, K]`` of a row (-1 behind the last), ``kv_lens [LG, R]``.
+
+        Returns the blocks given up. No entry moves, so shared blocks may stay shared.
+        """
+        self.kv_lens[:, row] = kv_lens
+        return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
+
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
         self.log.move_front(rows, positions // self.log_block_tokens)

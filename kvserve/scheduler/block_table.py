@@ -60,6 +60,17 @@ class BlockTable:
         inside = columns[:, None, None] < end.transpose(1, 0, 2)
         return np.asarray((self.pool.ref[named] > 1) & inside)
 
+    def keep(self, row: int, columns: IntArray) -> int:
+        """Hold only ``columns [LG, R, K]`` of a row, in this order; return the blocks given up."""
+        named, _ = self.row_entries(row)
+        kept = np.take_along_axis(self.blocks[:, row], columns, axis=2)
+        self.pool.share(kept.ravel())
+        self.pool.release(named)
+        self.blocks[:, row, :, : columns.shape[2]] = kept
+        self.end[:, row] = columns.shape[2]
+        self._synced[:, row] = 0
+        return len(named) - kept.size
+
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)

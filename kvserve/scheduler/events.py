@@ -45,6 +45,7 @@ class EventBook:
         self._triggers: dict[int, Trigger] = {}
         self._steps_since: dict[int, int] = {}
         self._uneven: set[int] = set()
+        self._keeps_blocks: set[int] = set()
         self._counts: dict[tuple[int, int], IntArray] = {}
         """``[LG, R]`` entries that events just observed will keep, by sequence and first query.
 
@@ -57,6 +58,8 @@ class EventBook:
         self._triggers[seq.policy_id] = seq.trigger
         if seq.uneven:
             self._uneven.add(seq.policy_id)
+        if seq.keeps_blocks:
+            self._keeps_blocks.add(seq.policy_id)
         if isinstance(seq.trigger, EngineWide):
             self._steps_since.setdefault(seq.policy_id, 0)
 
@@ -109,10 +112,13 @@ class EventBook:
         return booked.compactions
 
     def take_counts(self, tasks: tuple[ObservationTask, ...], counts: Iterable[IntArray]) -> None:
-        """What observed events will leave, ``[LG, E, R]`` for each task."""
+        """What observed events will leave, for each task.
+
+        Counts ``[LG, E, R]``, or kept columns ``[LG, E, R, K]`` (-1 behind the last).
+        """
         for task, found in zip(tasks, counts, strict=True):
             events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
-            self._counts |= zip(events, found.transpose(1, 0, 2), strict=True)
+            self._counts |= zip(events, np.moveaxis(found, 1, 0), strict=True)
 
     def _due(self) -> IntArray:
         n = self.rows.num_rows
@@ -140,9 +146,15 @@ class EventBook:
         owners = [self.rows.owner(row).seq_id for row in at]
         events = list(zip(owners, plan.query_start.tolist(), strict=True))
         known, new = np.array([event in self._counts for event in events]), old.copy()
-        for i in np.flatnonzero(known):
-            new[:, i] = self._counts[events[i]] + plan.region_start[i]
-        both = _Plans(policy_id, at, plan, old, new, True, True, self.blocks.layout)
+        columns = None
+        if policy_id in self._keeps_blocks:
+            columns = np.empty(len(events), object)
+            columns[:] = [self._counts.get(event) for event in events]
+            new[:, known] = plan.keep[known, None]
+        else:
+            for i in np.flatnonzero(known):
+                new[:, i] = self._counts[events[i]] + plan.region_start[i]
+        both = _Plans(policy_id, at, plan, old, new, True, True, self.blocks.layout, columns)
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
@@ -189,7 +201,9 @@ class EventBook:
             if not plan.known:
                 observations.append(self._observation(best))
                 continue
-            count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
+            count = len(best.at)
+            if best.columns is None:
+                count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
             if count:
                 compactions.append(self._compact(best.part(slice(count))))
         return Booked(tuple(compactions), tuple(observations))
@@ -206,8 +220,13 @@ class EventBook:
         at, region_start, new = plan.at, plan.plan.region_start, plan.new
         observed = self._observation(plan)
         rows.num_identity[at] = np.minimum(rows.num_identity[at], region_start)
-        copy_start = blocks.make_private(at, region_start, new)
-        released = blocks.truncate(at, new)
+        if plan.columns is None:
+            copy_start = blocks.make_private(at, region_start, new)
+            released = blocks.truncate(at, new)
+        else:
+            copy_start = new.max(axis=(0, 2))  # nothing is copied
+            kept = zip(at.tolist(), plan.columns, new.transpose(1, 0, 2), strict=True)
+            released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
         rows.run_start[at] = plan.plan.run_start
         log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
@@ -275,6 +294,8 @@ class _Plans:
     uneven: bool
     known: bool
     layout: KVLayout
+    columns: IntArray | None = None
+    """Of a policy that keeps whole blocks, which: an object ``[LG, R, K]`` for each row."""
 
     @property
     def observed(self) -> IntArray:
@@ -289,7 +310,9 @@ class _Plans:
 
     def part(self, at: IntArray | slice) -> _Plans:
         old, new = self.old[:, at], self.new[:, at]
-        return replace(self, at=self.at[at], plan=self.plan.part(at), old=old, new=new)
+        columns = None if self.columns is None else self.columns[at]
+        plan = self.plan.part(at)
+        return replace(self, at=self.at[at], plan=plan, old=old, new=new, columns=columns)
 
 
 def _chosen(plans: list[_Plans], mask: IntArray) -> list[_Plans]:

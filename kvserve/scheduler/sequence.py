@@ -34,6 +34,8 @@ class Sequence:
     trigger: Trigger
     uneven: bool = False
     """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
+    keeps_blocks: bool = False
+    """Its policy keeps whole blocks: what is observed is which, and no entry moves."""
     sampling: Any = None
     num_shareable: int = NO_EVENT
     """Leading tokens whose entries depend on the tokens before them alone; a prefix cache may hold

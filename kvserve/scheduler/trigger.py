@@ -127,6 +127,22 @@ class Budget:
         return np.minimum(n, np.maximum(kept, self.least))
 
 
+@dataclass(frozen=True)
+class WholeChunks(Budget):
+    """Whole chunks of ``chunk`` entries, one at least, in front of the protected tail.
+
+    The tail begins where the last whole chunk before the newest ``window`` entries ends.
+    """
+
+    chunk: int = 1
+    window: int = 0
+
+    def of(self, n: IntArray) -> IntArray:
+        tail = n - (n - self.window) // self.chunk * self.chunk
+        chunks = np.maximum((super().of(n) - tail) // self.chunk, 1)
+        return np.where(n < self.window + self.chunk, n, np.minimum(n, chunks * self.chunk + tail))
+
+
 class OnDate:
     """The part of a trigger whose events come when they are due and never otherwise."""
 

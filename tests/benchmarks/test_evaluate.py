@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.evaluate import score, wilson_interval
-from kvserve.benchmarks.measure import play
-from kvserve.benchmarks.tasks import Sample
+from kvserve.benchmarks.evaluate import score
+from kvserve.benchmarks.measure import play, wilson_interval
+from kvserve.benchmarks.needle_grid import NeedleGrid
+from kvserve.benchmarks.task_text import count_units
+from kvserve.benchmarks.tasks import Grade, Sample
 from kvserve.benchmarks.workload import TaskPrompts, task_prompts
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -79,7 +83,7 @@ def test_right_answers_score_one(task: str) -> None:
 
 def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
     workload = workload_of("needle-512", 2)
-    samples: list[Sample] = workload.samples
+    samples: Sequence[Sample] = workload.samples
     engine = KnowingEngine(lambda i, t: "x" if (i, t) == (1, 1) else samples[i].answers[t])
     figures = score(workload, play(engine, workload))
     assert figures["exact_match"] == 0.5
@@ -112,9 +116,66 @@ def test_every_policy_and_retention_stands_beside_the_full_cache(
     assert sum("never reached" in line for line in shown) == 2
 
 
+def test_the_needle_grid_counts_cells_and_draws_them(bench: Bench, tmp_path: Path) -> None:
+    grid = ("--tasks", "needle-grid", "recall", "--grid-lengths", "256", "300")
+    flags = ("--grid-depths", "0", "0.5", "1", "--num-samples", "2", "--save-plots", str(tmp_path))
+    status, saved = bench("eval", *grid, *flags, "--policy", "none")
+    row, recall = saved["rows"]
+    assert status == 0 and row["task"] == "needle-grid" and row["n"] == 2 * 3 * 2
+    assert row["grid"] == {
+        "lengths": [256, 300], "depths": [0.0, 0.5, 1.0], "exact_match": [[0.0] * 3] * 2
+    }  # fmt: skip
+    assert row["held_bytes_at_end"] == row["held_entries_at_end"] * 2 * 8 * 4
+    assert "grid" not in recall
+    for name in ("needles.png", "accuracy.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_needles_lie_where_the_grid_says() -> None:
+    grid = NeedleGrid((300, 500), (0.0, 0.5, 1.0), per_cell=2)
+    workload = grid.prompts(WordTokenizer(), seed=0)  # type: ignore[arg-type]
+    wanted = [(length, depth) for length in (300, 500) for depth in (0.0, 0.5, 1.0)]
+    for i, sample in enumerate(workload.samples):
+        length, depth = wanted[i // 2]
+        text, question = sample.turns[0].rsplit(" What ", 1)
+        assert count_units(text) == length and text.count("secret number") == 8
+        needle = f"number of {question.rstrip('?').split()[-1]} is {sample.finals[0]}."
+        assert text.index(needle) / len(text) == pytest.approx(depth, abs=0.12)
+    right = [True] * 4 + [False, True] + [False] * 6
+    table = grid.table([Grade(exact, 0.0) for exact in right])
+    assert table["exact_match"] == [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
+
+
+def test_accuracy_is_the_same_when_it_is_measured_again(bench: Bench) -> None:
+    flags = ("--tasks", "recall", "--num-samples", "3", "--kv-blocks", "99", "--policy", KARA)
+    first, again = (bench("eval", *flags, "--seed", "5")[1]["rows"] for _ in range(2))
+    other = bench("eval", *flags, "--seed", "6")[1]["rows"]
+    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
+    figures = [[[row[name] for name in names] for row in rows] for rows in (first, again, other)]
+    assert figures[0] == figures[1] != figures[2]
+
+
+def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "gsm8k_test.jsonl"
+    line = {"question": "2 + 2?", "answer": "It is\n#### 4"}
+    file.write_text("\n".join([json.dumps(line)] * 3))
+    flags = ("--benchmark", f"gsm8k={file}", "--max-new-tokens", "4", "--policy", "none")
+    status, saved = bench("eval", *flags, "--num-samples", "2")
+    (row,) = saved["rows"]
+    assert status == 0 and row["task"] == "gsm8k_test" and row["n"] == 2
+    assert row["output_tokens"] <= 8 and row["score"] == row["exact_match"]
+    assert saved["settings"]["benchmarks"] == [f"gsm8k={file}"]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
+        (["--benchmark", "mmlu=x"], "--benchmark"),
+        (["--benchmark", "gsm8k"], "--benchmark"),
+        (["--benchmark", "gsm8k=a/x.jsonl", "--benchmark", "math=b/x.jsonl"], "--benchmark"),
+        (["--max-new-tokens", "5"], "--max-new-tokens"),
+        (["--grid-depths", "1.5"], "--grid-depths"),
+        (["--tasks"], "--tasks"),
         (["--retention", "0.2", "--policy", "kara:ratio=0.3"], "--retention"),
         (["--retention", "2"], "--retention"),
         (["--retention", "0.01", "--policy", "kara:window=32,buffer=40"], "--policy"),

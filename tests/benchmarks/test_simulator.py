@@ -131,7 +131,7 @@ def test_it_loads_no_torch() -> None:
     ids=lambda policy: str(policy["name"]),
 )
 def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, object]) -> None:
-    workload = random_prompts(12, 16, 96, 258, seed=0, ignore_eos=True)
+    workload = random_prompts([(16, 96)] * 12, 258, seed=0)
     settings = {"max_num_seqs": 10, "max_num_batched_tokens": 40, "max_model_len": 256}
     llm = LLM(
         str(model_dir),

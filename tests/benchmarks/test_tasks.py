@@ -31,9 +31,9 @@ def test_expected_answers_grade_as_exact(task: str) -> None:
         assert sample.task == task
         assert len(sample.turns) == len(sample.answers) == len(sample.finals)
         result = grade(sample, [f" {answer}\n" for answer in sample.answers])
-        assert result.exact and result.correct_prefix == 1.0
+        assert result.exact and result.score == 1.0
         assert not grade(sample, []).exact
-        assert grade(sample, []).correct_prefix == 0.0
+        assert grade(sample, []).score == 0.0
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -115,7 +115,7 @@ def test_grade_counts_up_to_the_first_error_of_each_turn() -> None:
     sample = Sample("needle-512", ("a", "b"), ("1234", "5678"), ("1234", "5678"))
     result = grade(sample, ["1294", "5678"])
     assert not result.exact
-    assert result.correct_prefix == 6 / 8
+    assert result.score == 6 / 8
 
 
 def test_chain_is_exact_when_the_final_answer_is() -> None:

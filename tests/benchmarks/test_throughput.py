@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.benchmarks import report, throughput
+from kvserve.benchmarks import report
 from kvserve.benchmarks.measure import Figures, play
-from kvserve.benchmarks.options import policy_spec
+from kvserve.benchmarks.policy_spec import policy_spec
 from kvserve.benchmarks.report import Column, markdown_table
+from kvserve.benchmarks.traffic import Traffic
 from kvserve.benchmarks.workload import blocks_at_once, random_prompts
-from kvserve.outputs import CompletionOutput, EngineStats, RequestOutput
+from kvserve.engine import startup
+from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli import run
 from tests.benchmarks.conftest import Bench
@@ -65,11 +68,11 @@ def test_repeats_take_turns_and_show_the_median(
     rates = iter((10.0, 5.0, 30.0, 6.0, 20.0, 7.0))
     order = []
 
-    def fake_run(self: object, spec: Any, title: str) -> Figures:
+    def fake_run(self: object, spec: Any, title: str, **settings: Any) -> Figures:
         order.append(title)
         return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
 
-    monkeypatch.setattr(throughput.Throughput, "_run_engine", fake_run)
+    monkeypatch.setattr(Traffic, "run", fake_run)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
     assert status == 0
@@ -79,6 +82,54 @@ def test_repeats_take_turns_and_show_the_median(
     assert kara["output_tok_s"] == 6.0
     assert kara["ratio_to_first_all"] == [5 / 10, 6 / 30, 7 / 20]
     assert kara["ratio_to_first"] == 7 / 20
+
+
+def test_weights_are_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, reads = startup.load_model, []
+
+    def counted(*given: Any) -> Any:
+        reads.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(startup, "load_model", counted)
+    flags = ("--num-prompts", "2", "--output-len", "4", "--kv-blocks", "40", "--repeat", "2")
+    status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", KARA)
+    assert status == 0 and len(saved["rows"]) == 2
+    assert len(reads) == 1
+
+
+def test_shared_prefixes_with_caching_off_and_on(bench: Bench) -> None:
+    lengths = {"prefix-len": 32, "suffix-len": 8, "num-prefixes": 2, "output-len": 4}
+    flags = [f"--prefix-repetition-{name}={value}" for name, value in lengths.items()]
+    flags += ["--dataset-name", "prefix_repetition", "--num-prompts", "12", "--block-size", "4"]
+    policies = ("--policy", "none", "--policy", "streaming_llm:budget=20")
+    status, saved = bench("bench throughput", *flags, *policies, "--compare-prefix-caching")
+    assert status == 0
+    rows = {(row["policy_args"]["name"], row["prefix_caching"]): row for row in saved["rows"]}
+    assert list(rows) == [
+        (name, side) for name in ("none", "streaming_llm") for side in ("off", "on")
+    ]
+    for name in ("none", "streaming_llm"):
+        off, on = rows[name, "off"], rows[name, "on"]
+        assert off["prompt_cached"] == 0.0
+        # All but the first of each prefix find its 32 of 40 tokens.
+        assert on["prompt_cached"] == pytest.approx(10 * 32 / (12 * 40))
+        assert off["output_tokens"] == on["output_tokens"] == 48
+        assert off["input_tokens"] == on["input_tokens"] == 480
+    assert saved["settings"]["prefix_repetition_num_prefixes"] == 2
+
+
+def test_what_is_printed_can_be_saved(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tables" / "run.md"
+    flags = ("--num-prompts", "2", "--output-len", "4", "--random-range-ratio", "0.5")
+    status, saved = bench("bench throughput", *flags, "--save-markdown", str(file))
+    assert status == 0
+    (table,) = re.findall(r"^\| policy.*", file.read_text(), re.MULTILINE)
+    assert table in capsys.readouterr().out
+    assert f"```\n{saved['command']}\n```" in file.read_text()
+    assert 4 <= saved["rows"][0]["output_tokens"] <= 12 and saved["settings"]["input_len"] == 64
 
 
 def test_transformers_gives_the_same_tokens(bench: Bench) -> None:
@@ -130,11 +181,15 @@ def test_policy_specs_are_read(text: str) -> None:
         (["--policy", '{"window": 8}'], "names no policy"),
         (["--policy", "{nonsense"], "JSON"),
         (["--pool-share", "0.2", "--kv-blocks", "9"], "--kv-blocks"),
-        (["--pool-share", "1.5"], "--pool-share"),
+        (["--pool-share", "0"], "--pool-share"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--dataset", "chain", "--input-len", "8"], "--input-len"),
         (["--dataset", "chain", "--shape", "4m"], "--shape"),
         (["--dataset", "chian"], "chian"),
+        (["--dataset", "chain", "--ignore-eos"], "--ignore-eos"),
+        (["--prefix-repetition-num-prefixes", "3"], "--prefix-repetition-num-prefixes"),
+        (["--random-range-ratio", "1.5"], "--random-range-ratio"),
+        (["--compare-prefix-caching", "--no-enable-prefix-caching"], "--compare-prefix-caching"),
         (["--save-result", "results.txt"], "results.txt"),
         (["--policy", "kara", "--policy.windw", "3"], "windw"),
         (["--policy", "kara", "--policy", "kara", "--policy.window", "64"], "--policy.FIELD"),
@@ -153,14 +208,14 @@ def test_mistakes_are_named_in_one_line(
 def test_ctrl_c_keeps_what_was_measured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = throughput.Throughput._run_engine
+    real = Traffic.run
 
-    def stop_at_kara(self: Any, spec: Any, title: str) -> Figures:
+    def stop_at_kara(self: Any, spec: Any, title: str, **settings: Any) -> Figures:
         if spec.name == "kara":
             raise KeyboardInterrupt
-        return real(self, spec, title)
+        return real(self, spec, title, **settings)
 
-    monkeypatch.setattr(throughput.Throughput, "_run_engine", stop_at_kara)
+    monkeypatch.setattr(Traffic, "run", stop_at_kara)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, *policies)
     assert status == 130
@@ -191,6 +246,8 @@ class ScriptedEngine:
             choice = output.outputs[0]
             choice.token_ids.append(7)
             output.finished = len(choice.token_ids) == (3 if output.request_id == "0.0" else 2)
+            output.num_cached_tokens = 2
+            output.kv_cache_details = KVCacheDetails("kara", 8, held_tokens=6, held_entries=24)
             choice.finish_reason = "length" if output.finished else None
         self.steps += 1
         return changed
@@ -208,7 +265,7 @@ class ScriptedEngine:
 
 
 def test_figures_are_those_of_the_steps() -> None:
-    figures = play(ScriptedEngine(), random_prompts(2, 4, 3, 50, seed=0, ignore_eos=True)).figures
+    figures = play(ScriptedEngine(), random_prompts([(4, 3)] * 2, 50, seed=0)).figures
     assert figures["output_tokens"] == 5 and figures["input_tokens"] == 8
     assert figures["steps"] == 5 and figures["compactions"] == 5
     # A sequence that ended in a step ran in it.
@@ -217,11 +274,14 @@ def test_figures_are_those_of_the_steps() -> None:
     assert figures["mean_pool_usage"] == pytest.approx(0.3)
     assert figures["output_tok_s"] == pytest.approx(5 / figures["wall_s"])
     assert figures["finish_reasons"] == {"length": 2}
+    assert figures["prompt_cached"] == 0.5
+    assert figures["held_over_logical_at_end"] == 0.75 and figures["held_entries_at_end"] == 24
+    assert figures["running_over_steps"] == [1.0] * 5
     assert figures["cut_short"] == 1  # the second has two tokens of three
 
 
 def test_demand_counts_whole_blocks_of_cached_tokens() -> None:
-    prompts = random_prompts(3, 10, 7, 50, seed=0, ignore_eos=True)
+    prompts = random_prompts([(10, 7)] * 3, 50, seed=0)
     assert blocks_at_once(prompts, 16) == 3  # 16 tokens: the last one sampled is not stored
     assert blocks_at_once(prompts, 15) == 6
 

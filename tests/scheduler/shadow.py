@@ -145,12 +145,33 @@ class ShadowRunner:
 
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
+        if task.policy_id in self.scheduler.events._keeps_blocks:
+            return self._observe_blocks(task)
         counts = np.zeros_like(task.old_lens)
         for e in range(len(task.rows)):
             self._check_queries(task, e)
             for lane in self.lanes:
                 counts[lane[0], e, lane[1]] = self._count(task, e, lane)
         return counts
+
+    def _observe_blocks(self, task: ObservationTask) -> IntArray:
+        """Kept columns: as many as the plan's entries fill, which ones differs by lane."""
+        most = int(-(-task.plan.keep.max() // self.size))
+        columns = np.full((*task.old_lens.shape, most), -1)
+        for e in range(len(task.rows)):
+            self._check_queries(task, e)
+            for lane in self.lanes:
+                found = self._columns(task, e, lane)
+                columns[lane[0], e, lane[1], : len(found)] = found
+        return columns
+
+    def _columns(self, task: ObservationTask, e: int, lane: Lane) -> list[int]:
+        """Whole blocks by their last content, then the partial one."""
+        held = self.held[task.rows[e]][lane]
+        whole, tail = divmod(len(held), self.size)
+        count = (int(task.plan.keep[e]) - tail) // self.size
+        ranked = sorted(range(whole), key=lambda column: held[(column + 1) * self.size - 1])
+        return sorted(ranked[:count]) + [whole] * (tail > 0)
 
     def _count(self, task: ObservationTask, e: int, lane: Lane) -> int:
         held = self.held[task.rows[e]][lane]
@@ -165,7 +186,10 @@ class ShadowRunner:
             for lane in self.lanes:
                 at = (lane[0], e, lane[1])
                 old = self.held[row][lane]
-                if task.policy_id in self.scheduler.events._uneven:
+                if task.policy_id in self.scheduler.events._keeps_blocks:
+                    columns = self._columns(task, e, lane)
+                    new = [x for c in columns for x in old[c * self.size : (c + 1) * self.size]]
+                elif task.policy_id in self.scheduler.events._uneven:
                     assert task.new_lens[at] - start == self._count(task, e, lane), "stale counts"
                     new = old[:start] + old[len(old) - (task.new_lens[at] - start) :]
                 else:

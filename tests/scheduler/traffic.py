@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
@@ -23,6 +24,14 @@ from kvserve.scheduler.trigger import (
     WhenOver,
 )
 from tests.scheduler.shadow import ShadowRunner
+
+
+class WholeBlocks(Budget):
+    """Blocks of four, and the partial one behind them."""
+
+    def of(self, n: IntArray) -> IntArray:
+        return np.minimum(n, super().of(n) // 4 * 4 + n % 4)
+
 
 TRIGGERS: dict[int, Trigger] = {
     0: Never(),
@@ -44,9 +53,12 @@ TRIGGERS: dict[int, Trigger] = {
     16: AtPrefillEnd(Budget(tokens=10), num_queries=4),
     17: WhenOver(24, 15, num_queries=5, protect_prompt=False),
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
+    19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
 }
-UNEVEN = {16, 17, 18}
+UNEVEN = {16, 17, 18, 19}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
+KEEPS_BLOCKS = {19}
+"""Of these, whole blocks stay where they are."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
@@ -79,8 +91,9 @@ def make_sequence(
     tokens = np.arange(prompt, dtype=np.int32) + first
     max_len = prompt + output
     trigger = TRIGGERS[policy]
-    uneven = policy in UNEVEN
-    return Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, uneven, priority=priority)
+    seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, priority=priority)
+    seq.uneven, seq.keeps_blocks = policy in UNEVEN, policy in KEEPS_BLOCKS
+    return seq
 
 
 def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:

@@ -226,7 +226,10 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["sevre"]) == 2
     assert "unknown command 'sevre'" in capsys.readouterr().err
     assert cli.run(["bench"]) == 2
-    assert "'bench' needs one of: bench policies, bench throughput" in capsys.readouterr().err
+    assert (
+        "'bench' needs one of: bench latency, bench policies, bench serve"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture

@@ -120,9 +120,9 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
 
         spec = self._scorer_spec()
         try:
-            ranked = policy_class(spec.get("name")).ranks_entries
-            allowed = "a policy that ranks single entries (snapkv, keydiff, rkv, pyramidkv)"
-            require(ranked, "scorer", self.scorer, allowed)
+            if not policy_class(spec.get("name")).ranks_entries:
+                ranking = "snapkv, keydiff, rkv or pyramidkv"
+                raise PolicyError(f"{spec['name']} does not rank single entries; try {ranking}")
             return make_policy(spec)
         except PolicyError as error:
             own = error.argument in field_names(type(self))
@@ -174,19 +174,17 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
 
     def head_budgets(self, scores: Tensor, base: Tensor) -> Tensor:
         """Entries that each head keeps: int64 [E, L, Hkv]. ``base [L, 1]``: their mean."""
-        there = scores > -torch.inf
         share = Fraction(str(self.alpha))
         competing = self._weighted(scores, base) if self.normalize else scores
         if self.floor == "hard":
             own = base * share.numerator // share.denominator
             competing = competing.masked_fill(ranks(scores) < own[..., None], torch.inf)
         rank = ranks(competing.flatten(-2)).view(scores.shape)
-        won = (rank < (base * scores.shape[-2])[..., None]) & there
-        counts = won.sum(dim=-1)
+        counts = (rank < (base * scores.shape[-2])[..., None]).sum(dim=-1)
         if self.floor == "mix":
             exact = self.exact_total or self.when == "threshold"
             counts = share_out(counts, base, share, exact)
-        return counts.minimum(there.sum(dim=-1))
+        return counts.minimum((scores > -torch.inf).sum(dim=-1))
 
     def _weighted(self, scores: Tensor, base: Tensor) -> Tensor:
         """Each head's scores times the share of its mass that its best ``base`` entries hold."""

@@ -50,10 +50,12 @@ class Policy(Protocol):
     needs: ClassVar[tuple[str, ...]] = ()
     """Fields of which one has to be given."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
+    keeps_blocks: ClassVar[bool] = False
+    """It is uneven and keeps whole blocks (the last one aside): no entry moves."""
     ranks_entries: ClassVar[bool] = False
     """Its scores rank single entries, so another policy may share them out (AdaKV)."""
 
-    def for_model(self, num_layers: int) -> Policy:
+    def for_model(self, num_layers: int, block_size: int) -> Policy:
         """This policy with what depends on the model filled in; what runs is the result.
 
         Raises ``PolicyError`` where the model rules it out.

@@ -9,12 +9,12 @@ layer keeps exactly the budget.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import argument, integers, odd, one_of
+from kvserve.engine.policies.base import Policy, argument, integers, odd, one_of, require
 from kvserve.engine.policies.budgeted import BudgetedPolicy, check_threshold
 from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
 from kvserve.engine.policies.selection import chunks_and_newest
@@ -56,6 +56,13 @@ class ChunkKV(BudgetedPolicy):
     reuse_layers: int = argument(
         1, "neighbouring layers that use the choice of their first one", least=1
     )
+    align: str = argument(
+        "token",
+        "token: an exact budget, kept entries move to the front; block: whole blocks of each layer "
+        "stay where they are, and only block tables change (trigger prefill, kv layout layer)",
+        choices=("token", "block"),
+        note="block needs a chunk_size of whole blocks",
+    )
     pooling: str = argument("none", "over scores before chunks are summed", choices=POOLINGS)
     kernel_size: int = argument(5, "entries over which scores are pooled", least=1, note="odd")
     query_reduce: str = argument(
@@ -71,9 +78,25 @@ class ChunkKV(BudgetedPolicy):
         one_of("head_mode", self.head_mode, ("shared", "kv_head"))
         one_of("chunk_reduce", self.chunk_reduce, ("sum", "mean"))
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        one_of("align", self.align, ("token", "block"))
+        aligned = self.align == "block"
+        shared = not aligned or self.head_mode == "shared"
+        require(shared, "align", self.align, "token where head_mode is kv_head")
+        once = not aligned or self.when == "prefill"
+        require(once, "align", self.align, "token where trigger is threshold")
         self.check_budget(f"of at least {self.least} (window + chunk_size)")
         if self.budget is not None:
             check_threshold(self.threshold, self.budget, gap=self.chunk_size)
+
+    def for_model(self, num_layers: int, block_size: int) -> Policy:
+        if self.align == "token":
+            return self
+        from kvserve.engine.policies.chunkkv_blocks import BlockChunkKV  # a subclass of this class
+
+        whole = self.chunk_size % block_size == 0
+        allowed = f"a multiple of the block size ({block_size}) where align is block"
+        require(whole, "chunk_size", self.chunk_size, allowed)
+        return BlockChunkKV(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
     def protected(self) -> int:

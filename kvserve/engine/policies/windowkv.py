@@ -135,7 +135,7 @@ class WindowKV(UnevenPolicy):
     def query_reduction(self) -> str | None:
         return self.query_reduce
 
-    def for_model(self, num_layers: int) -> Policy:
+    def for_model(self, num_layers: int, block_size: int) -> Policy:
         size = self.reuse_layers or _nearest_divisor(num_layers)
         divides = num_layers % size == 0
         require(divides, "reuse_layers", size, f"a divisor of the model's {num_layers} layers")
@@ -196,7 +196,7 @@ class WindowKV(UnevenPolicy):
         scored, size = scores.shape[-1], self.chunk_size
         windows = -(-scored // size)
         budgets = self.group_budgets(scores.shape[1])
-        kept = [max(0, min(windows, windows + (b - scored) // size)) for b in budgets]
+        kept = [max(0, windows + (b - scored) // size) for b in budgets]
         chunks = layers(kept, scores).expand(scores.shape[:-1])
         return Selection(*uneven_chunks_and_newest(scores, length, size, chunks))
 

@@ -20,7 +20,7 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.window_scores import causal_scores
+from kvserve.kernels.window_scores import causal_scores, past_scores
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 from tests.engine.policies.uneven import best, choose, places, registered, tied
 
@@ -69,6 +69,12 @@ def test_shorter_lanes_score_as_by_themselves(policy: Policy) -> None:
             torch.testing.assert_close(scores[first:], policy.score(lane)[0, 0, 0])
 
 
+def test_lanes_with_nothing_but_the_window_stay_finite() -> None:
+    obs = random_observation(6)
+    missing = torch.ones(obs.keys.shape[:-1], dtype=torch.bool)
+    assert past_scores(obs.queries, obs.keys, 0.5, missing=missing).isfinite().all()
+
+
 def test_nothing_missing_changes_nothing() -> None:
     obs = random_observation(1)
     none = Observation(
@@ -106,6 +112,14 @@ def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
         [list(range(18))] * 2,
         [best(row, 0, 18)[-2:] for row in scores[1].tolist()],
     ]
+
+
+def test_pyramidkv_counts_stop_at_what_a_layer_has() -> None:
+    """Budgets are 24 and 12 before the window; the upper layer has 5."""
+    policy = PyramidKV(budget=20, window=2, when="threshold", threshold=22)
+    scores = torch.rand(1, 2, 2, 24)
+    scores[:, 1, :, :19] = -torch.inf
+    assert policy.choose(scores, 26, 20).counts.tolist() == [[[26, 26], [7, 7]]]
 
 
 # ---- Ada-KV -------------------------------------------------------------------------------------
@@ -206,16 +220,22 @@ def test_ada_pyramid() -> None:
     assert (counts[..., 0] != counts[..., 1]).any()
 
 
-def test_adakv_in_decode_never_exceeds_the_budget() -> None:
-    """Lanes hold 5 to 25 of 25 places; their heads' counts add up to the layer's budget."""
+@pytest.mark.parametrize("alpha", [0.2, 0.9])
+def test_adakv_in_decode_never_exceeds_the_budget(alpha: float) -> None:
+    """Lanes hold 5 to 25 of 25 places; their heads' counts add up to the layer's budget.
+
+    The last layer holds less than its budget, and keeps all of it.
+    """
     generator = torch.Generator().manual_seed(1)
-    policy = AdaKV(budget=8, window=2, when="threshold", threshold=10)
+    policy = AdaKV(budget=8, window=2, when="threshold", threshold=10, alpha=alpha)
     scores = tied(1, 6, 4, 23, seed=3)
     there = torch.randint(3, 24, (6, 4), generator=generator)
     there[:, 0] = 23
+    there[-1] = torch.tensor([3, 4, 5, 6])
     scores[0].masked_fill_(torch.arange(23) < 23 - there[..., None], -torch.inf)
     counts = policy.choose(scores, 25, 8).counts[0]
     assert (counts <= there + 2).all() and (counts >= 2).all()
+    assert counts[-1].tolist() == [5, 6, 7, 8]
     short = 4 * 8 - counts.sum(-1)
     capped = (counts == there + 2).any(-1)
     assert ((short == 0) | (capped & (short > 0))).all() and (short == 0).any()
@@ -331,7 +351,7 @@ class Votes:
 
 def windowkv(review: int, **fields: Any) -> WindowKV:
     """A policy of one group whose layers keep ``review`` entries before a window of 2."""
-    policy = WindowKV(budget=review + 2, window=2, **fields).for_model(1)
+    policy = WindowKV(budget=review + 2, window=2, **fields).for_model(1, 16)
     assert isinstance(policy, WindowKV)
     return policy
 
@@ -392,7 +412,7 @@ def test_windowkv_against_a_naive_loop() -> None:
         size, best_of, scored = 1 + seed % 5, 1 + seed % (1 + seed % 5), 12 + seed % 7
         policy = WindowKV(
             budget=9, window=3, chunk_size=size, best=best_of, reuse_layers=2, pyramid=3
-        ).for_model(6)
+        ).for_model(6, 16)
         assert isinstance(policy, WindowKV)
         budgets = policy.group_budgets(3)
         assert policy.leaders(6) == [0, 0, 2, 2, 4, 4] and budgets == [8, 6, 4]
@@ -412,7 +432,7 @@ def test_windowkv_against_a_naive_loop() -> None:
 @pytest.mark.filterwarnings("ignore:windowkv may keep no window")
 def test_windowkv_fires_where_any_layer_is_cut() -> None:
     """Groups keep 8, 6 and 4 before a window of 3: a prompt of 7 fits all of them."""
-    policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6)
+    policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6, 16)
     prompts = np.array([3, 6, 7, 8, 100], np.int32)
     zero = np.zeros_like(prompts)
     due = policy.trigger.next_event(RowState(prompts, zero, zero, zero)).tolist()
@@ -423,19 +443,19 @@ def test_windowkv_fires_where_any_layer_is_cut() -> None:
 def test_windowkv_for_a_model() -> None:
     base = WindowKV(budget=1056)
     for layers, size in ((32, 8), (28, 7), (2, 1), (1, 1), (6, 1), (7, 1), (24, 6)):
-        policy = base.for_model(layers)
+        policy = base.for_model(layers, 16)
         assert isinstance(policy, WindowKV)
         assert policy.reuse_layers == size and policy.task == "localization"
-        assert policy.protected == 16 and policy.for_model(layers) == policy
-    asked = WindowKV(budget=1056, task="aggregation").for_model(32)
+        assert policy.protected == 16 and policy.for_model(layers, 16) == policy
+    asked = WindowKV(budget=1056, task="aggregation").for_model(32, 16)
     assert isinstance(asked, WindowKV)
     assert asked.protected == 32 and asked.group_budgets(4) == [1463, 1171, 879, 585]
     with pytest.raises(PolicyError, match="divisor of the model's 30") as refused:
-        WindowKV(budget=64, reuse_layers=4).for_model(30)
+        WindowKV(budget=64, reuse_layers=4).for_model(30, 16)
     assert refused.value.argument == "reuse_layers"
     with pytest.raises(PolicyError, match="at most 6 "):
-        WindowKV(budget=64, reuse_layers=8, pyramid=3).for_model(32)
+        WindowKV(budget=64, reuse_layers=8, pyramid=3).for_model(32, 16)
     with pytest.warns(UserWarning, match="no window in upper layers"):
-        WindowKV(budget=40, reuse_layers=1).for_model(8)
+        WindowKV(budget=40, reuse_layers=1).for_model(8, 16)
     with pytest.warns(UserWarning, match="more in upper layers"):
-        WindowKV(budget=400, reuse_layers=16).for_model(32)
+        WindowKV(budget=400, reuse_layers=16).for_model(32, 16)

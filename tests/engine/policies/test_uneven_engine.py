@@ -14,7 +14,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.inspect import Event, KeptPositions
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.moves import MovePlan
-from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.policies.registry import policy_class, policy_names
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
@@ -39,6 +39,9 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "adakv-keydiff": {"name": "adakv", "budget": 20, "scorer": {"name": "keydiff", "recent": 4}},
     "dynamickv": {"name": "dynamickv", "budget": 20, "window": 4, "interval": 1},
+    "chunkkv-blocks": {
+        "name": "chunkkv", "budget": 25, "chunk_size": BLOCK, "window": 4, "align": "block",
+    },
     "windowkv": {
         "name": "windowkv", "budget": 24, "task": "localization", "window": 4, "chunk_size": 4,
         "reuse_layers": 1, "pyramid": 3,
@@ -93,7 +96,7 @@ def run_alone(llama_dir: Path) -> Any:
 
 def test_every_uneven_policy_is_here() -> None:
     uneven = {n for n in policy_names() if policy_class(n).granularity is not Granularity.MODEL}
-    assert uneven == {spec["name"] for spec in SPECS.values()}
+    assert uneven == {spec["name"] for spec in SPECS.values()} - {"chunkkv"}
 
 
 @EACH
@@ -103,9 +106,12 @@ def test_logits_are_those_of_dense_attention_over_the_kept_sets(
     tokens, events, logits, _ = run_alone(label)
     assert events
     counts = (events[0].held >= 0).sum(axis=2)
-    if make_policy(SPECS[label]).granularity is Granularity.LAYER:
+    if SPECS[label]["name"] != "adakv":
         assert (counts == counts[:, :1]).all()
-    assert len(np.unique(counts)) > 1, "the counts do not differ"
+    if "align" in SPECS[label]:
+        assert (events[0].held[0] != events[0].held[1]).any(), "layers keep the same blocks"
+    else:
+        assert len(np.unique(counts)) > 1, "the counts do not differ"
     dense = dense_pass(load_dense(llama_dir), PROMPT + tokens[:-1], events)
     torch.testing.assert_close(
         torch.cat(logits), dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4
@@ -161,6 +167,32 @@ def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> No
     generate(llm, [PROMPT])
     assert seen
     assert scheduler.pool.num_free == scheduler.pool.capacity
+
+
+def test_whole_blocks_stay_where_they_are(llama_dir: Path) -> None:
+    """A layer's table names the blocks it had, less the dropped ones; hits may still use those."""
+    llm = make_llm(llama_dir, SPECS["chunkkv-blocks"])
+    core = llm.engine.core
+    blocks, launch, events = core.scheduler.blocks, core.runner.launch, 0
+    before: Any = None
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        nonlocal before, events
+        if output.observations:
+            before = blocks.kv.blocks[:, 0, 0, : -(-len(PROMPT) // BLOCK)].copy()
+        step = launch(output)
+        for task in output.compactions:
+            events += 1
+            after = blocks.kv.blocks[:, 0, 0, : -(-int(task.new_lens[0, 0, 0]) // BLOCK)]
+            for was, now in zip(before, after, strict=True):
+                assert set(now) < set(was)
+        return step
+
+    core.runner.launch = launched  # type: ignore[method-assign]
+    generate(llm, [PROMPT])
+    assert events == 1
+    (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.num_cached_tokens == (len(PROMPT) - 4) // BLOCK * BLOCK
 
 
 def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone: Any) -> None:

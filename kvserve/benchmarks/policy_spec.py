@@ -1,0 +1,86 @@
+"""How a policy is written on the command line, and what it is called in tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvserve.engine.policies.base import field_names
+from kvserve.engine.policies.registry import make_policy, policy_class
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy as the user wrote it: its name, and the fields that were set."""
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        settings = ",".join(f"{name}={value}" for name, value in self.fields.items())
+        return f"{self.name}:{settings}" if settings else self.name
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **self.fields}
+
+    def with_fields(self, **more: Any) -> PolicySpec:
+        """The same policy with further fields; ``PolicyError`` if it refuses them."""
+        spec = replace(self, fields={**self.fields, **more})
+        make_policy(spec.as_dict)
+        return spec
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something that the policy needs, its budget say, has yet to be given."""
+        needs = policy_class(self.name).needs
+        return bool(needs) and not any(name in self.fields for name in needs)
+
+    def has_field(self, name: str) -> bool:
+        """Whether the policy knows this field, set or not."""
+        return name in field_names(policy_class(self.name))
+
+
+NO_COMPRESSION = PolicySpec("none")
+DEFAULT_POLICIES = (NO_COMPRESSION, PolicySpec("kara", {"window": 128, "buffer": 16}))
+
+
+def policy_spec(text: str) -> PolicySpec:
+    """``kara``, ``kara:window=128,ratio=0.3`` or ``{"name": "kara", "window": 128}``."""
+    try:
+        spec = _from_json(text) if text.startswith("{") else _from_words(text)
+        return spec if spec.incomplete else spec.with_fields()
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _from_json(text: str) -> PolicySpec:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    if "name" not in fields:
+        raise ValueError(f'{text!r} names no policy, as in {{"name": "kara", "window": 128}}')
+    return PolicySpec(fields.pop("name"), fields)
+
+
+def _from_words(text: str) -> PolicySpec:
+    name, _, settings = text.partition(":")
+    fields = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"{setting!r} is not FIELD=VALUE, as in kara:window=128,ratio=0.3")
+        fields[key.strip()] = _plain(value.strip())
+    return PolicySpec(name.strip(), fields)
+
+
+def _plain(text: str) -> Any:
+    """Numbers, booleans and null as such; anything else is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

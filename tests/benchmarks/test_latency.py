@@ -1,0 +1,40 @@
+"""`kvserve bench latency`: iterations in turns, and vLLM's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvserve.benchmarks import latency
+from kvserve.benchmarks.measure import Played
+from tests.benchmarks.conftest import Bench
+
+SMALL = (
+    *("--input-len", "8", "--output-len", "24", "--batch-size", "3", "--kv-blocks", "60"),
+    *("--num-iters", "4", "--num-iters-warmup", "1", "--block-size", "4"),
+)
+KARA = "kara:window=16,buffer=4,chunk_budget=2,period=4"
+
+
+def test_iterations_of_all_policies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = latency.play, []
+
+    def noted(engine: Any, workload: Any) -> Played:
+        played = real(engine, workload)
+        seen.append(played.figures["prompt_cached"])
+        played.figures["wall_s"] = float(len(seen))
+        return played
+
+    monkeypatch.setattr(latency, "play", noted)
+    status, saved = bench("bench latency", *SMALL, "--policy", "none", "--policy", KARA)
+    assert status == 0 and len(seen) == 10
+    assert set(seen) == {0.0}
+    none, kara = saved["rows"]
+    assert none["latencies"] == [3.0, 5.0, 7.0, 9.0] and kara["latencies"] == [4.0, 6.0, 8.0, 10.0]
+    assert none["avg_latency"] == 6.0 and kara["avg_latency_ms"] == 7000.0
+    assert [*none["percentiles"]] == ["10", "25", "50", "75", "90", "99"]
+    assert kara["percentiles"]["90"] == pytest.approx(np.percentile([4, 6, 8, 10], 90))
+    assert kara["ratio_to_first"] == pytest.approx(np.median([4 / 3, 6 / 5, 8 / 7, 10 / 9]))
+    assert none["compactions_per_request"] is None and kara["compactions_per_request"] > 0

@@ -1,0 +1,55 @@
+"""The suite behind docs/benchmarks.md: commands that are understood, a page that is up to date."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import suite
+from bench.suite import PAGE, SUITE, Measurement
+from kvserve.server import cli
+
+
+@pytest.mark.parametrize("measurement", SUITE, ids=lambda each: each.name)
+def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, ran = measurement.argv(suite.RESULTS / "r.json"), []
+    name, _ = cli._split(words)
+    module = importlib.import_module(cli.COMMANDS[name].module)
+    monkeypatch.setattr(module, "run_benchmark", lambda kind, *_, **__: ran.append(kind))
+    assert cli.run(words) == 0 and len(ran) == 1
+    assert ("--save-plots" in words) == measurement.plots
+
+
+def test_the_page_is_up_to_date() -> None:
+    sections = [suite._HEAD.rstrip(), *map(suite.section, SUITE)]
+    wanted = "\n\n".join(sections) + "\n"
+    assert PAGE.read_text() == wanted, "run `python -m bench.suite document`"
+
+
+def test_sections_show_the_newest_complete_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def result(rate: float, complete: bool = True) -> dict[str, Any]:
+        return {
+            "complete": complete, "date": "today", "threads": 1, "commit": "abc",
+            "device": {"type": "cpu", "name": "chip"}, "about": ["pool of 9 blocks"],
+            "versions": {"torch": "2", "kvserve": "1"}, "notes": ["kara: it paid"],
+            "columns": ["policy", "output_tok_s"], "command": "kvserve as it was run",
+            "rows": [{"policy": "none", "output_tok_s": rate}],
+        }  # fmt: skip
+
+    monkeypatch.setattr(suite, "RESULTS", tmp_path)
+    trial = Measurement("trial", "A trial", "What it is.", "bench throughput --shape '4m'")
+    said = suite.section(trial)
+    assert said.endswith("```\nkvserve bench throughput --shape '4m'\n```\n\nNot measured yet.")
+    for day, document in (("01", result(5.0)), ("02", result(7.0)), ("03", result(9.0, False))):
+        (tmp_path / f"2026-12-{day}-trial.json").write_text(json.dumps(document))
+    shown = suite.section(trial)
+    assert "| none   |          7.0 |" in shown and "- kara: it paid" in shown
+    assert "```\nkvserve as it was run\n```" in shown
+    assert shlex.split(trial.command) == trial.argv(suite.ROOT / "x.json")[:-2]
