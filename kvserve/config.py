@@ -162,6 +162,11 @@ class CompressionConfig:
         "whether a request's kv_policy may override --policy (none as policy is always allowed)",
         choices=("all", "none"),
     )
+    task_classifier: str | None = setting(
+        None,
+        "directory of a sequence classification checkpoint that names the task of windowkv's "
+        "prompts, label 0 being localization (default: the small one that ships)",
+    )
     gate: str = setting(
         "off",
         "on leaves out periodic compactions that, by the steps measured so far, would cost more "

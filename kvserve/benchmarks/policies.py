@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -80,11 +80,24 @@ class _TimedCompressor:
         self._compressor = compressor
 
     def run(self, *task: Any) -> None:
+        self._time(self._compressor.run, *task)
+
+    def observe(self, *task: Any) -> Any:
+        return self._time(self._compressor.observe, *task)
+
+    def run_observed(self, *task: Any) -> None:
+        self._time(self._compressor.run_observed, *task)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compressor, name)
+
+    def _time(self, call: Callable[..., Any], *task: Any) -> Any:
         _finish()
         started = time.perf_counter()
-        self._compressor.run(*task)
+        result = call(*task)
         _finish()
         self.seconds += time.perf_counter() - started
+        return result
 
 
 @dataclass

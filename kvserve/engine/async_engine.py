@@ -11,6 +11,7 @@ from kvserve.engine.client import EngineClient, ProcessClient, ThreadClient
 from kvserve.engine.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.engine.output_processor import OutputProcessor
+from kvserve.engine.task_classifier import TaskResolver
 from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import EngineStats, RequestOutput
@@ -37,14 +38,15 @@ class AsyncEngine:
             ProcessClient(config) if mode == "process" else ThreadClient(config)
         )
         self._info: EngineInfo | None = None
-        self._processor = OutputProcessor(None, [])
+        self._processor = OutputProcessor(None, [], TaskResolver(config.compression, None))
         self._queues: dict[str, asyncio.Queue[_Event]] = {}
 
     async def start(self) -> None:
         """Load the model; raises ``ConfigError`` with one line where that cannot work."""
         self._info = await self._client.start(self._on_outputs, self._on_death)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self._info.model_path)
-        self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids)
+        tasks = TaskResolver(self.config.compression, self.tokenizer)
+        self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, tasks)
 
     @property
     def info(self) -> EngineInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, S
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import RequestError
@@ -206,7 +208,7 @@ class EngineCore:
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         allowed = self.config.compression.allow_request_policy
-        if allowed == "none" and policy.name != "none" and policy != self._default_policy:
+        if allowed == "none" and policy.name != "none" and not self._is_servers(policy):
             raise RequestError(
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
@@ -240,6 +242,13 @@ class EngineCore:
                 param="kv_policy.window",
             )
         return policy
+
+    def _is_servers(self, policy: Policy) -> bool:
+        """Whether it is the server's policy, whatever task a classifier has named."""
+        default = self._default_policy
+        if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
+            policy = replace(policy, task=default.task)
+        return policy == default
 
     def _policy_id(self, policy: Policy) -> int:
         if policy not in self._policy_ids:

@@ -10,6 +10,7 @@ from kvserve.engine.messages import StepOutputs
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.output_processor import OutputProcessor
+from kvserve.engine.task_classifier import TaskResolver
 from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, RequestOutput
@@ -25,7 +26,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.core = EngineCore(config, model)
         self.tokenizer = load_tokenizer(config, self.core.info.model_path)
-        self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids)
+        tasks = TaskResolver(config.compression, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids, tasks)
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -13,6 +13,7 @@ from kvserve.engine.messages import (
     StepOutputs,
     policy_spec,
 )
+from kvserve.engine.task_classifier import TaskResolver
 from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import RequestError
 from kvserve.outputs import (
@@ -43,8 +44,11 @@ class _Branch:
 class OutputProcessor:
     """Hands out sequence ids, and folds the core's step outputs into ``RequestOutput`` objects."""
 
-    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_token_ids: list[int], tasks: TaskResolver
+    ) -> None:
         self._tokenizer = tokenizer
+        self._tasks = tasks
         self._eos = eos_token_ids
         self._branches: dict[int, _Branch] = {}
         self._by_request: dict[str, list[int]] = {}
@@ -63,6 +67,8 @@ class OutputProcessor:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         sequences = []
+        kv_policy = self._tasks.resolve(params.kv_policy, prompt, token_ids)
+        params = replace(params, kv_policy=kv_policy)
         for choice in request.outputs:
             choice.logprobs = None if params.logprobs is None else []
             self._branches[self._next_id] = _Branch(

@@ -262,7 +262,7 @@ def _sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> tuple[s
         return "sampling defaults", "none", "--generation-config"
     reason = "generation_config.json; --generation-config"
     if defaults.left_out:
-        reason = f"generation_config.json, but {_listed(defaults.left_out)} is not supported yet"
+        reason = f"generation_config.json, but {_listed(defaults.left_out)} is out of range"
     return "sampling defaults", _listed(defaults.sampling) or "none", reason
 
 

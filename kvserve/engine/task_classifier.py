@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvserve.config import CompressionConfig
+from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import ConfigError, logger
 
 LOCALIZATION, AGGREGATION = "localization", "aggregation"
@@ -55,6 +58,34 @@ def resolve_task(
     fields["task"] = classifier.task(prompt) if known else default  # type: ignore[union-attr,arg-type]
     logger.info("windowkv: task %s (%s)", fields["task"], "classified" if known else "default")
     return fields
+
+
+class TaskResolver:
+    """Names the task of every request that runs under WindowKV and leaves it open."""
+
+    def __init__(self, config: CompressionConfig, tokenizer: Tokenizer | None) -> None:
+        self._server_policy = {"name": config.policy, **config.policy_args}
+        self._checkpoint = config.task_classifier
+        self._tokenizer = tokenizer
+        if self._checkpoint:
+            _ = self._classifier  # what is wrong with it shows at the start
+
+    def resolve(
+        self, spec: str | Mapping[str, Any] | None, prompt: str | None, token_ids: list[int]
+    ) -> str | Mapping[str, Any] | None:
+        """A request's ``kv_policy``; ``None``, the server's policy, stays so if nothing is open."""
+        asked = self._server_policy if spec is None else spec
+        name = asked if isinstance(asked, str) else asked.get("name")
+        if name != "windowkv":
+            return spec
+        if prompt is None and self._tokenizer is not None:
+            prompt = self._tokenizer.decode(token_ids)
+        resolved = resolve_task(asked, prompt, self._classifier)
+        return spec if resolved is asked else resolved
+
+    @cached_property
+    def _classifier(self) -> TaskClassifier:
+        return load_classifier(self._checkpoint)
 
 
 def load_classifier(checkpoint: str | None = None) -> TaskClassifier:

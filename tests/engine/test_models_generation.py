@@ -44,14 +44,14 @@ def test_sampling_defaults_are_the_checkpoints(tmp_path: Path) -> None:
     prompts = random_prompts([7])
     expected = greedy(directory, prompts, 16)
     write_generation_config(
-        directory, temperature=0.7, top_k=1, repetition_penalty=1.05, do_sample=True
+        directory, temperature=0.7, top_k=1, repetition_penalty=-1.0, do_sample=True
     )
     llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
     info = llm.engine.core.info
     assert info.default_sampling == {"temperature": 0.7, "top_k": 1}
     (row,) = [row for row in info.summary if row[0] == "sampling defaults"]
     assert row[1] == "temperature 0.7, top_k 1"
-    assert "repetition_penalty 1.05 is not supported yet" in row[2]
+    assert "repetition_penalty -1.0 is out of range" in row[2]
     # With top_k 1 sampling is greedy: the defaults were used.
     (output,) = llm.generate(prompts, use_tqdm=False)
     assert [output.outputs[0].token_ids] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from bench.task_classifier.samples import samples
 from bench.task_classifier.templates import KINDS
 from bench.task_classifier.train import evaluate, train
+from kvserve import LLM, SamplingParams
 from kvserve.engine.task_classifier import (
     SHIPPED,
     CheckpointClassifier,
@@ -64,6 +66,30 @@ def test_a_named_task_wins_and_other_policies_are_left_alone() -> None:
     for spec in ({"name": "windowkv", "task": "localization"}, {"name": "snapkv"}, "none", {}):
         assert resolve_task(spec, "text", never) == spec
     assert not never.seen
+
+
+@pytest.mark.parametrize("allowed", ["all", "none"])
+def test_an_engine_asks_about_requests_that_leave_it_open(allowed: str) -> None:
+    """Text, or ids that the tokenizer can read; what a request names always wins."""
+    policy = {"name": "windowkv", "budget": 40}
+    llm = LLM("kvserve/tiny", policy=policy, allow_request_policy=allowed)
+    llm.engine._outputs._tasks._classifier = classifier = Always("aggregation")
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    assert llm.engine.tokenizer is not None
+    ids = llm.engine.tokenizer.encode("some words " * 30)
+    details = [out.kv_cache_details for out in llm.generate(["some words " * 30, ids], params)]
+    assert all(one is not None and one.compactions == 1 for one in details)
+    assert len(classifier.seen) == 2 and "some words" in classifier.seen[1]
+    assert {p.task for p in llm.engine.core.runner.policies} == {"aggregation"}  # type: ignore[attr-defined]
+    if allowed == "all":
+        named = replace(params, kv_policy={**policy, "task": "localization"})
+        llm.generate(["some words " * 30], named)
+        assert len(classifier.seen) == 2
+
+
+def test_a_missing_checkpoint_shows_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--task-classifier"):
+        LLM("kvserve/tiny", task_classifier=str(tmp_path / "none"))
 
 
 # ---- the one that ships -------------------------------------------------------------------------
