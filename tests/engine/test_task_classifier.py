@@ -77,7 +77,8 @@ def test_an_engine_asks_about_requests_that_leave_it_open(allowed: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     assert llm.engine.tokenizer is not None
     ids = llm.engine.tokenizer.encode("some words " * 30)
-    details = [out.kv_cache_details for out in llm.generate(["some words " * 30, ids], params)]
+    prompts: list[Any] = ["some words " * 30, ids]
+    details = [out.kv_cache_details for out in llm.generate(prompts, params)]
     assert all(one is not None and one.compactions == 1 for one in details)
     assert len(classifier.seen) == 2 and "some words" in classifier.seen[1]
     assert {p.task for p in llm.engine.core.runner.policies} == {"aggregation"}  # type: ignore[attr-defined]
