@@ -28,6 +28,7 @@ from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import RowState
 
 _STATS_INTERVAL = 0.05
+_REMEMBERED_POLICIES = 32
 
 
 class EngineCore:
@@ -252,9 +253,23 @@ class EngineCore:
 
     def _policy_id(self, policy: Policy) -> int:
         if policy not in self._policy_ids:
-            self._policy_ids[policy] = len(self.runner.policies)
-            self.runner.policies.append(policy)
+            self._policy_ids[policy] = self._free_policy_id()
+            self.runner.set_policy(self._policy_ids[policy], policy)
         return self._policy_ids[policy]
+
+    def _free_policy_id(self) -> int:
+        """A new id, or that of a policy that no sequence uses: requests cannot fill memory."""
+        if len(self._policy_ids) < _REMEMBERED_POLICIES:
+            return len(self._policy_ids)
+        in_use = {seq.policy_id for seq, _ in self._sequences.values()}
+        for policy, policy_id in self._policy_ids.items():
+            if policy_id not in in_use:
+                del self._policy_ids[policy]
+                return policy_id
+        raise RequestError(
+            f"{_REMEMBERED_POLICIES} different policies are in use; retry later or use one of them",
+            param="kv_policy",
+        )
 
     # ---- sequences ---------------------------------------------------------------------------
 

@@ -73,6 +73,10 @@ class InputBatch:
             self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
         return self._kept_scores.get(policy_id)
 
+    def forget_scores(self, policy_id: int) -> None:
+        """Give back what a policy kept that nobody uses any more."""
+        self._kept_scores.pop(policy_id, None)
+
     def after_compaction(self, task: CompactionTask) -> None:
         """Each group of each row holds what the task left it."""
         rows = self._long(task.rows)
@@ -183,7 +187,8 @@ class InputBatch:
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
         for task in output.swap_ins:
             for i, scores in self._parked_scores.pop(task.place).items():
-                self._kept_scores[i][task.row] = scores.to(self.device)
+                if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
+                    self._kept_scores[i][task.row] = scores.to(self.device)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:

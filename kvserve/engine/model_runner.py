@@ -87,13 +87,12 @@ class ModelRunner:
         cache: KVCache,
         batch: InputBatch,
         attention: AttentionBackend,
-        policies: list[Policy],
     ) -> None:
         self.model = model
         self.cache = cache
         self.batch = batch
         self.attention = attention
-        self.policies = policies
+        self.policies: dict[int, Policy] = {}
         """By ``CompactionTask.policy_id``; the engine appends to it."""
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
@@ -102,6 +101,11 @@ class ModelRunner:
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
+
+    def set_policy(self, policy_id: int, policy: Policy) -> None:
+        """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
+        self.policies[policy_id] = policy
+        self.batch.forget_scores(policy_id)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:

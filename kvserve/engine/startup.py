@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     cache = KVCache(
         layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
     )
-    runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
+    runner = ModelRunner(model, cache, batch, TorchAttention(model.scale))
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(

@@ -55,13 +55,19 @@ class EventBook:
 
     def register(self, seq: Sequence) -> None:
         """Know the trigger of a sequence's policy."""
-        self._triggers[seq.policy_id] = seq.trigger
-        if seq.uneven:
-            self._uneven.add(seq.policy_id)
-        if seq.keeps_blocks:
-            self._keeps_blocks.add(seq.policy_id)
+        policy_id = seq.policy_id
+        if self._triggers.get(policy_id) != seq.trigger:
+            self._steps_since.pop(policy_id, None)
+        self._triggers[policy_id] = seq.trigger
+        for policies, belongs in (
+            (self._uneven, seq.uneven),
+            (self._keeps_blocks, seq.keeps_blocks),
+        ):
+            policies.discard(policy_id)
+            if belongs:
+                policies.add(policy_id)
         if isinstance(seq.trigger, EngineWide):
-            self._steps_since.setdefault(seq.policy_id, 0)
+            self._steps_since.setdefault(policy_id, 0)
 
     def take_engine_wide(self) -> None:
         """Make rows due whose trigger counts the engine's steps."""

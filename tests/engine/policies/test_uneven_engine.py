@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine import core as engine_core
 from kvserve.engine.inspect import Event, KeptPositions
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.moves import MovePlan
@@ -207,6 +208,26 @@ def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone:
     for label, output in zip(SPECS, outputs, strict=False):
         assert output.outputs[0].token_ids == run_alone(label)[0], label
     assert outputs[-1].outputs[0].token_ids == generate(make_llm(llama_dir, "none"), [PROMPT])[0]
+
+
+def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of policies that nobody uses go to new ones, whatever kind these are."""
+    monkeypatch.setattr(engine_core, "_REMEMBERED_POLICIES", 4)
+    llm = make_llm(llama_dir, SPECS["adakv"])
+    core, expected = llm.engine.core, []
+    for _ in range(2):
+        for budget in range(16, 20):
+            for spec in (
+                {"name": "h2o", "budget": budget},
+                {"name": "adakv", "budget": budget, "window": 4},
+                {"name": "snapkv", "budget": budget, "window": 4},
+            ):
+                tokens = generate(llm, [PROMPT[:50]], kv_policy=spec)
+                expected.append(tokens)
+    half = len(expected) // 2
+    assert expected[:half] == expected[half:]
+    assert len(core.runner.policies) == 4
+    assert len(core.runner.batch._kept_scores) <= 4
 
 
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
