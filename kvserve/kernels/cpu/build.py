@@ -1,0 +1,98 @@
+"""Compiles a C++ file beside this one into a user's cache, once for each source, compiler and CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Not -ffast-math: before GCC 13 a library linked with it turns off denormals in whoever loads it.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+_LINK = ("-fopenmp", "-shared", "-fPIC")
+_SECONDS = 120
+
+
+class BuildError(RuntimeError):
+    """There is no library, and why, in one line."""
+
+
+@functools.cache
+def load_library(name: str) -> ctypes.CDLL:
+    """The library of ``name.cpp``, built if no cached build is there. ``BuildError`` if it fails."""
+    source = Path(__file__).with_name(f"{name}.cpp")
+    key = hashlib.sha256(source.read_bytes() + repr((_FLAGS, _LINK, _cpu())).encode())
+    file = f"{name}-{key.hexdigest()[:16]}.so"
+    for folder in _cache_folders():
+        if (folder / file).is_file():
+            return _open(folder / file)
+    return _open(_build(source, file))
+
+
+def _open(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"{library} does not load: {error}") from None
+
+
+def _build(source: Path, file: str) -> Path:
+    """Compile into the first folder that can be written; several processes may do so at once."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no g++ found")
+    for folder in _cache_folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
+        except OSError:
+            continue
+        os.close(handle)
+        try:
+            _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
+            os.replace(unfinished, folder / file)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+        return folder / file
+    raise BuildError(f"no folder to build in: {', '.join(map(str, _cache_folders()))}")
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"g++ did not run: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"g++ failed: {first}")
+
+
+def _cache_folders() -> Iterator[Path]:
+    """Where builds are kept: the user's cache, or, where that cannot be written, a folder of theirs
+    among the temporary files. Another user's is never read: libraries in it would be run."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    candidates = [Path(named) if named else Path.home() / ".cache"]
+    candidates.append(Path(tempfile.gettempdir()) / f"kvserve-{os.getuid()}")
+    for folder in candidates:
+        if not folder.exists() or folder.stat().st_uid == os.getuid():
+            yield folder / "kvserve"
+
+
+def _cpu() -> tuple[str, ...]:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return platform.machine(), *sorted({line for line in lines if line.startswith(kinds)})

@@ -1,0 +1,202 @@
+"""Compiled attention over paged blocks against plain indexing; refusals; where builds are kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu import build
+from kvserve.kernels.cpu.paged_attention import (
+    Chunks,
+    paged_attention,
+    paged_attention_torch,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SCALE = 0.3
+COLUMNS = 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Granularities: model (LG, R) = (1, 1), layer (L, 1), head (L, Hkv)."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    block: int = 8
+    groups: int = 1
+    tables: int = 1
+    layers: int = 1
+    columns: int = COLUMNS
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call; blocks that no row holds, and entries behind a row's end, are NaN."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    chunks: Chunks
+
+    def run(self, group: int = 0) -> Tensor:
+        return paged_attention(
+            self.query, self.keys, self.values, self.tables, self.chunks, group, SCALE
+        )
+
+    def expected(self, group: int = 0) -> Tensor:
+        clean = self.keys.nan_to_num(), self.values.nan_to_num()
+        return paged_attention_torch(self.query, *clean, self.tables, self.chunks, group, SCALE)
+
+
+def make(
+    shape: Shape,
+    held: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Chunk s is the last ``lengths[s]`` tokens of a row of ``held[s]`` entries (in other tables
+    and groups: up to 3 fewer)."""
+    generator = torch.Generator().manual_seed(seed)
+    count, size = len(held), shape.block
+    fewer = torch.randint(0, 4, (shape.groups, shape.tables, count), generator=generator)
+    ends = (torch.tensor(held) - fewer).clamp(min=0)
+    num_blocks = shape.groups * count * shape.tables * shape.columns + 1
+    names = torch.randperm(num_blocks - 1, generator=generator).to(torch.int32) + 1
+    tables = names.view(shape.groups, count, shape.tables, shape.columns)
+    cache_shape = num_blocks, shape.layers, 2, size, shape.kv_heads // shape.tables, shape.dim
+    cache = torch.randn(cache_shape, generator=generator)
+    cache[0] = torch.nan
+    rows = torch.randperm(count, generator=generator)
+    for group in range(shape.groups):
+        for chunk, row in enumerate(rows.tolist()):
+            for table in range(shape.tables):
+                behind = torch.arange(shape.columns * size) >= ends[group, table, chunk]
+                at = tables[group, row, table].long().repeat_interleave(size)
+                place = torch.arange(size).repeat(shape.columns)
+                cache[at[behind], :, :, place[behind]] = torch.nan
+    steps = torch.cat([torch.arange(length) - length + 1 for length in lengths])
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    last = (ends[:, :, owner] - 1 + steps).clamp(min=-1)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    wide = torch.randn(sum(lengths), shape.heads + 3, shape.dim, generator=generator).to(dtype)
+    keys, values = cache.to(dtype)[:, shape.layers - 1].unbind(1)
+    return Case(wide[:, : shape.heads], keys, values, tables, Chunks(rows, starts, last))
+
+
+def agrees(case: Case, group: int = 0) -> None:
+    exact = case.query.dtype is torch.float32
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if exact else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(case.run(group), case.expected(group), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 128, 256])
+def test_head_dims(dim: int, dtype: torch.dtype) -> None:
+    agrees(make(Shape(dim=dim, layers=2), [1, 17, 96], [1, 1, 5], dtype))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (40, 1), (12, 3)])
+def test_head_groups(heads: int, kv_heads: int) -> None:
+    agrees(make(Shape(heads=heads, kv_heads=kv_heads), [3, 65, 64], [1, 2, 40]))
+
+
+@pytest.mark.parametrize("block", [1, 6, 16, 64, 100])
+def test_block_sizes(block: int) -> None:
+    agrees(make(Shape(block=block, columns=-(-200 // block)), [200, 129, 1], [1, 33, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "tables"), [(1, 1), (3, 1), (3, 2)])
+def test_granularities(groups: int, tables: int, dtype: torch.dtype) -> None:
+    shape = Shape(heads=8, groups=groups, tables=tables)
+    case = make(shape, [90, 1, 66, 70], [1, 1, 66, 7], dtype)
+    for group in range(groups):
+        agrees(case, group)
+
+
+def test_tokens_that_see_nothing_get_zeros() -> None:
+    case = make(Shape(), [9, 0, 2], [1, 1, 5])
+    assert case.chunks.last.min() == -1
+    agrees(case)
+    assert not case.run()[[1, 2, 3]].any()
+
+
+def test_limits_of_a_chunk_need_not_ascend() -> None:
+    """An observation pass asks for any subset of tokens, in any order."""
+    case = make(Shape(), [96, 40], [40, 3])
+    shuffled = case.chunks.last[..., torch.randperm(43, generator=torch.Generator().manual_seed(1))]
+    shuffled[..., 40:] = torch.tensor([3, 39, 0]).clamp(max=int(case.chunks.last[0, 0, -1]))
+    agrees(replace(case, chunks=replace(case.chunks, last=shuffled.clamp(max=36))))
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_a_long_context_is_the_same_on_any_number_of_threads(tables: int) -> None:
+    shape = Shape(block=16, columns=200, tables=tables)
+    case = make(shape, [3200, 2048, 2049, 5], [1, 1, 40, 1])
+    agrees(case)
+    alone = case.run()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(case.run(), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    case = make(Shape(), [90, 12], [1, 5])
+    agrees(replace(case, query=(case.query * 200).clone()))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("block", "chunk 1 reads block 1000000, which is not one of the pool"),
+        ("freed", "chunk 1 reads block 0,"),
+        ("negative", "chunk 1 reads block -5,"),
+        ("entry", "chunk 1 sees entry 96, which its tables do not hold"),
+        ("row", "chunk 1 is of table row 2, which is not there"),
+        ("chunk", "chunk 1 ends at token 7, which is not there"),
+    ],
+)
+def test_what_is_not_there_is_refused(broken: str, message: str) -> None:
+    case = make(Shape(), [96, 80], [1, 5])
+    rows, starts, last = case.chunks.rows, case.chunks.starts, case.chunks.last
+    names = {"block": 1_000_000, "freed": 0, "negative": -5}
+    if broken in names:
+        case.tables[0, rows[1], 0, 9] = names[broken]
+    elif broken == "entry":
+        last[0, 0, 3] = 96
+    elif broken == "row":
+        rows[1] = 2
+    else:
+        starts[2] = 7
+    with pytest.raises(IndexError, match=message):
+        case.run()
+
+
+def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
+    case = make(Shape(dim=12), [9], [1])
+    with pytest.raises(ValueError, match=r"head_dim 12 .* \(query \[1, 4, 12\], blocks \[13, 8, "):
+        case.run()
+    with pytest.raises(ValueError, match="head_dim 264"):
+        make(Shape(dim=264), [9], [1]).run()
+    with pytest.raises(ValueError, match=r"dtypes torch.float16"):
+        make(Shape(), [9], [1], torch.float16).run()
+    with pytest.raises(ValueError, match="do not divide"):
+        make(Shape(heads=5), [9], [1]).run()
+    fine = make(Shape(), [9], [1])
+    with pytest.raises(ValueError, match="not dense"):
+        replace(fine, keys=fine.keys.mT.clone().mT).run()
+    with pytest.raises(ValueError, match="chunks do not fit"):
+        chunks = replace(fine.chunks, last=fine.chunks.last.int())
+        replace(fine, chunks=chunks).run()
