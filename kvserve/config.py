@@ -179,7 +179,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
-    attention_backend: str = setting("auto", "attention implementation", choices=("auto", "torch"))
+    attention_backend: str = setting(
+        "auto",
+        "attention implementation; cpu is compiled by g++ at first use, and auto takes it on a CPU "
+        "where it can",
+        choices=("auto", "cpu", "torch"),
+    )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
@@ -81,6 +81,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
+    needs = Needs(device, dtype, spec.head_dim, layout.block_size, spec.head_dim**-0.5)
+    attention = select_backend(config.attention_backend, needs)
     model = load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
@@ -98,11 +100,11 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, dtype, device)
+    batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, device)
     cache = KVCache(
         layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
     )
-    runner = ModelRunner(model, cache, batch, TorchAttention(model.scale), [])
+    runner = ModelRunner(model, cache, batch, attention.backend, [])
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -116,6 +118,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         default_sampling=defaults.sampling,
         summary=[
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
         ],
@@ -308,7 +311,6 @@ def _summary(
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
-        ("attention", "torch", "gathered blocks and torch's SDPA"),
     ]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import build
 from kvserve.kernels.cpu.paged_attention import (
     Chunks,
     paged_attention,
@@ -94,9 +92,8 @@ def make(
 
 
 def agrees(case: Case, group: int = 0) -> None:
-    exact = case.query.dtype is torch.float32
-    tolerance = {"atol": 1e-5, "rtol": 1e-5} if exact else {"atol": 1e-2, "rtol": 1e-2}
-    torch.testing.assert_close(case.run(group), case.expected(group), **tolerance)
+    within = 1e-5 if case.query.dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(case.run(group), case.expected(group), atol=within, rtol=within)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

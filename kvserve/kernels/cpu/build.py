@@ -1,4 +1,4 @@
-"""Compiles a C++ file beside this one into a user's cache, once for each source, compiler and CPU."""
+"""Compiles a C++ file of this folder into the user's cache, once for each source and CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuildError(RuntimeError):
 
 @functools.cache
 def load_library(name: str) -> ctypes.CDLL:
-    """The library of ``name.cpp``, built if no cached build is there. ``BuildError`` if it fails."""
+    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails."""
     source = Path(__file__).with_name(f"{name}.cpp")
     key = hashlib.sha256(source.read_bytes() + repr((_FLAGS, _LINK, _cpu())).encode())
     file = f"{name}-{key.hexdigest()[:16]}.so"

@@ -70,15 +70,15 @@ def paged_attention(
 ) -> Tensor:
     """Each token against its row's entries up to its ``last``, softmax at ``scale``.
 
-    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], blocks of equal stride; tables: int32
-    [LG, num_rows, R, M], of which layer group ``group`` is read. Returns [T, Hq, D]; zeros where a
-    token sees nothing. ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an
-    entry or a block that is not there; block 0 is no sequence's. Reference: ``paged_attention_torch``.
+    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
+    of which layer group ``group`` is read. Returns [T, Hq, D]; zeros where a token sees nothing.
+    ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry or a block
+    that is not there; block 0 is no sequence's. Reference: ``paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
-    count, num_rows, per_row, columns = tables.shape
+    num_rows, per_row, columns = tables.shape[1:]
     call = _Call(
         query.data_ptr(),
         out.data_ptr(),
