@@ -55,23 +55,27 @@ def submit(llm: LLM, batch: int, prompt: int, output: int) -> None:
         llm.engine.add_request(str(i), ids, params)
 
 
-def step_seconds(llm: LLM) -> float:
+def step_seconds(llm: LLM, batch: int) -> float:
     started = time.perf_counter()
-    llm.engine.core.step()
-    return time.perf_counter() - started
+    outputs = llm.engine.step()
+    seconds = time.perf_counter() - started
+    assert len(outputs) == batch, "a step is meant to give every sequence one token"
+    return seconds
 
 
 def measured(llms: dict[str, LLM], batch: int, context: int, output: int) -> dict[str, Any]:
     """Contexts of ``context`` tokens on average while ``output`` of them are decoded."""
-    prefill, decode = [], []
+    decode = []
     for llm in llms.values():
         submit(llm, batch, context - output // 2, output)
-    prefill = [step_seconds(llm) for llm in llms.values()]
+    prefill = [step_seconds(llm, batch) for llm in llms.values()]
     for step in range(output - 1):
         order = list(llms) if step % 2 else list(llms)[::-1]
-        seconds = {name: step_seconds(llms[name]) for name in order}
+        seconds = {name: step_seconds(llms[name], batch) for name in order}
         decode.append([seconds[name] for name in llms])
-    assert not any(llm.engine.core.has_work for llm in llms.values())
+    for llm in llms.values():
+        while llm.engine.has_unfinished_requests:
+            llm.engine.step()
     medians = dict(zip(llms, np.median(decode, axis=0).tolist(), strict=True))
     return {
         "batch": batch,
