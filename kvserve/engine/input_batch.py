@@ -84,7 +84,7 @@ class InputBatch:
         at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
         input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
         positions = self.num_computed[at] + offset
-        entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2)
+        entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
         query_slots = self._query_slots(at, positions) if output.logs_queries else None
         chunk_rows, added = self._long(rows), self._long(lengths)
         self.kv_lens[:, chunk_rows] += added[:, None]

@@ -102,7 +102,14 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     batch = InputBatch(layout, config.scheduler.max_num_seqs, *tables, log_tokens, device)
     cache = KVCache(
-        layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
+        layout,
+        num_blocks,
+        log_heads,
+        dtype,
+        device,
+        fp8_log=fp8,
+        num_host_blocks=num_host_blocks,
+        store_kv=attention.store_kv,
     )
     runner = ModelRunner(model, cache, batch, attention.backend, [])
     use_sampling = config.model.generation_config != "none"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from kvserve.scheduler.block_pool import IntArray
+
+StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
+"""``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.attention.base import AttentionBackend, StoreKV
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.kernels import store_kv
 from kvserve.kernels.cpu import paged_attention
+from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.log import ConfigError, logger
 
@@ -32,6 +34,7 @@ class Choice:
 
     name: str
     backend: AttentionBackend
+    store_kv: StoreKV
     reason: str
 
 
@@ -42,6 +45,7 @@ class _Candidate:
     name: str
     how: str
     make: Callable[[Needs], AttentionBackend]
+    store_kv: StoreKV = store_kv.store_kv
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     head_dim: Callable[[int], str | None] = lambda dim: None
@@ -55,7 +59,8 @@ class _Candidate:
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    load_library("paged_attention")
+    for name in ("paged_attention", "store_kv"):
+        load_library(name)
     return CpuAttention(needs.scale)
 
 
@@ -69,6 +74,7 @@ _CANDIDATES = (
         name="cpu",
         how="compiled, reads blocks where they lie",
         make=_make_cpu,
+        store_kv=cpu_store_kv.store_kv,
         devices=("cpu",),
         dtypes=paged_attention.DTYPES,
         head_dim=paged_attention.refusal,
@@ -91,7 +97,8 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
                 refusal = str(error)
                 logger.warning("attention backend %s is not there: %s", candidate.name, refusal)
             else:
-                return Choice(candidate.name, backend, "; ".join([candidate.how, *refused]))
+                reason = "; ".join([candidate.how, *refused])
+                return Choice(candidate.name, backend, candidate.store_kv, reason)
         refused.append(f"not {candidate.name}: {refusal}")
     raise ConfigError(f"--attention-backend {wanted}: {', '.join(refused)}")
 
