@@ -1,15 +1,21 @@
-"""Compiled attention over paged blocks against plain indexing; refusals; where builds are kept."""
+"""The CPU's compiled kernels against plain indexing; what they refuse; where builds are kept."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels import store_kv as reference
+from kvserve.kernels.cpu import store_kv
 from kvserve.kernels.cpu.paged_attention import (
     Chunks,
     paged_attention,
@@ -197,3 +203,84 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="chunks do not fit"):
         chunks = replace(fine.chunks, last=fine.chunks.last.int())
         replace(fine, chunks=chunks).run()
+
+
+# ---- store --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_store(tokens: int, tables: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache, expected = torch.zeros(2, 20, 3, 2, 8, 4 // tables, 16, dtype=dtype)
+    slots = torch.randperm(160)[: tables * tokens].view(tables, tokens)
+    key, value = torch.randn(tokens, 9, 16).to(dtype).split([5, 4], dim=1)
+    store_kv.store_kv(cache, 1, slots, key[:, :4], value)
+    reference.store_kv(expected, 1, slots, key[:, :4], value)
+    assert torch.equal(cache, expected)
+    assert bool(cache.any()) is bool(tokens)
+
+
+@pytest.mark.parametrize("slot", [-1, 160, 2**40])
+def test_a_slot_outside_of_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
+    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
+    with pytest.raises(IndexError, match=f"slot {slot} is not in a pool of 20 blocks of 8"):
+        store_kv.store_kv(cache, 0, torch.tensor([[8, 9, slot]]), new, new)
+    assert not cache.any()
+
+
+def test_entries_that_do_not_fit_the_cache_are_refused() -> None:
+    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
+    slots = torch.tensor([[8, 9, 10]])
+    with pytest.raises(ValueError, match=r"new entries \[3, 1, 16\] .*: \[3, 2, 16\] is needed"):
+        store_kv.store_kv(cache, 0, slots, new[:, :1], new)
+    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
+        store_kv.store_kv(cache, 0, slots, new, new.double())
+    with pytest.raises(ValueError, match=r"slots of torch.int32"):
+        store_kv.store_kv(cache, 0, slots.int(), new, new)
+
+
+# ---- builds -------------------------------------------------------------------------------------
+
+BUILD = "from kvserve.kernels.cpu.build import load_library; print(load_library('store_kv')._name)"
+
+
+def start_build(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )
+
+
+def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
+    started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    (library,) = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
+
+
+def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
+    """As one made on another system that shares the home."""
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    Path(library).write_text("")
+    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    assert again == library and Path(library).stat().st_size
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "kvserve"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+
+
+def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+    assert library.parent.stat().st_mode & 0o077 == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -10,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in whoever loads it.
@@ -30,8 +30,9 @@ def load_library(name: str) -> ctypes.CDLL:
     key = hashlib.sha256(source.read_bytes() + repr((_FLAGS, _LINK, _cpu())).encode())
     file = f"{name}-{key.hexdigest()[:16]}.so"
     for folder in _cache_folders():
-        if (folder / file).is_file():
-            return _open(folder / file)
+        if (folder / file).is_file() and _is_ours(folder):
+            with contextlib.suppress(BuildError):  # of another system that shares this home
+                return _open(folder / file)
     return _open(_build(source, file))
 
 
@@ -39,7 +40,7 @@ def _open(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"{library} does not load: {error}") from None
+        raise BuildError(f"the build does not load: {error}") from None
 
 
 def _build(source: Path, file: str) -> Path:
@@ -50,12 +51,15 @@ def _build(source: Path, file: str) -> Path:
     for folder in _cache_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_ours(folder):
+                continue
             handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
         except OSError:
             continue
         os.close(handle)
         try:
             _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
+            _open(Path(unfinished))
             os.replace(unfinished, folder / file)
         except BaseException:
             os.unlink(unfinished)
@@ -77,15 +81,18 @@ def _compile(command: list[str]) -> None:
         raise BuildError(f"g++ failed: {first}")
 
 
-def _cache_folders() -> Iterator[Path]:
-    """Where builds are kept: the user's cache, or, where that cannot be written, a folder of theirs
-    among the temporary files. Another user's is never read: libraries in it would be run."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    candidates = [Path(named) if named else Path.home() / ".cache"]
-    candidates.append(Path(tempfile.gettempdir()) / f"kvserve-{os.getuid()}")
-    for folder in candidates:
-        if not folder.exists() or folder.stat().st_uid == os.getuid():
-            yield folder / "kvserve"
+def _cache_folders() -> tuple[Path, Path]:
+    """Where builds are kept: the user's cache or, if that cannot be written, a temporary folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    temporary = Path(tempfile.gettempdir()) / f"kvserve-{os.getuid()}"
+    # A user without a home is left with a relative path.
+    return (Path(cache, "kvserve") if os.path.isabs(cache) else temporary), temporary
+
+
+def _is_ours(folder: Path) -> bool:
+    """Nobody else may have put a library there: it would be run."""
+    facts = folder.stat()
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _cpu() -> tuple[str, ...]:
