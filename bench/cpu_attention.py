@@ -2,12 +2,13 @@
 
     python bench/cpu_attention.py --threads 1 --save-result bench/results/DATE-cpu-attention.json
 
-Two engines take alternate steps, so that a busy machine troubles both alike; medians of the steps.
+Two engines decode by turns, some steps each, so that a busy machine troubles both alike; medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from itertools import product
 from typing import Any
@@ -21,6 +22,7 @@ from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, run_and_publish
 
 BACKENDS = ("torch", "cpu")
+STRETCH = 7  # steps between turns: after the first of them, caches are warm again
 COLUMNS = (
     Column("layout", "layout", left=True),
     Column("dtype", "dtype", left=True),
@@ -65,18 +67,18 @@ def step_seconds(llm: LLM, batch: int) -> float:
 
 def measured(llms: dict[str, LLM], batch: int, context: int, output: int) -> dict[str, Any]:
     """Contexts of ``context`` tokens on average while ``output`` of them are decoded."""
-    decode = []
+    decode: dict[str, list[float]] = {name: [] for name in llms}
     for llm in llms.values():
         submit(llm, batch, context - output // 2, output)
     prefill = [step_seconds(llm, batch) for llm in llms.values()]
-    for step in range(output - 1):
-        order = list(llms) if step % 2 else list(llms)[::-1]
-        seconds = {name: step_seconds(llms[name], batch) for name in order}
-        decode.append([seconds[name] for name in llms])
+    for first in range(1, output, STRETCH):
+        steps = range(first, min(first + STRETCH, output))
+        for name, llm in llms.items():
+            decode[name] += [step_seconds(llm, batch) for _ in steps]
     for llm in llms.values():
         while llm.engine.has_unfinished_requests:
             llm.engine.step()
-    medians = dict(zip(llms, np.median(decode, axis=0).tolist(), strict=True))
+    medians = {name: float(np.median(seconds)) for name, seconds in decode.items()}
     return {
         "batch": batch,
         "context": context,
@@ -133,6 +135,7 @@ def main() -> int:
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
     comparison = Comparison(args)
     return run_and_publish(comparison.measure, comparison.report, args.save_result)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -262,6 +263,7 @@ def opened_checkpoint(
     """
     if args.threads:
         torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         load_format = args.load_format
         if shape is None:

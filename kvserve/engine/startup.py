@@ -22,6 +22,7 @@ from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -126,6 +127,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         summary=[
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            *_threads_summary(device),
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
         ],
@@ -319,6 +321,13 @@ def _summary(
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
     ]
+
+
+def _threads_summary(device: str) -> list[tuple[str, str, str]]:
+    if device != "cpu":
+        return []
+    threads, reason = limit_threads()
+    return [("cpu threads", str(threads), reason)]
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:
