@@ -184,7 +184,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
-    attention_backend: str = setting("auto", "attention implementation", choices=("auto", "torch"))
+    attention_backend: str = setting(
+        "auto",
+        "attention implementation; cpu is compiled by g++ at first use, and auto takes it on a CPU "
+        "where it can",
+        choices=("auto", "cpu", "torch"),
+    )
     grammar_backend: str = setting(
         "llguidance",
         "what compiles JSON schemas and grammars for structured output",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,7 @@ def opened_checkpoint(
     """
     if args.threads:
         torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         load_format, shape = args.load_format, getattr(args, "shape", None)
         if shape is None:

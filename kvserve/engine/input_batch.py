@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, Span
+from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.sampler import SamplingRows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
@@ -30,11 +30,9 @@ class InputBatch:
         log_shape: tuple[int, ...],
         log_block_tokens: int,
         vocab_size: int,
-        dtype: torch.dtype,
         device: str,
     ) -> None:
         self.layout = layout
-        self.dtype = dtype
         self.device = device
         self.log_block_tokens = log_block_tokens
         self.block_tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
@@ -86,99 +84,52 @@ class InputBatch:
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""
         decoding, prefill = output.num_decoding, output.prefill
-        rows = torch.cat(
-            [
-                torch.arange(decoding, device=self.device),
-                self._long(np.repeat(prefill.rows, prefill.lengths)),
-            ]
-        )
-        offsets = np.concatenate([np.zeros(decoding, np.int32), ragged_arange(prefill.lengths)])
-        offset = self._long(offsets)
+        rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
+        lengths = np.concatenate([np.ones(decoding, np.int32), prefill.lengths])
+        at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
         input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
-        positions = self.num_computed[rows] + offset
-        entries = (self.kv_lens[:, rows] + offset[:, None]).transpose(1, 2)
-        slots = slot_mapping(self.block_tables, rows, entries, self.layout.block_size)
-        query_slots = self._query_slots(rows, positions) if output.logs_queries else None
-        before = self.kv_lens.clone()
-        self.kv_lens[:, :decoding] += 1
-        self.num_computed[:decoding] += 1
-        chunk_rows, lengths = self._long(prefill.rows), self._long(prefill.lengths)
-        self.kv_lens[:, chunk_rows] += lengths[:, None]
-        self.num_computed[chunk_rows] += lengths
-        spans = (*self._decode_spans(output), *self._chunk_spans(output, before))
-        prompt_lens = self.prompt_lens[rows]
-        return input_ids, ForwardBatch(positions, prompt_lens, slots, query_slots, spans)
+        positions = self.num_computed[at] + offset
+        entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
+        query_slots = self._query_slots(at, positions) if output.logs_queries else None
+        chunk_rows, added = self._long(rows), self._long(lengths)
+        self.kv_lens[:, chunk_rows] += added[:, None]
+        self.num_computed[chunk_rows] += added
+        batch = ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            query_slots=query_slots,
+            last=entries,
+            tables=self.block_tables,
+            rows=rows,
+            starts=_starts(lengths),
+            columns=output.columns,
+        )
+        return input_ids, batch
 
     def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
 
         rows: [P]; positions (logical), entries (physical): [P, Q].
         """
-        at, seen = self._long(rows), self._long(entries)
-        columns = int(entries.max()) // self.layout.block_size + 1
-        tables = self.block_tables[:, at, :, :columns].contiguous()
-        last = seen[None, :, None].expand(*tables.shape[:3], -1)
-        tokens = torch.arange(positions.size, device=self.device).view(positions.shape)
-        span = Span(tokens, None, tables, self._mask(last.flatten(1, 2), columns))
-        prompt_lens = self.prompt_lens[at].repeat_interleave(positions.shape[1])
-        nowhere = tables.new_empty(0)
-        return ForwardBatch(self._long(positions).view(-1), prompt_lens, nowhere, None, (span,))
+        last, count = self._long(entries).view(-1), positions.shape[1]
+        return ForwardBatch(
+            positions=self._long(positions).view(-1),
+            prompt_lens=self.prompt_lens[self._long(rows)].repeat_interleave(count),
+            slots=last.new_empty(0),
+            query_slots=None,
+            last=last.expand(self.layout.layer_groups, self.layout.rows, -1),
+            tables=self.block_tables,
+            rows=rows,
+            starts=_starts(np.full(len(rows), count)),
+            columns=entries.max(axis=1) // self.layout.block_size + 1,
+        )
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
         return torch.where(positions >= self.log_from[rows], slots, 0)
-
-    def _decode_spans(self, output: SchedulerOutput) -> list[Span]:
-        """One span per size class of lengths, so that short rows do not pay for long ones."""
-        count = output.num_decoding
-        columns = output.columns[:count]
-        classes = _size_class(columns, least=8)
-        spans = []
-        for size in np.unique(classes):
-            at = np.flatnonzero(classes == size)
-            width = int(columns[at].max())
-            if len(at) == count:
-                tables, lens = self.block_tables[:, :count], self.kv_lens[:, :count]
-                tokens = None
-            else:
-                rows = self._long(at)
-                tables, lens = self.block_tables[:, rows], self.kv_lens[:, rows]
-                tokens = rows[:, None]
-            last = (lens - 1).flatten(1)[..., None]
-            mask = self._mask(last, width)
-            spans.append(Span(tokens, None, tables[..., :width].contiguous(), mask))
-        return spans
-
-    def _chunk_spans(self, output: SchedulerOutput, before: Tensor) -> list[Span]:
-        """Chunks of similar length over caches of similar length attend as one padded batch."""
-        prefill = output.prefill
-        first_token = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
-        columns = output.columns[output.num_decoding :]
-        classes = _size_class(prefill.lengths, least=1) * 64 + _size_class(columns, least=8)
-        spans = []
-        for size in np.unique(classes):
-            at = np.flatnonzero(classes == size)
-            lengths, width = prefill.lengths[at], int(prefill.lengths[at].max())
-            place = np.minimum(np.arange(width), lengths[:, None] - 1)
-            tokens = self._long(first_token[at][:, None] + place)
-            valid = None
-            if lengths.min() < width:
-                valid = torch.as_tensor(np.arange(width) < lengths[:, None], device=self.device)
-            rows = self._long(prefill.rows[at])
-            last = before[:, rows][..., None] + self._long(place)[:, None]
-            tables = self.block_tables[:, rows, :, : int(columns[at].max())].contiguous()
-            spans.append(
-                Span(tokens, valid, tables, self._mask(last.flatten(1, 2), tables.shape[3]))
-            )
-        return spans
-
-    def _mask(self, last: Tensor, columns: int) -> Tensor:
-        """last: [LG, rows, Q], each query's last visible entry -> [LG, rows, 1, Q, columns * B]."""
-        entries = torch.arange(columns * self.layout.block_size, device=self.device)
-        visible = torch.zeros((), dtype=self.dtype, device=self.device)
-        return torch.where(entries <= last[..., None], visible, -torch.inf)[:, :, None]
 
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back."""
@@ -216,7 +167,6 @@ def _scatter(tables: Tensor, update: TableUpdate) -> None:
         tables.view(-1)[where] = torch.as_tensor(update.blocks, device=tables.device)
 
 
-def _size_class(sizes: IntArray, least: int) -> IntArray:
-    """0 up to ``least``, then one class per doubling."""
-    classes: IntArray = np.ceil(np.log2(np.maximum(sizes, least) / least)).astype(np.int64)
-    return classes
+def _starts(lengths: IntArray) -> IntArray:
+    """First places of runs of these lengths, and the end of the last."""
+    return np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths)])

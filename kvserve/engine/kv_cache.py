@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.attention.base import ForwardBatch, StoreKV
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -30,9 +30,11 @@ class KVCache:
         *,
         fp8_log: bool = False,
         num_host_blocks: int = 0,
+        store_kv: StoreKV = store_kv,
     ) -> None:
         self.layout = layout
         self.log_heads = log_heads
+        self._store_kv = store_kv
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
         # Block 0 is a null block here too. Pages that no sequence was parked in cost no memory.
         host_shape = layout.cache_shape(num_host_blocks + 1)
@@ -55,7 +57,7 @@ class KVCache:
         q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
         group, place = divmod(layer, self.layout.layers_per_block)
-        store_kv(self.kv, place, batch.slots[group], k, v)
+        self._store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:
             reduced = reduce_queries(q, self.log_heads)
             if self.query_log.dtype is torch.uint8:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
@@ -23,6 +23,7 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -86,6 +87,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
+    needs = Needs(device, dtype, spec.head_dim, layout.block_size, spec.head_dim**-0.5)
+    attention = select_backend(config.attention_backend, needs)
     model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
@@ -104,11 +107,18 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     max_rows = config.scheduler.max_num_seqs
-    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, dtype, device)
+    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, device)
     cache = KVCache(
-        layout, num_blocks, log_heads, dtype, device, fp8_log=fp8, num_host_blocks=num_host_blocks
+        layout,
+        num_blocks,
+        log_heads,
+        dtype,
+        device,
+        fp8_log=fp8,
+        num_host_blocks=num_host_blocks,
+        store_kv=attention.store_kv,
     )
-    runner = ModelRunner(model, cache, batch, TorchAttention(model.scale))
+    runner = ModelRunner(model, cache, batch, attention.backend)
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -122,6 +132,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            *_threads_summary(device),
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
         ],
@@ -314,8 +326,14 @@ def _summary(
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
-        ("attention", "torch", "gathered blocks and torch's SDPA"),
     ]
+
+
+def _threads_summary(device: str) -> list[tuple[str, str, str]]:
+    if device != "cpu":
+        return []
+    threads, reason = limit_threads()
+    return [("cpu threads", str(threads), reason)]
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:

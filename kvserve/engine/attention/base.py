@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from kvserve.scheduler.block_pool import IntArray
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """P chunks of at most Q tokens each that attend together, padded to one shape.
-
-    ``tokens [P, Q]`` are places in the batch (``None``: tokens 0..P-1, Q = 1); ``valid [P, Q]``
-    says which are real (``None``: all). ``tables [LG, P, R, C]`` are the block tables, cut to the C
-    columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to the logits: 0 or -inf.
-    """
-
-    tokens: Tensor | None
-    valid: Tensor | None
-    tables: Tensor
-    mask: Tensor
+StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
+"""``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens: the decoding ones in front, one per row, then the chunks.
+    """T tokens in S chunks, each of one table row: the decoding ones in front, one token a chunk.
 
-    ``positions [T]`` are logical (RoPE), ``prompt_lens [T]`` the prompt length of each token's
-    sequence (dynamic RoPE); ``slots [LG, R, T]`` are where new entries go;
-    ``query_slots [LG, R, T]`` where queries are logged (block 0 takes the rest), or ``None``.
+    On the device: ``positions [T]`` are logical (RoPE), ``prompt_lens [T]`` the prompt length of
+    each token's sequence (dynamic RoPE); ``slots [LG, R, T]`` are where new entries go (empty: none
+    are stored); ``query_slots [LG, R, T]`` where queries are logged (block 0 takes the rest), or
+    ``None``. Token t sees entries 0 to ``last [LG, R, T]`` of its row in ``tables [LG, num_rows,
+    R, M]``.
+
+    On the host: ``rows [S]`` of the tables; ``starts [S + 1]``, the chunks' first tokens and T;
+    ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups).
     """
 
     positions: Tensor
     prompt_lens: Tensor
     slots: Tensor
     query_slots: Tensor | None
-    spans: tuple[Span, ...]
+    last: Tensor
+    tables: Tensor
+    rows: IntArray
+    starts: IntArray
+    columns: IntArray
 
 
 class LayerCache(Protocol):
@@ -51,9 +51,17 @@ class LayerCache(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """Attention of new tokens over the paged cache they were just stored in."""
+class BatchAttention(Protocol):
+    """Attention of one batch's tokens over the paged cache they were just stored in."""
 
-    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention; ``select.py`` says which there are and what each can do."""
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """Prepare, once for all layers, whatever this backend wants to know of a batch."""
         ...

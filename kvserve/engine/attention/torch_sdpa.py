@@ -6,27 +6,36 @@ batch simply has P * R rows of Hkv / R heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, LayerCache, Span
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.attention.spans import Span, build_spans
 
 
 class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, block_size: int, dtype: torch.dtype) -> None:
         self._scale = scale
+        self._block_size = block_size
+        self._dtype = dtype
         self._buffers: list[Tensor] = []
 
-    def forward(self, layer: int, q: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """The batch in spans."""
+        return _Planned(self, build_spans(batch, self._block_size, self._dtype))
+
+    def attend(self, spans: list[Span], layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
-        if len(batch.spans) == 1 and batch.spans[0].tokens is None:
-            return self._attend(batch.spans[0], group, q[:, None], keys, values)[:, 0]
+        if len(spans) == 1 and spans[0].tokens is None:
+            return self._attend(spans[0], group, q[:, None], keys, values)[:, 0]
         out = torch.empty_like(q)
-        for span in batch.spans:
+        for span in spans:
             if span.tokens is None:
                 count = span.tables.shape[1]
                 attended = self._attend(span, group, q[:count, None], keys, values)
@@ -68,3 +77,12 @@ class TorchAttention:
         out = self._buffers[which][: count * size * heads * dim].view(count, size, heads, dim)
         torch.index_select(blocks, 0, tables.reshape(-1), out=out)
         return out.view(rows, -1, heads, dim).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    backend: TorchAttention
+    spans: list[Span]
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        return self.backend.attend(self.spans, layer, q, cache)

@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from kvserve.engine.attention.base import (
+    AttentionBackend,
+    BatchAttention,
+    ForwardBatch,
+    LayerCache,
+)
 from kvserve.engine.models.rotary import Rotary, apply_rotary
 from kvserve.engine.models.spec import ModelSpec
 
@@ -50,12 +55,12 @@ class Layer(nn.Module):
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         cache: LayerCache,
-        attention: AttentionBackend,
+        attention: BatchAttention,
         index: int,
     ) -> Tensor:
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
         cache.store(index, batch, q, k, v)
-        attended = attention.forward(index, q, batch, cache)
+        attended = attention.forward(index, q, cache)
         hidden = hidden + F.linear(attended.flatten(1), self.out)
         gate, up = F.linear(self._norm(hidden, self.post_norm), self.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, self.down)
@@ -90,8 +95,9 @@ class Transformer(nn.Module):
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
         hidden = F.embedding(input_ids, self.embedding)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
+        planned = attention.plan(batch)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, batch, cache, attention, index)
+            hidden = layer(hidden, rope, batch, cache, planned, index)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,34 @@
+"""Attention by the compiled kernel: blocks are read where they lie, without mask or padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
+
+
+class CpuAttention:
+    """Logits are scaled by ``scale``."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """The batch as the kernel takes it: chunks, and the tables as they are."""
+        rows, starts = (torch.as_tensor(x).long() for x in (batch.rows, batch.starts))
+        return _Planned(Chunks(rows, starts, batch.last.contiguous()), batch.tables, self._scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    chunks: Chunks
+    tables: Tensor
+    scale: float
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        keys, values, group = cache.keys_values(layer)
+        return paged_attention(q, keys, values, self.tables, self.chunks, group, self.scale)

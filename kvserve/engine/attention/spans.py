@@ -1,0 +1,64 @@
+"""Chunks of similar size as padded batches with masks, for attention that knows no paging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.scheduler.block_pool import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """P chunks of at most Q tokens each that attend together, padded to one shape.
+
+    ``tokens [P, Q]`` are places in the batch (``None``: tokens 0..P-1, Q = 1); ``valid [P, Q]``
+    says which are real (``None``: all). ``tables [LG, P, R, C]`` are the block tables, cut to the C
+    columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to the logits: 0 or -inf.
+    """
+
+    tokens: Tensor | None
+    valid: Tensor | None
+    tables: Tensor
+    mask: Tensor
+
+
+def build_spans(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
+    """One span per size class of chunks and of caches: short ones do not pay for long ones."""
+    lengths = np.diff(batch.starts)
+    classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
+    return [
+        _span(batch, np.flatnonzero(classes == size), lengths, block_size, dtype)
+        for size in np.unique(classes)
+    ]
+
+
+def _span(
+    batch: ForwardBatch, at: IntArray, lengths: IntArray, block_size: int, dtype: torch.dtype
+) -> Span:
+    """The chunks ``at`` as one."""
+    device = batch.tables.device
+    width, columns = int(lengths[at].max()), int(batch.columns[at].max())
+    place = np.minimum(np.arange(width), lengths[at][:, None] - 1)
+    tokens = torch.as_tensor(batch.starts[at][:, None] + place, device=device).long()
+    rows = torch.as_tensor(batch.rows[at], device=device).long()
+    last = batch.last[..., tokens].transpose(1, 2).flatten(1, 2)
+    entries = torch.arange(columns * block_size, device=device)
+    seen = torch.zeros((), dtype=dtype, device=device)
+    mask = torch.where(entries <= last[..., None], seen, -torch.inf)[:, :, None]
+    valid = None
+    if lengths[at].min() < width:
+        valid = torch.as_tensor(np.arange(width) < lengths[at][:, None], device=device)
+    tables = batch.tables[..., :columns][:, rows].contiguous()
+    leading = width == 1 and at[-1] == len(at) - 1
+    return Span(None if leading else tokens, valid, tables, mask)
+
+
+def _size_class(sizes: IntArray, least: int) -> IntArray:
+    """0 up to ``least``, then one class per doubling."""
+    classes: IntArray = np.ceil(np.log2(np.maximum(sizes, least) / least)).astype(np.int64)
+    return classes

@@ -1,0 +1,105 @@
+"""Compiles a C++ file of this folder into the user's cache, once for each source and CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+# Not -ffast-math: before GCC 13 a library linked with it turns off denormals in whoever loads it.
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+_LINK = ("-fopenmp", "-shared", "-fPIC")
+_SECONDS = 120
+
+
+class BuildError(RuntimeError):
+    """There is no library, and why, in one line."""
+
+
+@functools.cache
+def load_library(name: str) -> ctypes.CDLL:
+    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails."""
+    source = Path(__file__).with_name(f"{name}.cpp")
+    key = hashlib.sha256(source.read_bytes() + repr((_FLAGS, _LINK, _cpu())).encode())
+    file = f"{name}-{key.hexdigest()[:16]}.so"
+    for folder in _cache_folders():
+        if (folder / file).is_file() and _is_ours(folder):
+            with contextlib.suppress(BuildError):  # of another system that shares this home
+                return _open(folder / file)
+    return _open(_build(source, file))
+
+
+def _open(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"the build does not load: {error}") from None
+
+
+def _build(source: Path, file: str) -> Path:
+    """Compile into the first folder that can be written; several processes may do so at once."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no g++ found")
+    for folder in _cache_folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_ours(folder):
+                continue
+            handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
+        except OSError:
+            continue
+        os.close(handle)
+        try:
+            _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
+            _open(Path(unfinished))
+            os.replace(unfinished, folder / file)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+        return folder / file
+    raise BuildError(f"no folder to build in: {', '.join(map(str, _cache_folders()))}")
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"g++ did not run: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"g++ failed: {first}")
+
+
+def _cache_folders() -> tuple[Path, Path]:
+    """Where builds are kept: the user's cache or, if that cannot be written, a temporary folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    temporary = Path(tempfile.gettempdir()) / f"kvserve-{os.getuid()}"
+    # A user without a home is left with a relative path.
+    return (Path(cache, "kvserve") if os.path.isabs(cache) else temporary), temporary
+
+
+def _is_ours(folder: Path) -> bool:
+    """Nobody else may have put a library there: it would be run."""
+    facts = folder.stat()
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+
+
+def _cpu() -> tuple[str, ...]:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return platform.machine(), *sorted({line for line in lines if line.startswith(kinds)})

@@ -1,0 +1,443 @@
+// Attention over a paged cache that reads the blocks where they lie, for CPUs.
+//
+// A tile is up to kTileRows (query, head) pairs that share one KV head; keys and values are loaded
+// once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
+// of kPartEntries whose results are merged in order: neither the number of threads nor the rest of
+// the batch changes a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int kTileRows = 32;
+constexpr int kTileEntries = 64;
+constexpr int kPartEntries = 1024;
+constexpr int kMaxHeadDim = 256;
+#if defined(__AVX512F__)
+constexpr int kMaxLanes = 16, kMaxVectors = 4;
+#else
+constexpr int kMaxLanes = 8, kMaxVectors = 2;
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// ---- vectors of W lanes -------------------------------------------------------------------------
+
+template <int W>
+struct Vectors;
+
+template <>
+struct Vectors<8> {
+  typedef float F __attribute__((vector_size(32)));
+  typedef int32_t I __attribute__((vector_size(32)));
+  typedef uint32_t U __attribute__((vector_size(32)));
+  typedef uint16_t H __attribute__((vector_size(16)));
+};
+
+template <>
+struct Vectors<16> {
+  typedef float F __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(64)));
+  typedef uint32_t U __attribute__((vector_size(64)));
+  typedef uint16_t H __attribute__((vector_size(32)));
+};
+
+template <int W>
+struct Lanes : Vectors<W> {
+  using typename Vectors<W>::F;
+  using typename Vectors<W>::I;
+  using typename Vectors<W>::U;
+  using typename Vectors<W>::H;
+
+  static inline F load(const float* from) {
+    F x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+  static inline F load(const bf16* from) {
+    H half;
+    std::memcpy(&half, from, sizeof half);
+    return (F)(__builtin_convertvector(half, U) << 16);
+  }
+  static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
+  static inline void store(bf16* to, F x) {  // to nearest, ties to even
+    U bits = (U)x;
+    H half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, H);
+    std::memcpy(to, &half, sizeof half);
+  }
+  static inline I count() {
+    I x;
+    for (int i = 0; i < W; ++i) x[i] = i;
+    return x;
+  }
+};
+
+// exp for x <= 0, to about 2e-7 relative; below -87 it is e^-87.
+template <int W>
+inline typename Lanes<W>::F exp_negative(typename Lanes<W>::F x) {
+  typedef typename Lanes<W>::F F;
+  typedef typename Lanes<W>::I I;
+  x = x > -87.0f ? x : F{} - 87.0f;
+  const F shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
+  const F n = shifted - 12582912.0f;
+  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (F)((__builtin_convertvector(n, I) + 127) << 23);
+}
+
+template <int W, int Step, int... L>
+inline void swap_corners(typename Lanes<W>::F& a, typename Lanes<W>::F& b,
+                         std::integer_sequence<int, L...>) {
+  typedef typename Lanes<W>::I I;
+  const auto upper = __builtin_shuffle(a, b, I{((L & Step) ? W + L - Step : L)...});
+  b = __builtin_shuffle(a, b, I{((L & Step) ? W + L : L + Step)...});
+  a = upper;
+}
+
+template <int W, int Step = W / 2>
+inline void transpose(typename Lanes<W>::F* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i)
+    if (!(i & Step))
+      swap_corners<W, Step>(rows[i], rows[i + Step], std::make_integer_sequence<int, W>());
+  if constexpr (Step > 1) transpose<W, Step / 2>(rows);
+}
+
+// ---- out[Q, V * W] (+)= a[Q, depth] . rows[depth][V * W] ----------------------------------------
+
+template <int W, int Q, int V, bool Add, typename T>
+inline void multiply(float* out, int stride, const float* a, int a_stride, const T* const* rows,
+                     int column, int depth) {
+  typedef Lanes<W> X;
+  typename X::F sum[Q][V] = {};
+  if (Add)
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < V; ++v) sum[q][v] = X::load(out + q * stride + v * W);
+  for (int k = 0; k < depth; ++k) {
+    const T* row = rows[k] + column;
+    typename X::F b[V];
+    for (int v = 0; v < V; ++v) b[v] = X::load(row + v * W);
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < V; ++v) sum[q][v] += a[q * a_stride + k] * b[v];
+  }
+  for (int q = 0; q < Q; ++q)
+    for (int v = 0; v < V; ++v) X::store(out + q * stride + v * W, sum[q][v]);
+}
+
+template <int W, int Q, bool Add, typename T>
+void multiply_rows(float* out, int stride, int width, const float* a, int a_stride,
+                   const T* const* rows, int depth) {
+  int at = 0;
+  for (; at + kMaxVectors * W <= width; at += kMaxVectors * W)
+    multiply<W, Q, kMaxVectors, Add>(out + at, stride, a, a_stride, rows, at, depth);
+  for (; at + 2 * W <= width; at += 2 * W)
+    multiply<W, Q, 2, Add>(out + at, stride, a, a_stride, rows, at, depth);
+  if (at < width) multiply<W, Q, 1, Add>(out + at, stride, a, a_stride, rows, at, depth);
+}
+
+// width: a multiple of W.
+template <int W, bool Add, typename T>
+void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
+                  const T* const* rows, int depth) {
+  for (; num_rows >= 4; num_rows -= 4, out += 4 * stride, a += 4 * a_stride)
+    multiply_rows<W, 4, Add>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 3) multiply_rows<W, 3, Add>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 2) multiply_rows<W, 2, Add>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 1) multiply_rows<W, 1, Add>(out, stride, width, a, a_stride, rows, depth);
+}
+
+}  // namespace
+
+// ---- what the launcher passes; it mirrors these fields -----------------------------------------
+
+extern "C" struct PagedAttention {
+  const void* query;        // [T, Hq, D], tokens query_stride apart
+  void* out;                // [T, Hq, D], dense
+  const void* keys;         // [num_blocks, B, Hb, D], blocks block_stride apart
+  const void* values;
+  const int32_t* tables;    // [num_rows, R, M] of this layer group
+  const int64_t* rows;      // [S], table row of each chunk
+  const int64_t* starts;    // [S + 1], its tokens
+  const int64_t* last;      // [R, T], last entry that each token sees; -1: none
+  int64_t* fault;           // [2], the chunk and the number that were refused
+  int64_t query_stride, block_stride;
+  int64_t num_tokens, num_chunks, num_blocks, num_rows, columns;
+  int64_t block_size, num_heads, num_kv_heads, tables_per_row, head_dim;
+  int64_t num_threads;
+  float scale;
+  int32_t is_bf16;
+};
+
+enum Refusal { kNone, kRow, kChunk, kEntry, kBlock };
+
+namespace {
+
+// Rows [first, first + count) of chunk's (query, head) pairs, over one part of their context.
+struct Item {
+  int chunk, kv_head, first, count, part, parts;
+  int64_t partial;  // where the first of its parts is kept, if there are several
+};
+
+struct Scratch {
+  alignas(64) float query[kTileRows * kMaxHeadDim];
+  alignas(64) float sums[kTileRows * kMaxHeadDim];
+  alignas(64) float keys[kTileEntries * kMaxHeadDim];
+  alignas(64) float weights[kTileRows * kTileEntries];
+  float largest[kTileRows], total[kTileRows];
+  int64_t last[kTileRows];
+  const float* key_rows[kMaxHeadDim];
+};
+
+template <typename T, int W>
+class Kernel {
+ public:
+  explicit Kernel(const PagedAttention& call)
+      : call_(call),
+        dim_(call.head_dim),
+        group_(call.num_heads / call.num_kv_heads),
+        heads_per_table_(call.num_kv_heads / call.tables_per_row),
+        row_stride_(heads_per_table_ * call.head_dim) {}
+
+  int run() {
+    if (int refusal = plan()) return refusal;
+    const int threads = std::max<int64_t>(1, std::min<int64_t>(call_.num_threads, items_.size()));
+    const int64_t count = items_.size();
+    std::atomic<int> refusal{kNone};
+    if (threads == 1) {
+      for (const Item& item : items_) attend(item, refusal);
+    } else {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+      for (int64_t i = 0; i < count; ++i) attend(items_[i], refusal);
+    }
+    if (refusal == kNone && !partials_.empty())
+      for (const Item& item : items_)
+        if (item.parts > 1 && item.part == 0) merge(item);
+    return refusal;
+  }
+
+ private:
+  typedef Lanes<W> X;
+  typedef typename X::F F;
+
+  int refuse(Refusal why, int64_t chunk, int64_t number) const {
+    call_.fault[0] = chunk;
+    call_.fault[1] = number;
+    return why;
+  }
+
+  const int64_t* last_of(int kv_head) const {
+    return call_.last + kv_head / heads_per_table_ * call_.num_tokens;
+  }
+
+  // Check every chunk, and cut it into items.
+  int plan() {
+    const PagedAttention& c = call_;
+    int64_t partials = 0;
+    for (int64_t s = 0; s < c.num_chunks; ++s) {
+      const int64_t begin = c.starts[s], end = c.starts[s + 1];
+      if (c.rows[s] < 0 || c.rows[s] >= c.num_rows) return refuse(kRow, s, c.rows[s]);
+      if (begin < 0 || end < begin || end > c.num_tokens) return refuse(kChunk, s, end);
+      const int64_t pairs = (end - begin) * group_;
+      for (int h = 0; h < c.num_kv_heads; ++h) {
+        const int64_t* last = last_of(h);
+        for (int64_t first = 0; first < pairs; first += kTileRows) {
+          const int count = std::min<int64_t>(kTileRows, pairs - first);
+          int64_t furthest = -1;
+          const int64_t stop = begin + (first + count - 1) / group_;
+          for (int64_t t = begin + first / group_; t <= stop; ++t) {
+            if (last[t] < -1 || last[t] >= c.columns * c.block_size)
+              return refuse(kEntry, s, last[t]);
+            furthest = std::max(furthest, last[t]);
+          }
+          const int parts = std::max<int64_t>(1, (furthest + kPartEntries) / kPartEntries);
+          for (int part = 0; part < parts; ++part)
+            items_.push_back({(int)s, h, (int)first, count, part, parts, partials});
+          if (parts > 1) partials += parts * count;
+        }
+      }
+    }
+    partials_.resize(partials * (dim_ + 2));
+    return kNone;
+  }
+
+  void attend(const Item& item, std::atomic<int>& refusal) {
+    if (refusal != kNone) return;
+    Scratch own;
+    begin(item, own);
+    const int64_t from = (int64_t)item.part * kPartEntries;
+    const int64_t furthest = *std::max_element(own.last, own.last + item.count);
+    const int64_t end = std::min<int64_t>(furthest + 1, from + kPartEntries);
+    const T *keys[kTileEntries], *values[kTileEntries];
+    for (int64_t at = from; at < end; at += kTileEntries) {
+      const int count = std::min<int64_t>(kTileEntries, end - at);
+      if (!find(item, at, count, keys, values, refusal)) return;
+      const int width = (count + W - 1) / W * W;
+      turn(keys, count, width, own.keys);
+      multiply_all<W, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
+                             own.key_rows, dim_);
+      for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
+      multiply_all<W, true>(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values,
+                            count);
+    }
+    if (item.parts == 1) {
+      for (int i = 0; i < item.count; ++i)
+        write(item, i, own.sums + i * dim_, own.total[i] > 0.0f ? 1.0f / own.total[i] : 0.0f);
+      return;
+    }
+    for (int i = 0; i < item.count; ++i) {
+      float* kept = partial(item, item.part, i);
+      kept[0] = own.largest[i];
+      kept[1] = own.total[i];
+      std::memcpy(kept + 2, own.sums + i * dim_, dim_ * sizeof(float));
+    }
+  }
+
+  // Where pair i of an item lies in query and out, in heads.
+  int64_t token(const Item& item, int i) const {
+    return call_.starts[item.chunk] + (item.first + i) / group_;
+  }
+  int64_t head(const Item& item, int i) const {
+    return (int64_t)item.kv_head * group_ + (item.first + i) % group_;
+  }
+
+  void begin(const Item& item, Scratch& own) const {
+    const int64_t* last = last_of(item.kv_head);
+    for (int i = 0; i < item.count; ++i) {
+      own.last[i] = last[token(item, i)];
+      own.largest[i] = -INFINITY;
+      own.total[i] = 0.0f;
+      const T* from = static_cast<const T*>(call_.query) + token(item, i) * call_.query_stride +
+                      head(item, i) * dim_;
+      for (int d = 0; d < dim_; d += W)
+        X::store(own.query + i * dim_ + d, X::load(from + d) * call_.scale);
+    }
+    std::memset(own.sums, 0, item.count * dim_ * sizeof(float));
+    for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
+  }
+
+  // Addresses of entries [at, at + count); false if a column in use names no block.
+  bool find(const Item& item, int64_t at, int count, const T** keys, const T** values,
+            std::atomic<int>& refusal) const {
+    const PagedAttention& c = call_;
+    const int64_t table = c.rows[item.chunk] * c.tables_per_row + item.kv_head / heads_per_table_;
+    const int32_t* blocks = c.tables + table * c.columns;
+    const int64_t lane = item.kv_head % heads_per_table_ * dim_;
+    int64_t offset = at % c.block_size, column = at / c.block_size;
+    for (int i = 0; i < count; ++column, offset = 0) {
+      const int64_t block = blocks[column];
+      if (block < 1 || block >= c.num_blocks) {
+        int none = kNone;
+        if (refusal.compare_exchange_strong(none, kBlock)) refuse(kBlock, item.chunk, block);
+        return false;
+      }
+      const int64_t place = block * c.block_stride + lane;
+      for (; i < count && offset < c.block_size; ++i, ++offset) {
+        keys[i] = static_cast<const T*>(c.keys) + place + offset * row_stride_;
+        values[i] = static_cast<const T*>(c.values) + place + offset * row_stride_;
+      }
+    }
+    return true;
+  }
+
+  // Keys [count, D] -> [D, width]; what fills up the last vector is zero.
+  void turn(const T* const* keys, int count, int width, float* out) const {
+    for (int at = 0; at < width; at += W)
+      for (int d = 0; d < dim_; d += W) {
+        F tile[W];
+        for (int i = 0; i < W; ++i) tile[i] = at + i < count ? X::load(keys[at + i] + d) : F{};
+        transpose<W>(tile);
+        for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
+      }
+  }
+
+  // Logits of pair i become weights relative to its largest logit so far; visible: how many count.
+  void soften(Scratch& own, int i, int64_t visible, int width) const {
+    float* row = own.weights + i * kTileEntries;
+    if (visible <= 0) {
+      std::memset(row, 0, width * sizeof(float));
+      return;
+    }
+    const auto lane = X::count();
+    const int seen = std::min<int64_t>(visible, width);
+    F highest = F{} - INFINITY;
+    for (int v = 0; v < width; v += W) {
+      const F x = lane < seen - v ? X::load(row + v) : F{} - INFINITY;
+      highest = x > highest ? x : highest;
+    }
+    float largest = own.largest[i];
+    for (int k = 0; k < W; ++k) largest = std::max(largest, highest[k]);
+    F sum = {};
+    for (int v = 0; v < width; v += W) {
+      const F weight = exp_negative<W>(X::load(row + v) - largest);
+      const F x = lane < seen - v ? weight : F{};
+      X::store(row + v, x);
+      sum += x;
+    }
+    if (largest != own.largest[i]) {
+      const float shrink = std::exp(own.largest[i] - largest);
+      own.total[i] *= shrink;
+      for (int d = 0; d < dim_; d += W)
+        X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) * shrink);
+      own.largest[i] = largest;
+    }
+    for (int k = 0; k < W; ++k) own.total[i] += sum[k];
+  }
+
+  float* partial(const Item& item, int part, int i) {
+    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + 2);
+  }
+
+  void merge(const Item& item) {
+    float sums[kMaxHeadDim];
+    for (int i = 0; i < item.count; ++i) {
+      float largest = -INFINITY, total = 0.0f;
+      for (int p = 0; p < item.parts; ++p) largest = std::max(largest, partial(item, p, i)[0]);
+      std::memset(sums, 0, dim_ * sizeof(float));
+      for (int p = 0; p < item.parts; ++p) {
+        const float* kept = partial(item, p, i);
+        if (kept[1] == 0.0f) continue;  // this part is behind what the query sees
+        const float weight = std::exp(kept[0] - largest);
+        total += weight * kept[1];
+        for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[2 + d];
+      }
+      write(item, i, sums, total > 0.0f ? 1.0f / total : 0.0f);
+    }
+  }
+
+  void write(const Item& item, int i, const float* sums, float factor) const {
+    const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    T* to = static_cast<T*>(call_.out) + place * dim_;
+    for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
+  }
+
+  const PagedAttention& call_;
+  const int dim_, group_, heads_per_table_;
+  const int64_t row_stride_;
+  std::vector<Item> items_;
+  std::vector<float> partials_;
+};
+
+template <typename T>
+int run(const PagedAttention& call) {
+  if (call.head_dim % kMaxLanes == 0) return Kernel<T, kMaxLanes>(call).run();
+  return Kernel<T, 8>(call).run();
+}
+
+}  // namespace
+
+extern "C" int kvserve_paged_attention(const PagedAttention* call) {
+  return call->is_bf16 ? run<bf16>(*call) : run<float>(*call);
+}

@@ -1,0 +1,183 @@
+"""Attention over paged blocks on a CPU: what ``paged_attention.cpp`` takes, and its reference."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu.build import load_library
+
+DTYPES = (torch.float32, torch.bfloat16)
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
+
+_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_NUMBERS = (
+    *("query_stride", "block_stride"),
+    *("num_tokens", "num_chunks", "num_blocks", "num_rows", "columns"),
+    *("block_size", "num_heads", "num_kv_heads", "tables_per_row", "head_dim"),
+    "num_threads",
+)
+_REFUSALS = {
+    1: "chunk {} is of table row {}, which is not there",
+    2: "chunk {} ends at token {}, which is not there",
+    3: "chunk {} sees entry {}, which its tables do not hold",
+    4: "chunk {} reads block {}, which is not one of the pool",
+}
+
+
+class _Call(ctypes.Structure):
+    """``PagedAttention`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """S runs of consecutive tokens, each of one table row; int64, on the CPU.
+
+    ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
+    each token sees of each of its tables, -1 for none.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    last: Tensor
+
+
+def refusal(head_dim: int) -> str | None:
+    """Why the kernel does not take heads of this size, if it does not."""
+    if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= MAX_HEAD_DIM:
+        return None
+    return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    group: int,
+    scale: float,
+) -> Tensor:
+    """Each token against its row's entries up to its ``last``, softmax at ``scale``.
+
+    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
+    of which layer group ``group`` is read. Returns [T, Hq, D]; zeros where a token sees nothing.
+    ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry or a block
+    that is not there; block 0 is no sequence's. Reference: ``paged_attention_torch``.
+    """
+    _check(query, keys, values, tables, chunks)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    fault = (ctypes.c_int64 * 2)()
+    num_rows, per_row, columns = tables.shape[1:]
+    call = _Call(
+        query.data_ptr(),
+        out.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        tables.data_ptr() + group * tables.stride(0) * tables.itemsize,
+        chunks.rows.data_ptr(),
+        chunks.starts.data_ptr(),
+        chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
+        ctypes.addressof(fault),
+        query.stride(0),
+        keys.stride(0),
+        len(query),
+        len(chunks.rows),
+        len(keys),
+        num_rows,
+        columns,
+        keys.shape[1],
+        query.shape[1],
+        keys.shape[2] * per_row,
+        per_row,
+        query.shape[2],
+        torch.get_num_threads(),
+        scale,
+        query.dtype is torch.bfloat16,
+    )
+    refused = load_library("paged_attention").kvserve_paged_attention(ctypes.byref(call))
+    if refused:
+        raise IndexError(f"paged attention: {_REFUSALS[refused].format(*fault)}")
+    return out
+
+
+def paged_attention_torch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    group: int,
+    scale: float,
+) -> Tensor:
+    """The same by plain indexing, one chunk and one KV head at a time, in float32."""
+    out = torch.zeros(query.shape)
+    per_table = keys.shape[2]
+    kv_heads = per_table * tables.shape[2]
+    shared = query.shape[1] // kv_heads
+    entries = torch.arange(tables.shape[3] * keys.shape[1])
+    for chunk, row in enumerate(chunks.rows.tolist()):
+        tokens = slice(*chunks.starts[chunk : chunk + 2].tolist())
+        for head in range(kv_heads):
+            table, lane = divmod(head, per_table)
+            last = chunks.last[group, table, tokens]
+            seen = entries <= last[:, None]
+            held = int(last.max()) + 1
+            blocks = tables[group, row, table].long()
+            k = keys[blocks, :, lane].flatten(0, 1)[:held].float()
+            v = values[blocks, :, lane].flatten(0, 1)[:held].float()
+            heads = slice(head * shared, (head + 1) * shared)
+            logits = query[tokens, heads].float() @ k.T * scale
+            logits = logits.masked_fill(~seen[:, None, :held], -torch.inf)
+            out[tokens, heads] = torch.softmax(logits, dim=-1).nan_to_num() @ v
+    return out.to(query.dtype)
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:
+    """What the kernel takes for granted."""
+    tokens, heads, dim = query.shape
+    entry = keys.shape[2] * dim
+    shapes = f"query {list(query.shape)}, blocks {list(keys.shape)}, tables {list(tables.shape)}"
+    checks = (
+        (refusal(dim) is None, refusal(dim)),
+        (
+            query.dtype in DTYPES and query.dtype is keys.dtype is values.dtype,
+            f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: one of {DTYPES} is needed",
+        ),
+        (
+            keys.shape == values.shape
+            and keys.shape[3] == dim
+            and heads % (keys.shape[2] * tables.shape[2]) == 0,
+            "query heads do not divide over the KV heads of the blocks and tables",
+        ),
+        (
+            query.stride()[1:] == (dim, 1)
+            and keys.stride()[1:] == (entry, dim, 1)
+            and keys.stride() == values.stride(),
+            "a token of the query, or a layer of a block, is not dense",
+        ),
+        (tables.dtype is torch.int32 and tables.is_contiguous(), "tables are not dense int32"),
+        (
+            all(x.dtype is torch.int64 and x.is_contiguous() for x in _parts(chunks))
+            and chunks.last.shape == (tables.shape[0], tables.shape[2], tokens)
+            and chunks.starts.shape == (len(chunks.rows) + 1,),
+            "chunks do not fit the query",
+        ),
+    )
+    for ok, message in checks:
+        if not ok:
+            raise ValueError(f"paged attention: {message} ({shapes})")
+
+
+def _parts(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
+    return chunks.rows, chunks.starts, chunks.last

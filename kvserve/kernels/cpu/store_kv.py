@@ -1,0 +1,77 @@
+"""Writing new keys and values on a CPU: what ``store_kv.cpp`` takes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu.build import load_library
+
+_POINTERS = ("key", "value", "keys", "values", "slots", "fault")
+_NUMBERS = (
+    *("key_stride", "value_stride", "block_stride"),
+    *("num_tokens", "num_blocks", "block_size", "num_tables", "width"),
+)
+
+
+class _Call(ctypes.Structure):
+    """``StoreKV`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+    )
+
+
+def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store one layer's new entries, as ``kvserve.kernels.store_kv``, which is the reference.
+
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D], dense; layer: the layer's place in its block; slots:
+    int64 [R, T]; key, value: [T, R * Hb, D]. ``ValueError`` for shapes that do not fit each other;
+    ``IndexError``, with nothing written, for a slot that is not there.
+    """
+    num_blocks, layers, _, size, heads, dim = kv_cache.shape
+    tables, tokens = slots.shape
+    shape = (tokens, tables * heads, dim)
+    _check(kv_cache, slots, key, shape)
+    _check(kv_cache, slots, value, shape)
+    width = heads * dim * kv_cache.itemsize
+    keys = kv_cache.data_ptr() + layer * 2 * size * width
+    fault = ctypes.c_int64()
+    call = _Call(
+        key.data_ptr(),
+        value.data_ptr(),
+        keys,
+        keys + size * width,
+        slots.data_ptr(),
+        ctypes.addressof(fault),
+        key.stride(0) * key.itemsize,
+        value.stride(0) * value.itemsize,
+        layers * 2 * size * width,
+        tokens,
+        num_blocks,
+        size,
+        tables,
+        width,
+    )
+    if load_library("store_kv").kvserve_store_kv(ctypes.byref(call)):
+        raise IndexError(
+            f"store_kv: slot {fault.value} is not in a pool of {num_blocks} blocks of {size}"
+        )
+
+
+def _check(kv_cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:
+    """What the kernel takes for granted."""
+    dense = kv_cache.is_contiguous() and slots.is_contiguous()
+    if new.shape != shape or new.stride()[1:] != (shape[2], 1) or not dense:
+        raise ValueError(
+            f"store_kv: new entries {list(new.shape)} for slots {list(slots.shape)} of a cache "
+            f"{list(kv_cache.shape)}: {list(shape)} is needed, each tensor dense"
+        )
+    if new.dtype is not kv_cache.dtype or slots.dtype is not torch.int64:
+        raise ValueError(
+            f"store_kv: new entries of {new.dtype} and slots of {slots.dtype}: "
+            f"{kv_cache.dtype} and torch.int64 are needed"
+        )

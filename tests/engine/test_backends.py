@@ -1,0 +1,183 @@
+"""Every attention backend gives the same numbers and tokens; which is taken, and why."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.attention.cpu import CpuAttention
+from kvserve.engine.attention.select import Needs, select_backend
+from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.kernels.cpu import build
+from kvserve.log import ConfigError
+from tests.checkpoints import greedy
+from tests.engine.test_parity import PROMPTS, TOKENS, generate
+from tests.kernels.test_cpu_attention import SCALE, Case, Shape, make
+
+compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)
+
+
+class StoredCase:
+    """A cache of one layer, in layer group ``group``."""
+
+    def __init__(self, case: Case, group: int) -> None:
+        self._found = case.keys.nan_to_num(), case.values.nan_to_num(), group
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        return self._found
+
+    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("attention stores nothing")
+
+
+def forward_batch(case: Case, block_size: int) -> ForwardBatch:
+    """The batch that such a call belongs to; what attention does not read is left empty."""
+    rows, starts, last = case.chunks.rows, case.chunks.starts, case.chunks.last
+    ends = [int(x.max()) for x in last.amax(dim=(0, 1)).tensor_split(starts[1:-1])]
+    columns = np.array(ends) // block_size + 1
+    empty = torch.empty(0)
+    arrays = rows.numpy(), starts.numpy(), columns
+    return ForwardBatch(empty, empty, empty, None, last, case.tables, *arrays)
+
+
+@compiled
+@pytest.mark.parametrize(("groups", "tables"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1, 1, 1, 1, 1], [1, 1, 1, 40, 3], [1, 17, 16, 1, 1], [7, 7, 7, 7, 7]],
+    ids=["decode", "mixed", "chunks", "equal chunks"],
+)
+def test_backends_agree(lengths: list[int], groups: int, tables: int) -> None:
+    shape = Shape(heads=8, groups=groups, tables=tables)
+    case = make(shape, [10, 17, 96, 60, 7], lengths)
+    batch = forward_batch(case, shape.block)
+    reference = TorchAttention(SCALE, shape.block, torch.float32).plan(batch)
+    found = CpuAttention(SCALE).plan(batch)
+    for group in range(groups):
+        cache = StoredCase(case, group)
+        expected = reference.forward(0, case.query, cache)
+        torch.testing.assert_close(
+            found.forward(0, case.query, cache), expected, atol=1e-5, rtol=1e-5
+        )
+        assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "torch"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_greedy_equals_transformers(
+    kind: str, backend: str, layout: str, request: pytest.FixtureRequest
+) -> None:
+    """In batches that only decode, mixed ones with chunks, and after preemptions."""
+    directory: Path = request.getfixturevalue(f"{kind}_dir")
+    expected = greedy(directory, PROMPTS, TOKENS)
+    for settings in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}):
+        llm, tokens = generate(directory, attention_backend=backend, kv_layout=layout, **settings)
+        assert tokens == expected, settings
+        assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
+
+
+@compiled
+@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+def test_recomputed_queries_keep_the_same_entries(llama_dir: Path, layout: str) -> None:
+    """Observation passes, whose tokens see their rows up to entries of their own."""
+    policy = {
+        **{"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "period": 5},
+        **{"query_source": "recompute", "query_stride": 2, "query_reduce": "heads"},
+    }
+    found = [
+        generate(llama_dir, policy, attention_backend=name, kv_layout=layout)
+        for name in ("cpu", "torch")
+    ]
+    assert found[0][1] == found[1][1]
+    assert found[0][0].stats().compactions_total > len(PROMPTS)
+
+
+# ---- which is taken -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No library was ever built, and builds stay here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    build.load_library.cache_clear()
+    return tmp_path
+
+
+def use_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose only ``g++`` is this script; ``""`` for none."""
+    monkeypatch.setenv("PATH", str(folder))
+    if script:
+        (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "g++").chmod(stat.S_IRWXU)
+
+
+FAILS = 'echo "In file included from a.h" >&2; echo "a.cpp:3: error: boom" >&2; exit 1'
+BROKEN = [
+    ("", "no g++ found"),
+    (FAILS, r"g++ failed: a.cpp:3: error: boom"),
+    ("exit 0", "the build does not load"),
+]
+
+
+@pytest.mark.parametrize(("compiler", "why"), BROKEN)
+def test_without_a_build_auto_takes_torch_and_says_why(
+    compiler: str,
+    why: str,
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    use_compiler(empty_cache, compiler, monkeypatch)
+    choice = select_backend("auto", NEEDS)
+    assert isinstance(choice.backend, TorchAttention)
+    assert "not cpu: " in choice.reason and why in choice.reason
+    (line,) = caplog.messages
+    assert why in line and "\n" not in line
+    with pytest.raises(ConfigError, match="--attention-backend cpu: ") as caught:
+        select_backend("cpu", NEEDS)
+    assert why in str(caught.value)
+    assert not list(empty_cache.glob("cache/kvserve/*"))
+
+
+@compiled
+def test_a_cached_build_needs_no_compiler(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert select_backend("cpu", NEEDS).name == "cpu"
+    build.load_library.cache_clear()
+    use_compiler(empty_cache, "", monkeypatch)
+    assert select_backend("auto", NEEDS).name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("needs", "why"),
+    [
+        (Needs("cpu", torch.float16, 16, 16, 0.25), "dtype float16 is not float32 or bfloat16"),
+        (Needs("cpu", torch.float32, 12, 16, 0.25), "head_dim 12 is not a multiple of 8 up to 256"),
+        (Needs("cuda", torch.float32, 16, 16, 0.25), "device cuda is not cpu"),
+    ],
+)
+def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
+    choice = select_backend("auto", needs)
+    assert choice.name == "torch" and f"not cpu: {why}" in choice.reason
+    with pytest.raises(ConfigError, match=why):
+        select_backend("cpu", needs)
+    assert select_backend("torch", needs).reason == "gathered blocks and torch's SDPA"
+
+
+def test_the_startup_table_names_the_reason(llama_dir: Path) -> None:
+    llm = LLM(str(llama_dir), dtype="float16", skip_tokenizer_init=True)
+    rows = {feature: (state, why) for feature, state, why in llm.engine.core.info.summary}
+    state, why = rows["attention"]
+    assert state == "torch" and "not cpu: dtype float16" in why and "--attention-backend" in why

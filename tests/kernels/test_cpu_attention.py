@@ -1,0 +1,286 @@
+"""The CPU's compiled kernels against plain indexing; what they refuse; where builds are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels import store_kv as reference
+from kvserve.kernels.cpu import store_kv
+from kvserve.kernels.cpu.paged_attention import (
+    Chunks,
+    paged_attention,
+    paged_attention_torch,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SCALE = 0.3
+COLUMNS = 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Granularities: model (LG, R) = (1, 1), layer (L, 1), head (L, Hkv)."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    block: int = 8
+    groups: int = 1
+    tables: int = 1
+    layers: int = 1
+    columns: int = COLUMNS
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call; blocks that no row holds, and entries behind a row's end, are NaN."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    chunks: Chunks
+
+    def run(self, group: int = 0) -> Tensor:
+        return paged_attention(
+            self.query, self.keys, self.values, self.tables, self.chunks, group, SCALE
+        )
+
+    def expected(self, group: int = 0) -> Tensor:
+        clean = self.keys.nan_to_num(), self.values.nan_to_num()
+        return paged_attention_torch(self.query, *clean, self.tables, self.chunks, group, SCALE)
+
+
+def make(
+    shape: Shape,
+    held: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Chunk s is the last ``lengths[s]`` tokens of a row of ``held[s]`` entries (in other tables
+    and groups: up to 3 fewer)."""
+    generator = torch.Generator().manual_seed(seed)
+    count, size = len(held), shape.block
+    fewer = torch.randint(0, 4, (shape.groups, shape.tables, count), generator=generator)
+    ends = (torch.tensor(held) - fewer).clamp(min=0)
+    num_blocks = shape.groups * count * shape.tables * shape.columns + 1
+    names = torch.randperm(num_blocks - 1, generator=generator).to(torch.int32) + 1
+    tables = names.view(shape.groups, count, shape.tables, shape.columns)
+    cache_shape = num_blocks, shape.layers, 2, size, shape.kv_heads // shape.tables, shape.dim
+    cache = torch.randn(cache_shape, generator=generator)
+    cache[0] = torch.nan
+    rows = torch.randperm(count, generator=generator)
+    for group in range(shape.groups):
+        for chunk, row in enumerate(rows.tolist()):
+            for table in range(shape.tables):
+                behind = torch.arange(shape.columns * size) >= ends[group, table, chunk]
+                at = tables[group, row, table].long().repeat_interleave(size)
+                place = torch.arange(size).repeat(shape.columns)
+                cache[at[behind], :, :, place[behind]] = torch.nan
+    steps = torch.cat([torch.arange(length) - length + 1 for length in lengths])
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    last = (ends[:, :, owner] - 1 + steps).clamp(min=-1)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    wide = torch.randn(sum(lengths), shape.heads + 3, shape.dim, generator=generator).to(dtype)
+    keys, values = cache.to(dtype)[:, shape.layers - 1].unbind(1)
+    return Case(wide[:, : shape.heads], keys, values, tables, Chunks(rows, starts, last))
+
+
+def agrees(case: Case, group: int = 0) -> None:
+    within = 1e-5 if case.query.dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(case.run(group), case.expected(group), atol=within, rtol=within)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 128, 256])
+def test_head_dims(dim: int, dtype: torch.dtype) -> None:
+    agrees(make(Shape(dim=dim, layers=2), [1, 17, 96], [1, 1, 5], dtype))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (40, 1), (12, 3)])
+def test_head_groups(heads: int, kv_heads: int) -> None:
+    agrees(make(Shape(heads=heads, kv_heads=kv_heads), [3, 65, 64], [1, 2, 40]))
+
+
+@pytest.mark.parametrize("block", [1, 6, 16, 64, 100])
+def test_block_sizes(block: int) -> None:
+    agrees(make(Shape(block=block, columns=-(-200 // block)), [200, 129, 1], [1, 33, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "tables"), [(1, 1), (3, 1), (3, 2)])
+def test_granularities(groups: int, tables: int, dtype: torch.dtype) -> None:
+    shape = Shape(heads=8, groups=groups, tables=tables)
+    case = make(shape, [90, 1, 66, 70], [1, 1, 66, 7], dtype)
+    for group in range(groups):
+        agrees(case, group)
+
+
+def test_tokens_that_see_nothing_get_zeros() -> None:
+    case = make(Shape(), [9, 0, 2], [1, 1, 5])
+    assert case.chunks.last.min() == -1
+    agrees(case)
+    assert not case.run()[[1, 2, 3]].any()
+
+
+def test_limits_of_a_chunk_need_not_ascend() -> None:
+    """An observation pass asks for any subset of tokens, in any order."""
+    case = make(Shape(), [96, 40], [40, 3])
+    shuffled = case.chunks.last[..., torch.randperm(43, generator=torch.Generator().manual_seed(1))]
+    shuffled[..., 40:] = torch.tensor([3, 39, 0]).clamp(max=int(case.chunks.last[0, 0, -1]))
+    agrees(replace(case, chunks=replace(case.chunks, last=shuffled.clamp(max=36))))
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_a_long_context_is_the_same_on_any_number_of_threads(tables: int) -> None:
+    shape = Shape(block=16, columns=200, tables=tables)
+    case = make(shape, [3200, 2048, 2049, 5], [1, 1, 40, 1])
+    agrees(case)
+    alone = case.run()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(case.run(), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    case = make(Shape(), [90, 12], [1, 5])
+    agrees(replace(case, query=(case.query * 200).clone()))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("block", "chunk 1 reads block 1000000, which is not one of the pool"),
+        ("freed", "chunk 1 reads block 0,"),
+        ("negative", "chunk 1 reads block -5,"),
+        ("entry", "chunk 1 sees entry 96, which its tables do not hold"),
+        ("row", "chunk 1 is of table row 2, which is not there"),
+        ("chunk", "chunk 1 ends at token 7, which is not there"),
+    ],
+)
+def test_what_is_not_there_is_refused(broken: str, message: str) -> None:
+    case = make(Shape(), [96, 80], [1, 5])
+    rows, starts, last = case.chunks.rows, case.chunks.starts, case.chunks.last
+    names = {"block": 1_000_000, "freed": 0, "negative": -5}
+    if broken in names:
+        case.tables[0, rows[1], 0, 9] = names[broken]
+    elif broken == "entry":
+        last[0, 0, 3] = 96
+    elif broken == "row":
+        rows[1] = 2
+    else:
+        starts[2] = 7
+    with pytest.raises(IndexError, match=message):
+        case.run()
+
+
+def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
+    case = make(Shape(dim=12), [9], [1])
+    with pytest.raises(ValueError, match=r"head_dim 12 .* \(query \[1, 4, 12\], blocks \[13, 8, "):
+        case.run()
+    with pytest.raises(ValueError, match="head_dim 264"):
+        make(Shape(dim=264), [9], [1]).run()
+    with pytest.raises(ValueError, match=r"dtypes torch.float16"):
+        make(Shape(), [9], [1], torch.float16).run()
+    with pytest.raises(ValueError, match="do not divide"):
+        make(Shape(heads=5), [9], [1]).run()
+    fine = make(Shape(), [9], [1])
+    with pytest.raises(ValueError, match="not dense"):
+        replace(fine, keys=fine.keys.mT.clone().mT).run()
+    with pytest.raises(ValueError, match="chunks do not fit"):
+        chunks = replace(fine.chunks, last=fine.chunks.last.int())
+        replace(fine, chunks=chunks).run()
+
+
+# ---- store --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_store(tokens: int, tables: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cache, expected = torch.zeros(2, 20, 3, 2, 8, 4 // tables, 16, dtype=dtype)
+    slots = torch.randperm(160)[: tables * tokens].view(tables, tokens)
+    key, value = torch.randn(tokens, 9, 16).to(dtype).split([5, 4], dim=1)
+    store_kv.store_kv(cache, 1, slots, key[:, :4], value)
+    reference.store_kv(expected, 1, slots, key[:, :4], value)
+    assert torch.equal(cache, expected)
+    assert bool(cache.any()) is bool(tokens)
+
+
+@pytest.mark.parametrize("slot", [-1, 160, 2**40])
+def test_a_slot_outside_of_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
+    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
+    with pytest.raises(IndexError, match=f"slot {slot} is not in a pool of 20 blocks of 8"):
+        store_kv.store_kv(cache, 0, torch.tensor([[8, 9, slot]]), new, new)
+    assert not cache.any()
+
+
+def test_entries_that_do_not_fit_the_cache_are_refused() -> None:
+    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
+    slots = torch.tensor([[8, 9, 10]])
+    with pytest.raises(ValueError, match=r"new entries \[3, 1, 16\] .*: \[3, 2, 16\] is needed"):
+        store_kv.store_kv(cache, 0, slots, new[:, :1], new)
+    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
+        store_kv.store_kv(cache, 0, slots, new, new.double())
+    with pytest.raises(ValueError, match=r"slots of torch.int32"):
+        store_kv.store_kv(cache, 0, slots.int(), new, new)
+
+
+# ---- builds -------------------------------------------------------------------------------------
+
+BUILD = "from kvserve.kernels.cpu.build import load_library; print(load_library('store_kv')._name)"
+
+
+def start_build(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )
+
+
+def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
+    started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    (library,) = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
+
+
+def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
+    """As one made on another system that shares the home."""
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    Path(library).write_text("")
+    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    assert again == library and Path(library).stat().st_size
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "kvserve"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+
+
+def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+    assert library.parent.stat().st_mode & 0o077 == 0
