@@ -1,0 +1,97 @@
+"""How Triton kernels are compiled, and which tiles they take on which generation of GPU.
+
+Triton is imported by the first launch: a machine that only runs the torch references needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+class Kernel:
+    """Decorates the source of a Triton kernel, which finds ``tl`` among its module's names."""
+
+    def __init__(self, source: Callable[..., None]) -> None:
+        self.source = source
+
+    @cached_property
+    def _compiler(self) -> Any:
+        try:
+            import triton
+            import triton.language as tl
+        except ImportError as error:
+            raise ImportError(
+                "kernels on a GPU need Triton: pip install 'kvserve[cuda]'"
+            ) from error
+        self.source.__globals__["tl"] = tl
+        return triton.jit(self.source)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Run on a grid of programs, if there is one. ``options``: constants, ``num_warps``."""
+        if all(grid):
+            self._compiler[grid](*args, **options)
+
+
+class Tile(NamedTuple):
+    """What one program takes: ``rows`` (queries), ``columns`` (entries), warps, pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By the lowest compute capability that has them. Chosen so that nothing spills and that two
+# programs fit on a multiprocessor (tests/kernels/budget.json); no GPU has timed them yet.
+_TILES = {
+    (8, 0): {
+        "decode": Tile(16, 64, 4, 2),
+        "prefill": Tile(64, 64, 4, 2),
+        "scores": Tile(64, 64, 4, 2),
+    },
+    (9, 0): {
+        "decode": Tile(16, 64, 4, 3),
+        "prefill": Tile(128, 64, 8, 2),
+        "scores": Tile(64, 64, 4, 3),
+    },
+}
+
+
+def tile_of(kernel: str, device: torch.device, head_dim: int, itemsize: int) -> Tile:
+    """The tile of ``kernel`` for heads of 128 two-byte numbers, and less where they are larger."""
+    found = capability(device)
+    newest = max((known for known in _TILES if known <= found), default=min(_TILES))
+    tile = _TILES[newest][kernel]
+    shrink = max(1, head_dim * itemsize // 256)
+    return tile._replace(rows=max(16, tile.rows // shrink), columns=max(16, tile.columns // shrink))
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a CUDA device; without one, Hopper's, whose code is then looked at."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; without one, an H100's."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_head_dim(*tensors: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless all end in one supported, contiguous dimension."""
+    dim = tensors[0].shape[-1]
+    for x in tensors:
+        if x.shape[-1] != dim or dim not in HEAD_DIMS or x.stride(-1) != 1:
+            raise ValueError(
+                f"the last dimension has to be head_dim, one of {HEAD_DIMS}, contiguous and the "
+                f"same for all; got shape {list(x.shape)}, strides {list(x.stride())}"
+            )

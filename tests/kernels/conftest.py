@@ -1,0 +1,22 @@
+"""Triton kernels run on a GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, which is when the first kernel is launched.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """Where Triton kernels run; skips if Triton is not installed."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+        yield str(device)
