@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Triton reads it when it is first imported, which is when the first kernel is launched.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
