@@ -47,12 +47,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the lowest compute capability that has them. Chosen so that nothing spills and that two
-# programs fit on a multiprocessor (tests/kernels/budget.json); no GPU has timed them yet.
+# Chosen so that nothing spills (tests/kernels/budget.json holds them to it), not by time: no GPU
+# has run them yet. Two-byte numbers, by the lowest compute capability that has these tiles:
 _TILES = {
     (8, 0): {
         "decode": Tile(16, 64, 4, 2),
-        "prefill": Tile(64, 64, 4, 2),
+        "prefill": Tile(64, 64, 8, 2),
         "scores": Tile(64, 64, 4, 2),
     },
     (9, 0): {
@@ -61,15 +61,23 @@ _TILES = {
         "scores": Tile(64, 64, 4, 3),
     },
 }
+# float32 is multiplied exactly, outside of the tensor cores.
+_FLOAT32_TILES = {
+    "decode": Tile(16, 32, 4, 3),
+    "prefill": Tile(32, 32, 8, 2),
+    "scores": Tile(32, 32, 8, 1),
+}
 
 
-def tile_of(kernel: str, device: torch.device, head_dim: int, itemsize: int) -> Tile:
-    """The tile of ``kernel`` for heads of 128 two-byte numbers, and less where they are larger."""
-    found = capability(device)
-    newest = max((known for known in _TILES if known <= found), default=min(_TILES))
-    tile = _TILES[newest][kernel]
-    shrink = max(1, head_dim * itemsize // 256)
-    return tile._replace(rows=max(16, tile.rows // shrink), columns=max(16, tile.columns // shrink))
+def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
+    if dtype is torch.float32:
+        tile = _FLOAT32_TILES[kernel]
+    else:
+        older = [known for known in _TILES if known <= capability(device)]
+        tile = _TILES[max(older, default=min(_TILES))][kernel]
+    part = max(1, head_dim // 128)
+    return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
 
 
 @cache

@@ -94,7 +94,7 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (rows * kv_heads)
     packed = max_chunk * group
-    tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.itemsize)
+    tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
     query_tiles = -(-packed // tile.rows)

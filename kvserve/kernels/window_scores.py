@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.dispatch import Kernel, capability, check_head_dim, tile_of
+from kvserve.kernels import dispatch
+from kvserve.kernels.dispatch import Kernel, check_head_dim, tile_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -127,7 +128,8 @@ def window_scores_triton(
     *lead, heads, window, dim = query.shape
     kv_heads, length = key.shape[-3:-1]
     q, k = _five_dims(query), _five_dims(key)
-    tile = tile_of("scores", q.device, dim, max(k.itemsize, q.itemsize))
+    exact = torch.float32 in (q.dtype, k.dtype)
+    tile = tile_of("scores", q.device, dim, torch.float32 if exact else k.dtype)
     programs, inner = q.shape[0] * q.shape[1], q.shape[1]
     sums = torch.empty(programs, heads, window, dtype=torch.float32, device=q.device)
     out = torch.empty(*lead, kv_heads, length, dtype=torch.float32, device=q.device)
@@ -166,7 +168,7 @@ def _check(query: Tensor, key: Tensor, aggregate: str) -> None:
         raise ValueError(f"query {list(query.shape)} does not go with key {list(key.shape)}")
     if query.dtype not in (key.dtype, torch.float32, torch.float8_e4m3fn):
         raise ValueError(f"query is {query.dtype}, key is {key.dtype}")
-    if query.dtype is torch.float8_e4m3fn and capability(query.device) < (8, 9):
+    if query.dtype is torch.float8_e4m3fn and dispatch.capability(query.device) < (8, 9):
         raise ValueError(
             "a query log of e4m3 numbers needs sm_89 or newer; log in the model's type"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -84,26 +85,26 @@ def test_reference_against_plain_softmax() -> None:
             torch.testing.assert_close(out[t, h], probs @ case.values[at])
 
 
-DECODE = [
+SHAPES = [
     # tables, heads, group, dim, block, dtype
-    (1, 2, 4, 64, 16, torch.float16),
-    (2, 1, 7, 128, 32, torch.float32),
-    (1, 2, 1, 32, 5, torch.float32),
-    (1, 1, 20, 16, 256, torch.float16),
+    partial(Case, 1, 2, 4, 64, 16, torch.float16),
+    partial(Case, 2, 1, 7, 128, 32, torch.float32),
+    partial(Case, 1, 2, 1, 32, 5, torch.float32),
+    partial(Case, 1, 1, 20, 16, 256, torch.float16),
 ]
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("shape", DECODE)
-def test_decode(shape: Any, num_splits: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode(shape: Callable[..., Case], num_splits: int) -> None:
     """Ragged rows; an empty one and one shorter than its share of the splits among them."""
-    Case(*shape, [150, 0, 3, 65]).assert_same(num_splits)
+    shape(lengths=[150, 0, 3, 65]).assert_same(num_splits)
 
 
-@pytest.mark.parametrize("shape", DECODE)
-def test_chunks_over_held_context(shape: Any) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_over_held_context(shape: Callable[..., Case]) -> None:
     """A chunk of several query tiles, one of a single token, an empty one, one without context."""
-    Case(*shape, [90, 41, 50, 21], [23, 1, 0, 21]).assert_same()
+    shape(lengths=[90, 41, 50, 21], chunks=[23, 1, 0, 21]).assert_same()
 
 
 def test_chunks_split_over_the_context() -> None:

@@ -58,6 +58,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         window_scores_triton(q.half(), k, 1.0)
     with pytest.raises(ValueError, match="got 'mean'"):
         window_scores_triton(q, k, 1.0, "mean")
-    monkeypatch.setattr("kvserve.kernels.window_scores.capability", lambda _: (8, 0))
+    monkeypatch.setattr("kvserve.kernels.dispatch.capability", lambda _: (8, 0))
     with pytest.raises(ValueError, match="sm_89"):
         window_scores_triton(q.to(torch.float8_e4m3fn), k, 1.0)
