@@ -14,6 +14,10 @@ import torch
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
+# Arguments that change from step to step: no code is compiled for particular values of them.
+VARYING = {"columns", "inner", "length", "places", "splits", "tokens", "window"}
+
+
 class Kernel:
     """Decorates the source of a Triton kernel, which finds ``tl`` among its module's names."""
 
@@ -21,21 +25,21 @@ class Kernel:
         self.source = source
 
     @cached_property
-    def _compiler(self) -> Any:
+    def compiler(self) -> Any:
+        """The source in Triton's hands, or in its interpreter's under ``TRITON_INTERPRET=1``."""
         try:
             import triton
             import triton.language as tl
         except ImportError as error:
-            raise ImportError(
-                "kernels on a GPU need Triton: pip install 'kvserve[cuda]'"
-            ) from error
+            raise ImportError("GPU kernels need Triton: pip install 'kvserve[cuda]'") from error
         self.source.__globals__["tl"] = tl
-        return triton.jit(self.source)
+        names = self.source.__code__.co_varnames[: self.source.__code__.co_argcount]
+        return triton.jit(self.source, do_not_specialize=[n for n in names if n in VARYING])
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Run on a grid of programs, if there is one. ``options``: constants, ``num_warps``."""
         if all(grid):
-            self._compiler[grid](*args, **options)
+            self.compiler[grid](*args, **options)
 
 
 class Tile(NamedTuple):

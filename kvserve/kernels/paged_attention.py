@@ -129,7 +129,7 @@ def paged_attention_triton(
         BLOCK=block,
         QUERIES=tile.rows,
         TILE=tile.columns,
-        SPLITS=num_splits,
+        SPLIT=num_splits > 1,
         CHUNKED=starts is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -141,8 +141,8 @@ def paged_attention_triton(
             parts,
             sums,
             tokens * heads,
+            num_splits,
             DIM=dim,
-            SPLITS=num_splits,
             SPAN=1 << (num_splits - 1).bit_length(),
             num_warps=4,
         )
@@ -150,9 +150,10 @@ def paged_attention_triton(
 
 
 def _splits(programs: int, max_limit: int, tile: Tile, device: torch.device) -> int:
-    """Parts of the context: two programs per multiprocessor, but four tiles or more for each."""
+    """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
     wanted = 2 * num_processors(device) // max(1, programs)
-    return max(1, min(wanted, max_limit // (4 * tile.columns), _MAX_SPLITS))
+    most = min(wanted, max_limit // (4 * tile.columns), _MAX_SPLITS)
+    return 1 << (max(1, most).bit_length() - 1)
 
 
 def _check(
@@ -203,7 +204,7 @@ def _attend(
     BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
@@ -225,7 +226,7 @@ def _attend(
     limit = tl.minimum(limit, columns * BLOCK)
 
     end = tl.max(limit, axis=0)
-    share = tl.cdiv(tl.cdiv(end, TILE), SPLITS) * TILE
+    share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
     row_table = tables + row.to(tl.int64) * columns
@@ -256,7 +257,7 @@ def _attend(
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]
     place = token * (ROWS * HEADS * GROUP) + q_head
-    if SPLITS > 1:
+    if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
@@ -269,18 +270,18 @@ def _merge(
     parts,
     sums,
     places,
+    splits,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
     at = part.to(tl.int64) * places + place
-    log_sum = tl.load(sums + at, mask=part < SPLITS, other=float("-inf"))
+    log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
     high = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
     part_at = parts + at[:, None] * DIM + dims[None, :]
-    rows = tl.load(part_at, mask=(part < SPLITS)[:, None], other=0.0)
+    rows = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
     mean = tl.sum(rows * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

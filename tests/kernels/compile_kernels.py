@@ -3,7 +3,7 @@
     python tests/kernels/compile_kernels.py --arch 90 --name paged_attention/decode
 
 prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
-memory per program. ``--write`` makes it the budget. Not under TRITON_INTERPRET.
+memory per program. ``--write`` makes it the installed Triton's budget. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ class Compiler:
 
     def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         warps = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
-        source = kernel._compiler
+        source = kernel.compiler
         values = dict(zip(source.arg_names, args, strict=False)) | options
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}
         for i, name in enumerate(source.arg_names):
             value = values[name]
-            signature[name], multiple = type_of(value, name in options)
+            signature[name], multiple = type_of(name, value, name in options)
             if signature[name] == "constexpr":
                 constants[(i,)] = value
             if multiple:
@@ -174,15 +174,16 @@ class Compiler:
         self.costs[name] = {**usage(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
 
 
-def type_of(value: Any, constant: bool) -> tuple[str, bool]:
+def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
     """What Triton's launcher makes of an argument, and whether 16 divides it (or its address)."""
     if isinstance(value, Tensor):
         return POINTERS[value.dtype], True
-    if constant or value == 1:
+    varying = name in dispatch.VARYING
+    if constant or (value == 1 and not varying):
         return "constexpr", False
     if isinstance(value, float):
         return "fp32", False
-    return "i64" if value >= 2**31 else "i32", value % 16 == 0
+    return "i64" if value >= 2**31 else "i32", value % 16 == 0 and not varying
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -195,6 +196,15 @@ def usage(cubin: bytes) -> dict[str, int]:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def as_lines(budget: dict[str, Any]) -> str:
+    """JSON with a line for each version, variant and kernel."""
+    versions = []
+    for version, costs in budget.items():
+        lines = (f"  {json.dumps(name)}: {json.dumps(archs)}" for name, archs in costs.items())
+        versions.append(f" {json.dumps(version)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}"
 
 
 def main() -> int:
@@ -215,11 +225,10 @@ def main() -> int:
                 costs.setdefault(f"{name}:{kernel}", {})[f"sm_{arch}"] = cost
                 if args.ptx:
                     (args.ptx / f"{kernel}-sm_{arch}.ptx").write_text(compiler.ptx[kernel])
-    lines = (f" {json.dumps(name)}: {json.dumps(archs)}" for name, archs in costs.items())
-    text = "{\n" + ",\n".join(lines) + "\n}"
     if args.write:
-        BUDGET.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+        budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+        BUDGET.write_text(as_lines(budget | {triton.__version__: costs}) + "\n")
+    sys.stdout.write(json.dumps(costs) + "\n")
     return 0
 
 
