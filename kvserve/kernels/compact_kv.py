@@ -1,18 +1,34 @@
-"""Move kept entries to the front of their rows, all layers and heads in one pass."""
+"""Move kept entries to the front of their rows, all layers and heads in one launch."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
+from kvserve.kernels.dispatch import Kernel, check_head_dim
 from kvserve.kernels.gather_kv import entry_rows
 
+if TYPE_CHECKING:
+    import triton.language as tl
 
-def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+
+def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Copy entries ``src`` to ``dst``, keys and values, in place.
 
-    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S]. All sources are
-    read before any destination is written, so they may overlap.
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S], which are ``runs``
+    runs (events) of equal length. They may overlap as entries do that move to the front in order:
+    inside a run no destination is the source of a later entry, across runs of none. What goes to
+    block 0 is not wanted.
     """
+    if kv_cache.is_cuda:
+        compact_kv_triton(kv_cache, src, dst, runs)
+    else:
+        compact_kv_torch(kv_cache, src, dst)
+
+
+def compact_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """The reference: all sources are read before any destination is written."""
     block, heads, dim = kv_cache.shape[3:]
     flat = kv_cache.view(-1, dim)
     rows = entry_rows(kv_cache, src).view(-1)
@@ -20,3 +36,66 @@ def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     rows = entry_rows(kv_cache, dst).view(-1)
     flat.index_copy_(0, rows, keys)
     flat.index_copy_(0, rows + block * heads, values)
+
+
+def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """One program per lane and run. Slots outside of the cache are left alone."""
+    check_head_dim(kv_cache)
+    num_blocks, layers, _, block, heads, dim = kv_cache.shape
+    if src.shape != dst.shape or src.shape[-1] % runs:
+        raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
+    _compact.launch(
+        (src.shape[0] * src.shape[1], runs),
+        kv_cache,
+        src.contiguous(),
+        dst.contiguous(),
+        src.shape[-1] // runs,
+        src.shape[1],
+        layers,
+        num_blocks * block,
+        *kv_cache.stride()[:4],
+        BLOCK=block,
+        HEADS=heads,
+        DIM=dim,
+        TILE=max(16, 4096 // dim),
+        num_warps=4,
+    )
+
+
+@Kernel
+def _compact(
+    cache,
+    src,
+    dst,
+    length,
+    kv_heads,
+    layers,
+    num_slots,
+    block_stride,
+    layer_stride,
+    value_stride,
+    entry_stride,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
+    layer, head = lane // kv_heads % layers, lane % kv_heads % HEADS
+    dims = tl.arange(0, DIM)[None, :]
+    base = cache + layer.to(tl.int64) * layer_stride + head * DIM + dims
+    for start in range(0, length, TILE):
+        place = start + tl.arange(0, TILE)
+        source = tl.load(src + first + place, mask=place < length, other=0)
+        target = tl.load(dst + first + place, mask=place < length, other=0)
+        wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
+        moves = (wanted & (source >= 0) & (source < num_slots))[:, None]
+        old = base + (source // BLOCK * block_stride + source % BLOCK * entry_stride)[:, None]
+        new = base + (target // BLOCK * block_stride + target % BLOCK * entry_stride)[:, None]
+        keys = tl.load(old, mask=moves)
+        values = tl.load(old + value_stride, mask=moves)
+        # A tile may overwrite its own sources (never a later tile's): all of it is read first.
+        tl.debug_barrier()
+        tl.store(new, keys, mask=moves)
+        tl.store(new + value_stride, values, mask=moves)

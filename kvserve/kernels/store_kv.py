@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
+
+from kvserve.kernels.dispatch import Kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 
 def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -11,11 +18,8 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
     kv_cache: [num_blocks, Lb, 2, B, Hb, D]; layer: the layer's place in its block; slots: int64
     [R, T]; key, value: [T, R * Hb, D].
     """
-    _, layers, _, block, heads, dim = kv_cache.shape
-    flat = kv_cache.view(-1, heads * dim)
-    rows = (slots + slots // block * (block * (2 * layers - 1)) + 2 * layer * block).view(-1)
-    flat.index_copy_(0, rows, _by_row(key, slots, heads * dim))
-    flat.index_copy_(0, rows + block, _by_row(value, slots, heads * dim))
+    store = store_kv_triton if kv_cache.is_cuda else store_kv_torch
+    store(kv_cache, layer, slots, key, value)
 
 
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
@@ -24,6 +28,21 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
     query_log: [num_blocks, Lb, tokens, Hb, D], the cache seen as log blocks; slots: int64 [R, T];
     query: [T, R * Hb, D].
     """
+    store = store_queries_triton if query_log.is_cuda else store_queries_torch
+    store(query_log, layer, slots, query)
+
+
+def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """The reference of ``store_kv``."""
+    _, layers, _, block, heads, dim = kv_cache.shape
+    flat = kv_cache.view(-1, heads * dim)
+    rows = (slots + slots // block * (block * (2 * layers - 1)) + 2 * layer * block).view(-1)
+    flat.index_copy_(0, rows, _by_row(key, slots, heads * dim))
+    flat.index_copy_(0, rows + block, _by_row(value, slots, heads * dim))
+
+
+def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
+    """The reference of ``store_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     rows = (slots + slots // tokens * (tokens * (layers - 1)) + layer * tokens).view(-1)
     flat = query_log.view(-1, heads * dim)
@@ -33,3 +52,80 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
 def _by_row(x: Tensor, slots: Tensor, width: int) -> Tensor:
     """[T, R * Hb, D] -> [R * T, Hb * D], the order of ``slots.view(-1)``."""
     return x.unflatten(1, (len(slots), -1)).transpose(0, 1).reshape(-1, width)
+
+
+def store_kv_triton(
+    kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """One program per token and row. Slots outside of the cache are left alone."""
+    _launch(kv_cache[:, layer, 0], slots, key, kv_cache[:, layer, 1], value)
+
+
+def store_queries_triton(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
+    """As ``store_kv_triton``."""
+    _launch(query_log[:, layer], slots, query)
+
+
+def _launch(
+    blocks: Tensor,
+    slots: Tensor,
+    x: Tensor,
+    more_blocks: Tensor | None = None,
+    more: Tensor | None = None,
+) -> None:
+    """blocks: [num_blocks, tokens, Hb, D], a strided view; x: [T, R * Hb, D]; ``more`` likewise."""
+    num_blocks, block, heads, dim = blocks.shape
+    rows, tokens = slots.shape
+    for new in (x, x if more is None else more):
+        fits = new.shape == (tokens, rows * heads, dim) and new.dtype == blocks.dtype
+        if not fits or not new[:1].is_contiguous():
+            raise ValueError(
+                f"{blocks.dtype} [{tokens}, {rows * heads}, {dim}] with contiguous tokens expected,"
+                f" got {new.dtype} {list(new.shape)}, strides {list(new.stride())}"
+            )
+    _store.launch(
+        (tokens, rows),
+        blocks,
+        blocks if more_blocks is None else more_blocks,
+        slots.contiguous(),
+        x,
+        x if more is None else more,
+        x.stride(0),
+        x.stride(0) if more is None else more.stride(0),
+        num_blocks * block,
+        *blocks.stride()[:2],
+        BLOCK=block,
+        WIDTH=heads * dim,
+        SPAN=1 << (heads * dim - 1).bit_length(),
+        BOTH=more is not None,
+        num_warps=4 if heads * dim >= 1024 else 1,
+    )
+
+
+@Kernel
+def _store(
+    blocks,
+    more_blocks,
+    slots,
+    x,
+    more,
+    x_stride,
+    more_stride,
+    num_slots,
+    block_stride,
+    entry_stride,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+    BOTH: tl.constexpr,
+):
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row * tl.num_programs(0) + token)
+    numbers = tl.arange(0, SPAN)
+    mask = (numbers < WIDTH) & (slot >= 0) & (slot < num_slots)
+    place = slot // BLOCK * block_stride + slot % BLOCK * entry_stride + numbers
+    new = row * WIDTH + numbers
+    tl.store(blocks + place, tl.load(x + token * x_stride + new, mask=mask), mask=mask)
+    if BOTH:
+        values = tl.load(more + token * more_stride + new, mask=mask)
+        tl.store(more_blocks + place, values, mask=mask)

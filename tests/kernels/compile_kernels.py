@@ -1,0 +1,236 @@
+"""Compile the Triton kernels as their launchers launch them, without a GPU, and read their costs.
+
+    python tests/kernels/compile_kernels.py --arch 90 --name paged_attention/decode
+
+prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
+memory per program. ``--write`` makes it the installed Triton's budget. Not under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvserve.kernels import dispatch
+from kvserve.kernels.compact_kv import compact_kv_triton
+from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.window_scores import window_scores_triton
+
+BUDGET = Path(__file__).with_name("budget.json")
+ARCHS = (80, 90, 100)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BF16 = torch.bfloat16
+
+
+def new(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Shapes and strides alone: a cache of any size takes no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def slots(*shape: int) -> Tensor:
+    return new(*shape, dtype=torch.int64)
+
+
+def cache(heads: int = 8, dim: int = 128, layers: int = 32, dtype: torch.dtype = BF16) -> Tensor:
+    return new(4096, layers, 2, 64, heads, dim, dtype=dtype)
+
+
+def attend(
+    group: int = 4,
+    dim: int = 128,
+    rows: int = 1,
+    chunk: int = 1,
+    splits: int = 1,
+    dtype: torch.dtype = BF16,
+) -> None:
+    """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens."""
+    kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
+    q = new(8 * chunk, 8 * group, dim, dtype=dtype)
+    tables, limits = (new(*s, dtype=torch.int32) for s in ((8, rows, 512), (rows, 8 * chunk)))
+    starts = None if chunk == 1 else new(9, dtype=torch.int32)
+    paged_attention_triton(
+        q, kv[:, 0], kv[:, 1], tables, limits, 0.1, 32_768, starts, chunk, splits
+    )
+
+
+def score(
+    heads: int = 8, dim: int = 128, aggregate: str = "sum", queries: torch.dtype = BF16
+) -> None:
+    q, k = new(2, 32, heads, 512, dim, dtype=queries), new(2, 32, 8, 480, dim)
+    window_scores_triton(q, k, 0.1, aggregate)
+
+
+VARIANTS: dict[str, Callable[[], object]] = {
+    "compact_kv": lambda: compact_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
+    "compact_kv/head": lambda: compact_kv_triton(
+        cache(1, 64, 1), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
+    "compact_kv/float32": lambda: compact_kv_triton(
+        cache(dtype=torch.float32), slots(32, 8, 512), slots(32, 8, 512)
+    ),
+    "store_kv": lambda: store_kv_triton(cache(), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)),
+    "store_kv/head": lambda: store_kv_triton(
+        cache(1, 128, 1), 0, slots(8, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_queries": lambda: store_queries_triton(
+        new(4096, 32, 256, 8, 128, dtype=torch.uint8),
+        3,
+        slots(1, 64),
+        new(64, 8, 128, dtype=torch.uint8),
+    ),
+    "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
+    "gather_queries/e4m3": lambda: gather_queries_triton(
+        new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)
+    ),
+    "decode": attend,
+    "decode/split": lambda: attend(splits=8),
+    "decode/head": lambda: attend(rows=8),
+    "decode/group7": lambda: attend(group=7),
+    "decode/dim64": lambda: attend(dim=64),
+    "decode/dim256": lambda: attend(dim=256),
+    "decode/float16": lambda: attend(dtype=torch.float16),
+    "decode/float32": lambda: attend(dtype=torch.float32),
+    "prefill": lambda: attend(chunk=512),
+    "prefill/split": lambda: attend(chunk=512, splits=4),
+    "prefill/head": lambda: attend(chunk=512, rows=8),
+    "prefill/group7": lambda: attend(chunk=512, group=7),
+    "prefill/dim64": lambda: attend(chunk=512, dim=64),
+    "prefill/dim256": lambda: attend(chunk=512, dim=256),
+    "prefill/float32": lambda: attend(chunk=512, dtype=torch.float32),
+    "window_scores": score,
+    "window_scores/heads": lambda: score(heads=32),
+    "window_scores/max": lambda: score(heads=32, aggregate="max"),
+    "window_scores/squares": lambda: score(aggregate="sum_squares"),
+    "window_scores/dim64": lambda: score(dim=64),
+    "window_scores/e4m3": lambda: score(queries=torch.float8_e4m3fn),
+    "window_scores/float32_queries": lambda: score(queries=torch.float32),
+}
+
+
+class Compiler:
+    """Compiles for one architecture what is launched meanwhile; ``costs`` and ``ptx`` by kernel."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+        self.costs: dict[str, dict[str, int]] = {}
+        self.ptx: dict[str, str] = {}
+
+    def run(self, variant: Callable[[], object]) -> None:
+        def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+            self.compile(kernel, args, options)
+
+        generation = divmod(self.arch, 10)
+        with (
+            patch.object(dispatch.Kernel, "launch", launch),
+            patch.object(dispatch, "capability", lambda _: generation),
+        ):
+            variant()
+
+    def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        warps = {key: options.pop(key) for key in ("num_warps", "num_stages") if key in options}
+        source = kernel.compiler
+        values = dict(zip(source.arg_names, args, strict=False)) | options
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], list[list[Any]]] = {}
+        for i, name in enumerate(source.arg_names):
+            value = values[name]
+            signature[name], multiple = type_of(name, value, name in options)
+            if signature[name] == "constexpr":
+                constants[(i,)] = value
+            if multiple:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        compiled = triton.compile(
+            ASTSource(fn=source, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", self.arch, 32),
+            options=warps,
+        )
+        name = kernel.source.__name__.lstrip("_")
+        self.ptx[name] = compiled.asm["ptx"]
+        self.costs[name] = {**usage(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
+
+
+def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
+    """What Triton's launcher makes of an argument, and whether 16 divides it (or its address)."""
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype], True
+    varying = name in dispatch.VARYING
+    if constant or (value == 1 and not varying):
+        return "constexpr", False
+    if isinstance(value, float):
+        return "fp32", False
+    return "i64" if value >= 2**31 else "i32", value % 16 == 0 and not varying
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers and spilled bytes of each thread, as the assembler's own tool counts them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def as_lines(budget: dict[str, Any]) -> str:
+    """JSON with a line for each version, variant and kernel."""
+    versions = []
+    for version, costs in budget.items():
+        lines = (f"  {json.dumps(name)}: {json.dumps(archs)}" for name, archs in costs.items())
+        versions.append(f" {json.dumps(version)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="compile the Triton kernels without a GPU")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--name", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--ptx", type=Path, metavar="DIR", help="write each kernel's assembly")
+    parser.add_argument("--write", action="store_true", help=f"write {BUDGET.name}")
+    args = parser.parse_args()
+    costs: dict[str, dict[str, dict[str, int]]] = {}
+    for name in args.name:
+        for arch in args.arch:
+            if name == "window_scores/e4m3" and arch < 89:
+                continue
+            compiler = Compiler(arch)
+            compiler.run(VARIANTS[name])
+            for kernel, cost in compiler.costs.items():
+                costs.setdefault(f"{name}:{kernel}", {})[f"sm_{arch}"] = cost
+                if args.ptx:
+                    (args.ptx / f"{kernel}-sm_{arch}.ptx").write_text(compiler.ptx[kernel])
+    if args.write:
+        budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+        BUDGET.write_text(as_lines(budget | {triton.__version__: costs}) + "\n")
+    sys.stdout.write(json.dumps(costs) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,91 @@
+"""Every Triton kernel compiles without a GPU and stays within registers and shared memory.
+
+``python tests/kernels/compile_kernels.py --write`` makes what they need now the budget.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+
+HERE = Path(__file__).parent
+BUDGETS: dict[str, dict[str, dict[str, dict[str, int]]]]
+BUDGETS = json.loads((HERE / "budget.json").read_text())
+if triton.__version__ not in BUDGETS:
+    reason = f"{HERE.name}/budget.json knows Triton {', '.join(BUDGETS)}, not {triton.__version__}"
+    pytest.skip(reason, allow_module_level=True)
+BUDGET = BUDGETS[triton.__version__]
+# Together they launch every kernel.
+NAMES = ["compact_kv", "store_kv", "gather_keys", "decode/split", "prefill", "window_scores"]
+
+
+def compiled(tmp_path: Path, *arguments: str) -> Any:
+    """In a process of its own: the interpreter's kernels, which tests run, cannot be compiled."""
+    without = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_kernels.py"), *arguments, "--ptx", str(tmp_path)],
+        env=without | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_within_budget(costs: Any) -> None:
+    over = [
+        f"{name} {arch}: {what} {count}, budget {BUDGET[name][arch][what]}"
+        for name, archs in costs.items()
+        for arch, cost in archs.items()
+        for what, count in cost.items()
+        if count > BUDGET[name][arch][what]
+    ]
+    assert not over, "\n".join(over)
+
+
+def test_nothing_is_allowed_to_spill() -> None:
+    """Except float32 in the older Triton: serving in it is for tests."""
+    spilling = [
+        (version, name)
+        for version, costs in BUDGETS.items()
+        for name, archs in costs.items()
+        if any(cost["spilled"] for cost in archs.values())
+    ]
+    assert spilling == [("3.6.0", "prefill/float32:attend")]
+
+
+def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
+    costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES)
+    assert {name.partition(":")[2] for name in costs} == {name.partition(":")[2] for name in BUDGET}
+    assert_within_budget(costs)
+    # A tile of the compaction is read before any of it is written, and 16 bytes at a time.
+    accesses = re.findall(r"(ld\.global\.v4|bar\.sync|st\.global)", ptx(tmp_path, "compact"))
+    loads = accesses.index("bar.sync")
+    assert loads and accesses == ["ld.global.v4"] * loads + ["bar.sync"] + ["st.global"] * loads
+    # Entries are loaded while earlier ones are multiplied.
+    for kernel in ("attend", "log_sums", "shares"):
+        assert "cp.async.cg.shared.global" in ptx(tmp_path, kernel)
+        assert "mma" in ptx(tmp_path, kernel)
+
+
+def ptx(folder: Path, kernel: str) -> str:
+    return (folder / f"{kernel}-sm_90.ptx").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+def test_all_variants(tmp_path: Path, arch: str) -> None:
+    costs = compiled(tmp_path, "--arch", arch)
+    assert set(costs) == {name for name, archs in BUDGET.items() if f"sm_{arch}" in archs}
+    assert_within_budget(costs)

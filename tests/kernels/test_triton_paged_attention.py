@@ -1,0 +1,167 @@
+"""Paged attention: the torch reference against plain softmax, Triton against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+
+pytestmark = pytest.mark.usefixtures("device")
+
+BLOCKS = 40
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+class Case:
+    """Random rows over a cache whose unheld entries are nan, as freed blocks may be."""
+
+    def __init__(
+        self,
+        tables: int,
+        heads: int,
+        group: int,
+        dim: int,
+        block: int,
+        dtype: torch.dtype,
+        lengths: list[int],
+        chunks: list[int] | None = None,
+    ) -> None:
+        """``lengths``: of each chunk's rows, with its tokens; row r holds r entries fewer."""
+        held = (torch.tensor(lengths)[:, None] - torch.arange(tables)).clamp(min=0)
+        columns = max(1, -(-max(lengths) // block))
+        count = len(lengths) * tables * columns
+        blocks = torch.randperm(max(BLOCKS, count + 1) - 1)[:count] + 1
+        self.tables = blocks.view(len(lengths), tables, columns).int()
+        self.scale = dim**-0.5
+        # Two layers in a block, of which this is the second.
+        cache = torch.full((max(BLOCKS, count + 1), 2, 2, block, heads, dim), math.nan, dtype=dtype)
+        self.keys, self.values = cache[:, 1, 0], cache[:, 1, 1]
+        place = torch.arange(columns * block)
+        for p, r in torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(tables)):
+            some = place[: int(held[p, r])]
+            at = self.tables[p, r, some // block].long(), some % block
+            for x in (self.keys, self.values):
+                x[at] = torch.randn(len(some), heads, dim).to(dtype)
+        sizes = torch.tensor(chunks or [1] * len(lengths))
+        self.max_chunk = int(sizes.max())
+        self.starts = None if chunks is None else torch.tensor([0, *chunks]).cumsum(0).int()
+        self.owner = torch.arange(len(lengths)).repeat_interleave(sizes)
+        behind = torch.cat([torch.arange(int(n) - 1, -1, -1) for n in sizes])
+        self.limits = (held[self.owner].T - behind).clamp(min=0).int().contiguous()
+        # As a model hands queries over: a view of one projection.
+        q_heads = tables * heads * group
+        self.q = torch.randn(len(self.owner), q_heads + 2, dim).to(dtype)[:, :q_heads]
+
+    def torch(self) -> Tensor:
+        q, limits, scale, starts = self.q, self.limits, self.scale, self.starts
+        return paged_attention_torch(q, self.keys, self.values, self.tables, limits, scale, starts)
+
+    def triton(self, num_splits: int | None = None) -> Tensor:
+        inputs = self.q, self.keys, self.values, self.tables, self.limits, self.scale
+        most = int(self.limits.max())
+        return paged_attention_triton(*inputs, most, self.starts, self.max_chunk, num_splits)
+
+    def assert_same(self, num_splits: int | None = None) -> None:
+        tolerance = TOLERANCE[self.q.dtype]
+        found = self.triton(num_splits)
+        torch.testing.assert_close(found, self.torch(), atol=tolerance, rtol=tolerance)
+
+
+def test_reference_against_plain_softmax() -> None:
+    case = Case(2, 2, 3, 16, 4, torch.float32, [9, 0, 6], [3, 1, 6])
+    out = case.torch()
+    for t in range(len(case.q)):
+        for h in range(case.q.shape[1]):
+            r, kv_head = divmod(h // 3, 2)
+            place = torch.arange(int(case.limits[r, t]))
+            at = case.tables[case.owner[t], r, place // 4].long(), place % 4, kv_head
+            probs = torch.softmax(case.keys[at] @ case.q[t, h] * case.scale, dim=0)
+            torch.testing.assert_close(out[t, h], probs @ case.values[at])
+
+
+SHAPES = [
+    # tables, heads, group, dim, block, dtype
+    partial(Case, 1, 2, 4, 64, 16, torch.float16),
+    partial(Case, 2, 1, 7, 128, 32, torch.float32),
+    partial(Case, 1, 2, 1, 32, 5, torch.float32),
+    partial(Case, 1, 1, 20, 16, 256, torch.float16),
+]
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode(shape: Callable[..., Case], num_splits: int) -> None:
+    """Ragged rows; an empty one and one shorter than its share of the splits among them."""
+    shape(lengths=[150, 0, 3, 65]).assert_same(num_splits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_over_held_context(shape: Callable[..., Case]) -> None:
+    """A chunk of several query tiles, one of a single token, an empty one, one without context."""
+    shape(lengths=[90, 41, 50, 21], chunks=[23, 1, 0, 21]).assert_same()
+
+
+def test_chunks_split_over_the_context() -> None:
+    Case(1, 1, 2, 32, 16, torch.float32, [150, 21], [3, 21]).assert_same(num_splits=2)
+
+
+def test_limits_of_an_observation_pass() -> None:
+    """Every third token of a window, each seeing what lies up to its own entry."""
+    case = Case(1, 2, 2, 32, 16, torch.float32, [70, 52], [8, 8])
+    case.limits = torch.cat([torch.arange(1, 24, 3) + 40, torch.arange(8) * 3 + 29])[None].int()
+    case.assert_same()
+
+
+def test_long_contexts_are_split() -> None:
+    """Without being told: a single row of many tiles gives the parts of several programs."""
+    Case(1, 1, 4, 16, 64, torch.float32, [1100]).assert_same()
+
+
+def test_blocks_outside_of_the_cache_are_not_seen() -> None:
+    case = Case(1, 1, 2, 16, 16, torch.float32, [40, 40])
+    expected = case.torch()
+    case.tables[0, 0, 1:] = torch.tensor([len(case.keys), -1])
+    case.limits[0, 0] = 40
+    found = case.triton()
+    case.limits[0, 0] = 16
+    case.tables[0, 0, 1:] = 0
+    torch.testing.assert_close(found, case.torch())
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_refusals() -> None:
+    case = Case(1, 2, 2, 16, 16, torch.float32, [40, 40])
+    with pytest.raises(ValueError, match=r"shape \[2, 4, 8\]"):
+        case.q = case.q[..., :8]
+        case.triton()
+    case.q = torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match=r"\[2, 3, 16\] has no whole group for 1 \* 2 heads"):
+        case.triton()
+    case.q = torch.randn(3, 4, 16)
+    with pytest.raises(ValueError, match=r"limits \[1, 3\] expected, got \[1, 2\]"):
+        case.triton()
+    case.q = torch.randn(2, 4, 16).half()
+    with pytest.raises(ValueError, match=r"q is torch.float16, keys are torch.float32"):
+        case.triton()
+
+
+def test_offsets_exceed_31_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        # It would copy whole tensors back, here onto themselves.
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+    case = Case(1, 2, 2, 32, 16, torch.float16, [20])
+    expected = case.torch()
+    cache = torch.empty(1_100_000, 2, 16, 2, 32, dtype=torch.float16)
+    assert cache[:, 0].stride(0) * len(cache) > 2**31
+    far = torch.arange(len(cache) - 2, len(cache), dtype=torch.int32)
+    for i, near in enumerate((case.keys, case.values)):
+        cache[far.long(), i] = near[case.tables[0, 0].long()]
+    case.keys, case.values, case.tables = cache[:, 0], cache[:, 1], far.view(1, 1, 2)
+    torch.testing.assert_close(case.triton(), expected, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,63 @@
+"""Two-pass window scores by Triton against the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvserve.kernels.window_scores import AGGREGATES, window_scores_torch, window_scores_triton
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("dim", "window", "keys", "dtype"),
+    [(64, 70, 130, torch.float32), (128, 5, 90, torch.float16), (16, 65, 1, torch.float32)],
+)
+def test_scores(
+    dim: int, window: int, keys: int, dtype: torch.dtype, group: int, aggregate: str
+) -> None:
+    # Lanes in the order in which they are gathered, [L, heads, E, S, D], seen event by event.
+    q = torch.randn(2, 2 * group, 1, window, dim).permute(2, 0, 1, 3, 4).to(dtype)
+    k = torch.randn(2, 2, 1, keys, dim).permute(2, 0, 1, 3, 4).to(dtype)
+    found = window_scores_triton(q, k, 0.2, aggregate)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.2, aggregate))
+    if aggregate == "sum":
+        torch.testing.assert_close(found.sum(-1), torch.full(found.shape[:-1], float(window)))
+
+
+def test_several_events_of_strided_lanes() -> None:
+    q = torch.randn(3, 4, 2 * 20, 32).unflatten(2, (2, 20)).permute(2, 0, 1, 3, 4)
+    k = torch.randn(3, 2, 2 * 24, 32).unflatten(2, (2, 24)).permute(2, 0, 1, 3, 4)[..., :17, :]
+    found = window_scores_triton(q, k, 0.3)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
+    flat = window_scores_triton(q.flatten(0, 1), k.flatten(0, 1), 0.3)
+    torch.testing.assert_close(flat, found.flatten(0, 1))
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_queries_of_another_type_than_the_keys(query_dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 20, 32).to(query_dtype), torch.randn(2, 40, 32).half()
+    found = window_scores_triton(q, k, 0.3)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
+
+
+def test_nothing_to_score() -> None:
+    assert window_scores_triton(torch.randn(2, 4, 16), torch.randn(2, 0, 16), 1.0).shape == (2, 0)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(4, 5, 16), torch.randn(2, 7, 16)
+    with pytest.raises(ValueError, match=r"shape \[4, 5, 12\]"):
+        window_scores_triton(q[..., :12], k[..., :12], 1.0)
+    with pytest.raises(ValueError, match=r"query \[3, 5, 16\] does not go with key \[2, 7, 16\]"):
+        window_scores_triton(q[:3], k, 1.0)
+    with pytest.raises(ValueError, match=r"query is torch\.float16, key is torch\.float32"):
+        window_scores_triton(q.half(), k, 1.0)
+    with pytest.raises(ValueError, match="got 'mean'"):
+        window_scores_triton(q, k, 1.0, "mean")
+    monkeypatch.setattr("kvserve.kernels.dispatch.capability", lambda _: (8, 0))
+    with pytest.raises(ValueError, match="sm_89"):
+        window_scores_triton(q.to(torch.float8_e4m3fn), k, 1.0)
