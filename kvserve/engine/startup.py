@@ -58,6 +58,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = [("cpu threads", *limit_threads())] if device == "cpu" else []
     directory = find_model(
         config.model.model,
         config.model.revision,
@@ -133,7 +134,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         summary=[
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            *_threads_summary(device),
+            *threads,
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
         ],
@@ -327,13 +328,6 @@ def _summary(
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
     ]
-
-
-def _threads_summary(device: str) -> list[tuple[str, str, str]]:
-    if device != "cpu":
-        return []
-    threads, reason = limit_threads()
-    return [("cpu threads", str(threads), reason)]
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:

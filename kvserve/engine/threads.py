@@ -17,21 +17,21 @@ _IDLE = (3, 4)
 """Columns of /proc/stat in which a core does nothing, or waits for a disk."""
 
 
-def limit_threads() -> tuple[int, str]:
+def limit_threads() -> tuple[str, str]:
     """Set torch's threads, which the compiled kernels share: how many, and why.
 
     Never more than torch would take, and what OMP_NUM_THREADS says is left alone.
     """
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ or threads == 1:
-        return threads, "OMP_NUM_THREADS"
+        return str(threads), "OMP_NUM_THREADS"
     cores = _cores()
     before = _core_times()
     time.sleep(_SECONDS)
     idle = _idle_cores(before, _core_times(), cores)
     threads = max(1, min(threads, _quota(), round(idle)))
     torch.set_num_threads(threads)
-    return threads, f"{idle:.1f} of {len(cores)} cores were idle at start-up; OMP_NUM_THREADS"
+    return str(threads), f"{idle:.1f} of {len(cores)} cores were idle at start-up; OMP_NUM_THREADS"
 
 
 def _cores() -> set[int]:

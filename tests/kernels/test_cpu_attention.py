@@ -199,10 +199,15 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
         make(Shape(heads=5), [9], [1]).run()
     fine = make(Shape(), [9], [1])
     with pytest.raises(ValueError, match="not dense"):
-        replace(fine, keys=fine.keys.mT.clone().mT).run()
+        replace(fine, keys=fine.keys.mT.contiguous().mT).run()
+    with pytest.raises(ValueError, match="not laid out alike"):
+        replace(fine, values=fine.values.clone()).run()
+    with pytest.raises(ValueError, match="tables are not dense int32"):
+        replace(fine, tables=fine.tables.long()).run()
+    with pytest.raises(ValueError, match="chunks are not dense int64"):
+        replace(fine, chunks=replace(fine.chunks, last=fine.chunks.last.int())).run()
     with pytest.raises(ValueError, match="chunks do not fit"):
-        chunks = replace(fine.chunks, last=fine.chunks.last.int())
-        replace(fine, chunks=chunks).run()
+        replace(fine, query=torch.cat([fine.query, fine.query])).run()
 
 
 # ---- store --------------------------------------------------------------------------------------
@@ -239,6 +244,23 @@ def test_entries_that_do_not_fit_the_cache_are_refused() -> None:
         store_kv.store_kv(cache, 0, slots, new, new.double())
     with pytest.raises(ValueError, match=r"slots of torch.int32"):
         store_kv.store_kv(cache, 0, slots.int(), new, new)
+
+
+def test_offsets_beyond_what_32_bits_hold() -> None:
+    """A cache of 3 * 2^30 numbers, of which nothing but what is stored here is ever touched."""
+    layers = 2**21
+    cache = torch.empty(3, layers, 2, 8, 2, 16, dtype=torch.bfloat16)
+    new = torch.randn(8, 2, 16).to(torch.bfloat16)
+    store_kv.store_kv(cache, layers - 1, torch.arange(16, 24)[None], new, new.neg())
+    assert torch.equal(cache[2, layers - 1, 0], new)
+    keys, values = cache[:, layers - 1].unbind(1)
+    tables = torch.full((1, 1, 1, 1), 2, dtype=torch.int32)
+    chunks = Chunks(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([[[7]]]))
+    query = torch.randn(1, 4, 16).to(torch.bfloat16)
+    found = paged_attention(query, keys, values, tables, chunks, 0, SCALE)
+    keys, values = cache[2:, layers - 1].unbind(1)
+    expected = paged_attention_torch(query, keys, values, tables - 2, chunks, 0, SCALE)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
 # ---- builds -------------------------------------------------------------------------------------

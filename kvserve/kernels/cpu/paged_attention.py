@@ -144,40 +144,39 @@ def paged_attention_torch(
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:
-    """What the kernel takes for granted."""
+    """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
+    problem = _problem(query, keys, values, tables, chunks)
+    if problem is not None:
+        raise ValueError(
+            f"paged attention: {problem} (query {list(query.shape)}, blocks {list(keys.shape)}, "
+            f"tables {list(tables.shape)})"
+        )
+
+
+def _problem(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks
+) -> str | None:
     tokens, heads, dim = query.shape
-    entry = keys.shape[2] * dim
-    shapes = f"query {list(query.shape)}, blocks {list(keys.shape)}, tables {list(tables.shape)}"
-    checks = (
-        (refusal(dim) is None, refusal(dim)),
-        (
-            query.dtype in DTYPES and query.dtype is keys.dtype is values.dtype,
-            f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: one of {DTYPES} is needed",
-        ),
-        (
-            keys.shape == values.shape
-            and keys.shape[3] == dim
-            and heads % (keys.shape[2] * tables.shape[2]) == 0,
-            "query heads do not divide over the KV heads of the blocks and tables",
-        ),
-        (
-            query.stride()[1:] == (dim, 1)
-            and keys.stride()[1:] == (entry, dim, 1)
-            and keys.stride() == values.stride(),
-            "a token of the query, or a layer of a block, is not dense",
-        ),
-        (tables.dtype is torch.int32 and tables.is_contiguous(), "tables are not dense int32"),
-        (
-            all(x.dtype is torch.int64 and x.is_contiguous() for x in _parts(chunks))
-            and chunks.last.shape == (tables.shape[0], tables.shape[2], tokens)
-            and chunks.starts.shape == (len(chunks.rows) + 1,),
-            "chunks do not fit the query",
-        ),
-    )
-    for ok, message in checks:
-        if not ok:
-            raise ValueError(f"paged attention: {message} ({shapes})")
-
-
-def _parts(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-    return chunks.rows, chunks.starts, chunks.last
+    per_table = keys.shape[2]
+    if (why := refusal(dim)) is not None:
+        return why
+    if query.dtype not in DTYPES or not query.dtype is keys.dtype is values.dtype:
+        return f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: one of {DTYPES} is needed"
+    if keys.shape != values.shape or keys.shape[3] != dim or heads % (per_table * tables.shape[2]):
+        return "query heads do not divide over the KV heads of the blocks and tables"
+    strides = keys.stride()
+    if query.stride()[1:] != (dim, 1) or strides[1:] != (per_table * dim, dim, 1):
+        return "a token of the query, or a layer of a block, is not dense"
+    if strides != values.stride():
+        return "keys and values are not laid out alike"
+    if tables.dtype is not torch.int32 or not tables.is_contiguous():
+        return "tables are not dense int32"
+    parts = chunks.rows, chunks.starts, chunks.last
+    if not all(part.dtype is torch.int64 and part.is_contiguous() for part in parts):
+        return "chunks are not dense int64"
+    if (
+        chunks.last.shape != (tables.shape[0], tables.shape[2], tokens)
+        or len(chunks.starts) != len(chunks.rows) + 1
+    ):
+        return "chunks do not fit the query and the tables"
+    return None
