@@ -155,7 +155,8 @@ class EventBook:
         columns = None
         if policy_id in self._keeps_blocks:
             columns = np.empty(len(events), object)
-            columns[:] = [self._counts.get(event) for event in events]
+            for i, event in enumerate(events):
+                columns[i] = self._counts.get(event)
             new[:, known] = plan.keep[known, None]
         else:
             for i in np.flatnonzero(known):

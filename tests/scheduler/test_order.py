@@ -231,3 +231,17 @@ def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
     drain(scheduler, shadow)
     assert all(position >= 40 for position, _ in shadow.events[0])
     assert bool(shadow.events[0]) == bool(policy)
+
+
+def test_two_sequences_keep_their_own_blocks_in_one_step() -> None:
+    scheduler = make_scheduler(60, LAYOUTS[1], max_num_batched_tokens=64)
+    shadow = ShadowRunner(scheduler, TRIGGERS)
+    for seq_id in range(2):
+        scheduler.add(make_sequence(seq_id, 26, 5, policy=19, first=2 + seq_id))
+    for _ in range(2):
+        step(scheduler, shadow)
+    output = scheduler.schedule()
+    (task,) = output.compactions
+    assert len(task.rows) == 2
+    scheduler.update(output, shadow.run(output), shadow.counts)
+    assert len(drain(scheduler, shadow)) == 2
