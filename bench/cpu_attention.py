@@ -2,8 +2,8 @@
 
     python bench/cpu_attention.py --threads 1 --save-result bench/results/DATE-cpu-attention.json
 
-Engines decode by turns, some steps each, so that a busy machine troubles all alike. A turn counts by
-its median step, a ratio is the median over turns.
+Engines decode by turns, some steps each, so that a busy machine troubles all alike. A turn counts
+by its median step, a ratio is the median over turns.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Comparison:
     def report(self) -> Report:
         args = self._args
         about = [
-            f"{args.model}: {args.output_len - 1} decode steps in turns of {STRETCH}, and one prefill"
+            f"{args.model}: {args.output_len - 1} steps in turns of {STRETCH}, and one prefill"
         ]
         settings = {"model": args.model, "output_len": args.output_len}
         program = "python bench/cpu_attention.py"
