@@ -1,8 +1,9 @@
-"""Decode throughput with each CPU attention backend: the same requests, step by step in turns.
+"""Decode throughput with each CPU attention backend and layout, on the same requests.
 
     python bench/cpu_attention.py --threads 1 --save-result bench/results/DATE-cpu-attention.json
 
-Two engines decode by turns, some steps each, so that a busy machine troubles both alike; medians.
+Engines decode by turns, some steps each, so that a busy machine troubles all alike. A turn counts
+by its median step, a ratio is the median over turns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -22,28 +24,34 @@ from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, measure_and_publish
 
 BACKENDS = ("torch", "cpu")
-STRETCH = 7  # steps between turns: after the first of them, caches are warm again
+LAYOUTS = ("model", "layer", "head")
+STRETCH = 4  # steps between turns: after the first of them, caches are warm again
 COLUMNS = (
-    Column("layout", "layout", left=True),
     Column("dtype", "dtype", left=True),
-    Column("batch", "batch", "d"),
     Column("context", "context", ",d"),
+    Column("batch", "batch", "d"),
+    Column("layout", "layout", left=True),
     Column("torch tok/s", "torch_tok_s", ",.0f"),
     Column("cpu tok/s", "cpu_tok_s", ",.0f"),
     Column("cpu / torch", "ratio", ".2f"),
+    Column("cpu / cpu, model", "vs_model", ".2f"),
     Column("torch prefill ms", "torch_prefill_ms", ".1f"),
     Column("cpu prefill ms", "cpu_prefill_ms", ".1f"),
 )
 
 
-def start(args: argparse.Namespace, backend: str, layout: str, dtype: str) -> LLM:
+Engine = tuple[str, str]  # layout, backend
+Seconds = dict[Engine, tuple[float, np.ndarray]]  # of the prefill, and of a step in each turn
+
+
+def start(model: str, layout: str, backend: str, dtype: str) -> LLM:
     return LLM(
-        args.model,
+        model,
         attention_backend=backend,
         kv_layout=layout,
         dtype=dtype,
         skip_tokenizer_init=True,
-        kv_cache_memory=2**29,
+        kv_cache_memory=2**28,
         max_num_batched_tokens=2**16,
         enable_prefix_caching=False,
     )
@@ -65,26 +73,39 @@ def step_seconds(llm: LLM, batch: int) -> float:
     return seconds
 
 
-def measured(llms: dict[str, LLM], batch: int, context: int, output: int) -> dict[str, Any]:
+def median(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.median(values))
+
+
+def measured(llms: dict[Engine, LLM], batch: int, context: int, output: int) -> Seconds:
     """Contexts of ``context`` tokens on average while ``output`` of them are decoded."""
-    decode: dict[str, list[float]] = {name: [] for name in llms}
+    decode: dict[Engine, list[float]] = {engine: [] for engine in llms}
     for llm in llms.values():
         submit(llm, batch, context - output // 2, output)
-    prefill = [step_seconds(llm, batch) for llm in llms.values()]
+    prefill = {engine: step_seconds(llm, batch) for engine, llm in llms.items()}
     for first in range(1, output, STRETCH):
         steps = range(first, min(first + STRETCH, output))
-        for name, llm in llms.items():
-            decode[name] += [step_seconds(llm, batch) for _ in steps]
+        for engine, llm in llms.items():
+            decode[engine].append(median([step_seconds(llm, batch) for _ in steps]))
     for llm in llms.values():
         while llm.engine.has_unfinished_requests:
             llm.engine.step()
-    medians = {name: float(np.median(seconds)) for name, seconds in decode.items()}
+    return {engine: (prefill[engine], np.array(decode[engine])) for engine in llms}
+
+
+def row(seconds: Seconds, layout: str, batch: int) -> dict[str, Any]:
+    """One layout's figures."""
+    (torch_prefill, torch_step), (cpu_prefill, cpu_step) = (
+        seconds[layout, name] for name in BACKENDS
+    )
     return {
-        "batch": batch,
-        "context": context,
-        **{f"{name}_tok_s": batch / seconds for name, seconds in medians.items()},
-        "ratio": medians["torch"] / medians["cpu"],
-        **{f"{n}_prefill_ms": 1e3 * s for n, s in zip(llms, prefill, strict=True)},
+        "layout": layout,
+        "torch_tok_s": median(batch / torch_step),
+        "cpu_tok_s": median(batch / cpu_step),
+        "ratio": median(torch_step / cpu_step),
+        "vs_model": median(seconds["model", "cpu"][1] / cpu_step),
+        "torch_prefill_ms": 1e3 * torch_prefill,
+        "cpu_prefill_ms": 1e3 * cpu_prefill,
     }
 
 
@@ -97,20 +118,23 @@ class Comparison:
 
     def measure(self) -> None:
         args = self._args
-        engines = list(product(args.layouts, args.dtypes))
         cases = list(product(args.contexts, args.batches))
         silent = True if args.disable_tqdm else None
-        with tqdm(total=len(engines) * len(cases), disable=silent, unit="case") as bar:
-            for layout, dtype in engines:
-                llms = {name: start(args, name, layout, dtype) for name in BACKENDS}
+        with tqdm(total=len(args.dtypes) * len(cases), disable=silent, unit="case") as bar:
+            for dtype in args.dtypes:
+                engines = list(product(LAYOUTS, BACKENDS))
+                llms = {engine: start(args.model, *engine, dtype) for engine in engines}
                 for context, batch in cases:
-                    facts = {"layout": layout, "dtype": dtype}
-                    self._rows.append(facts | measured(llms, batch, context, args.output_len))
+                    facts = {"dtype": dtype, "context": context, "batch": batch}
+                    seconds = measured(llms, batch, context, args.output_len)
+                    self._rows += [facts | row(seconds, layout, batch) for layout in LAYOUTS]
                     bar.update()
 
     def report(self) -> Report:
         args = self._args
-        about = [f"{args.model}: median decode step over {args.output_len - 1}, and one prefill"]
+        about = [
+            f"{args.model}: {args.output_len - 1} steps in turns of {STRETCH}, and one prefill"
+        ]
         settings = {"model": args.model, "output_len": args.output_len}
         program = "python bench/cpu_attention.py"
         return Report("cpu_attention", about, COLUMNS, self._rows, settings, program=program)
@@ -127,8 +151,7 @@ def main() -> int:
     ):
         words += f" (default: {' '.join(map(str, default))})"
         parser.add_argument(f"--{name}", nargs="+", type=count, default=default, help=words)
-    layouts, dtypes = ["model", "layer", "head"], ["float32", "bfloat16"]
-    parser.add_argument("--layouts", nargs="+", choices=layouts, default=layouts)
+    dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     words = "tokens decoded of each sequence (default: 64)"
     parser.add_argument("--output-len", type=count, default=64, metavar="N", help=words)

@@ -23,8 +23,10 @@ def limit_threads() -> tuple[str, str]:
     Never more than torch would take, and what OMP_NUM_THREADS says is left alone.
     """
     threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in os.environ or threads == 1:
+    if "OMP_NUM_THREADS" in os.environ:
         return str(threads), "OMP_NUM_THREADS"
+    if threads == 1:
+        return "1", "as torch was set; OMP_NUM_THREADS"
     cores = _cores()
     before = _core_times()
     time.sleep(_SECONDS)

@@ -68,6 +68,11 @@ def test_what_the_environment_says_is_left_alone(
     assert threads.limit_threads() == ("4", "OMP_NUM_THREADS")
 
 
+def test_one_thread_stays_one(machine: list[dict[int, list[int]]]) -> None:
+    torch.set_num_threads(1)
+    assert threads.limit_threads() == ("1", "as torch was set; OMP_NUM_THREADS")
+
+
 def test_this_machine_is_read() -> None:
     times = threads._core_times()
     assert not Path("/proc/stat").exists() or set(times) >= threads._cores()
