@@ -98,12 +98,12 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
     for kernel, chunk in (("decode", 1), ("prefill", max(2, min(512, setting.context // 8)))):
         # A chunk for as many rows as make a batch of 2,048 tokens.
         rows = setting.rows if chunk == 1 else max(1, min(setting.rows, 2048 // chunk))
-        own = tables[0, :rows].contiguous()
+        own = torch.arange(rows, device=setting.device)
         q = setting.random(rows * chunk, q_heads, dim)
-        limits = torch.arange(chunk, device=setting.device).repeat(rows).int()
-        limits = (limits + setting.context - chunk + 1).expand(own.shape[1], -1).contiguous()
-        starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device).int() * chunk
-        inputs = q, keys, values, own, limits, dim**-0.5
+        last = torch.arange(chunk, device=setting.device).repeat(rows).int()
+        last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
+        starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
+        inputs = q, keys, values, tables[0], own, last, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         yield Case(
@@ -111,7 +111,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
             partial(paged_attention_triton, *inputs, setting.context, starts, chunk),
             partial(paged_attention_torch, *inputs, starts),
             read * q.itemsize,
-            4 * q_heads * dim * int(limits[0].sum()),
+            4 * q_heads * dim * int((last[0] + 1).sum()),
         )
 
 

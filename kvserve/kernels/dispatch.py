@@ -68,7 +68,7 @@ _TILES = {
 # float32 is multiplied exactly, outside of the tensor cores.
 _FLOAT32_TILES = {
     "decode": Tile(16, 32, 4, 3),
-    "prefill": Tile(32, 32, 8, 2),
+    "prefill": Tile(32, 16, 8, 2),
     "scores": Tile(32, 32, 8, 1),
 }
 

@@ -1,8 +1,8 @@
 """Attention of new tokens over paged entries: decode, chunks, and queries that see less than all.
 
 P chunks of consecutive tokens have R block tables each: one for all KV heads, or one for every KV
-head. Each token has its own limit, so a chunk is causal where limits rise by one, and a strided
-observation pass sets them as it likes. Decoding is chunks of one token.
+head. Each token has a last entry that it sees, so a chunk is causal where these rise by one, and a
+strided observation pass sets them as it likes. Decoding is chunks of one token.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ def paged_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    limits: Tensor,
+    rows: Tensor,
+    last: Tensor,
     scale: float,
-    max_limit: int,
+    max_held: int,
     starts: Tensor | None = None,
     max_chunk: int = 1,
 ) -> Tensor:
     """q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0.
 
-    keys, values: [num_blocks, B, Hb, D], strided; tables: int32 [P, R, M] with Hkv = R * Hb;
-    limits: int32 [R, T], how many entries of its row each token sees, at most ``max_limit``.
-    starts: int32 [P + 1], the first token of every chunk of at most ``max_chunk``; ``None``: P = T
-    chunks of one. Entries in blocks outside of the cache are not seen.
+    keys, values: [num_blocks, B, Hb, D], strided; tables: int32 [num_rows, R, M] with R * Hb KV
+    heads; rows: [P], each chunk's row of them. Token t sees entries 0 to ``last[r, t]`` (integers
+    [R, T], below ``max_held``) of its row, save those in blocks outside of the cache. starts:
+    [P + 1], the first token of every chunk of at most ``max_chunk``; ``None``: P = T chunks of one.
     """
     if q.is_cuda:
         return paged_attention_triton(
-            q, keys, values, tables, limits, scale, max_limit, starts, max_chunk
+            q, keys, values, tables, rows, last, scale, max_held, starts, max_chunk
         )
-    return paged_attention_torch(q, keys, values, tables, limits, scale, starts)
+    return paged_attention_torch(q, keys, values, tables, rows, last, scale, starts)
 
 
 def paged_attention_torch(
@@ -51,20 +52,22 @@ def paged_attention_torch(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    limits: Tensor,
+    rows: Tensor,
+    last: Tensor,
     scale: float,
     starts: Tensor | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows."""
     if starts is not None:
-        tables = tables.repeat_interleave(starts.diff(), dim=0)
-    tokens, rows, _ = tables.shape
+        rows = rows.repeat_interleave(starts.diff())
+    own = tables[rows].long()
+    tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (x[tables.long()].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
-    folded = q.float().view(tokens, rows, k.shape[2], -1, 1, q.shape[-1])
+    k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
     place = torch.arange(logits.shape[-1], device=q.device)
-    seen = (place < limits.T[..., None])[:, :, None, None]
+    seen = (place <= last.T[..., None])[:, :, None, None]
     probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
@@ -76,33 +79,34 @@ def paged_attention_triton(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    limits: Tensor,
+    rows: Tensor,
+    last: Tensor,
     scale: float,
-    max_limit: int,
+    max_held: int,
     starts: Tensor | None = None,
     max_chunk: int = 1,
     num_splits: int | None = None,
 ) -> Tensor:
     """Query heads of a KV head share its loads; few long rows are split over the context.
 
-    ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_limit``
+    ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    _check(q, keys, values, tables, limits, starts)
+    _check(q, keys, values, tables, rows, last, starts)
     tokens, heads, dim = q.shape
-    chunks, rows, columns = tables.shape
+    _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
-    group = heads // (rows * kv_heads)
+    group = heads // (per_row * kv_heads)
     packed = max_chunk * group
     tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
     query_tiles = -(-packed // tile.rows)
-    lanes = chunks * rows * kv_heads
+    lanes = len(rows) * per_row * kv_heads
     if num_splits is None:
-        num_splits = _splits(lanes * query_tiles, max_limit, tile, q.device)
+        num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, sums = out, limits
+    parts, sums = out, last
     if num_splits > 1:
         parts = q.new_empty(num_splits, tokens, heads, dim, dtype=torch.float32)
         sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
@@ -114,15 +118,16 @@ def paged_attention_triton(
         keys,
         values,
         tables,
-        limits,
-        limits if starts is None else starts,
+        rows,
+        last,
+        rows if starts is None else starts,
         scale * math.log2(math.e),
         tokens,
         columns,
         num_blocks,
         *q.stride()[:2],
         *keys.stride()[:3],
-        ROWS=rows,
+        ROWS=per_row,
         HEADS=kv_heads,
         GROUP=group,
         DIM=dim,
@@ -149,10 +154,10 @@ def paged_attention_triton(
     return out
 
 
-def _splits(programs: int, max_limit: int, tile: Tile, device: torch.device) -> int:
+def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> int:
     """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
     wanted = 2 * num_processors(device) // max(1, programs)
-    most = min(wanted, max_limit // (4 * tile.columns), _MAX_SPLITS)
+    most = min(wanted, max_held // (4 * tile.columns), _MAX_SPLITS)
     return 1 << (max(1, most).bit_length() - 1)
 
 
@@ -161,21 +166,28 @@ def _check(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    limits: Tensor,
+    rows: Tensor,
+    last: Tensor,
     starts: Tensor | None,
 ) -> None:
     check_head_dim(q, keys, values)
-    chunks, rows, _ = tables.shape
+    tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
     if len({x.dtype for x in (q, keys, values)}) > 1:
         raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
-    if q.shape[1] % (rows * keys.shape[2]):
-        raise ValueError(f"q {list(q.shape)} has no whole group for {rows} * {keys.shape[2]} heads")
-    if limits.shape != (rows, q.shape[0]) or not limits.is_contiguous():
-        raise ValueError(f"limits [{rows}, {q.shape[0]}] expected, got {list(limits.shape)}")
-    if not tables.is_contiguous() or chunks != (q.shape[0] if starts is None else len(starts) - 1):
-        raise ValueError(f"tables {list(tables.shape)} do not go with q {list(q.shape)}")
+    if q.shape[1] % (per_row * keys.shape[2]):
+        groups = f"{per_row} * {keys.shape[2]} KV heads"
+        raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
+    if last.shape != (per_row, tokens):
+        raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
+    if len(rows) != (tokens if starts is None else len(starts) - 1):
+        chunks = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
+        raise ValueError(
+            f"rows {list(rows.shape)} do not go with the {chunks} of q {list(q.shape)}"
+        )
+    if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
+        raise ValueError("tables, rows and last have to be contiguous")
 
 
 @Kernel
@@ -186,7 +198,8 @@ def _attend(
     keys,
     values,
     tables,
-    limits,
+    rows,
+    last,
     starts,
     scale,
     tokens,
@@ -208,8 +221,8 @@ def _attend(
     CHUNKED: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
-    row, head = lane // HEADS, lane % HEADS
-    chunk, table = row // ROWS, row % ROWS
+    table, head = lane // HEADS % ROWS, lane % HEADS
+    chunk = lane // (HEADS * ROWS)
     first, length = chunk, 1
     if CHUNKED:
         first = tl.load(starts + chunk)
@@ -222,14 +235,14 @@ def _attend(
     dims = tl.arange(0, DIM)
     q_at = q + (token * token_stride + q_head * head_stride)[:, None] + dims[None, :]
     queries = tl.load(q_at, mask=real[:, None], other=0.0)
-    limit = tl.load(limits + table * tokens + token, mask=real, other=0)
+    limit = tl.load(last + table * tokens + token, mask=real, other=-1).to(tl.int32) + 1
     limit = tl.minimum(limit, columns * BLOCK)
 
     end = tl.max(limit, axis=0)
     share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
-    row_table = tables + row.to(tl.int64) * columns
+    row_table = tables + (tl.load(rows + chunk).to(tl.int64) * ROWS + table) * columns
     k_base = keys + head * kv_head_stride + dims[None, :]
     v_base = values + head * kv_head_stride + dims[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -281,7 +294,7 @@ def _merge(
     high = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
     part_at = parts + at[:, None] * DIM + dims[None, :]
-    rows = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
+    means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
-    mean = tl.sum(rows * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

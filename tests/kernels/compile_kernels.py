@@ -70,10 +70,10 @@ def attend(
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
-    tables, limits = (new(*s, dtype=torch.int32) for s in ((8, rows, 512), (rows, 8 * chunk)))
-    starts = None if chunk == 1 else new(9, dtype=torch.int32)
+    tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
+    starts = None if chunk == 1 else slots(9)
     paged_attention_triton(
-        q, kv[:, 0], kv[:, 1], tables, limits, 0.1, 32_768, starts, chunk, splits
+        q, kv[:, 0], kv[:, 1], tables, slots(8), last, 0.1, 32_768, starts, chunk, splits
     )
 
 

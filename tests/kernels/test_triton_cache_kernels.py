@@ -141,24 +141,16 @@ def test_refusals() -> None:
         store_kv_triton(cache, 0, slots[0], entry.repeat(1, 2, 1), entry)
 
 
-@pytest.fixture
-def large_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """More than 2^31 numbers, of which only those that are written become memory."""
-    if device == "cpu":
-        interpreter = pytest.importorskip("triton.runtime.interpreter")
-        # It would copy whole tensors back, here onto themselves.
-        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-    return torch.empty(70_000, 2, 2, 64, 2, 64, dtype=torch.uint8)
-
-
-def test_offsets_exceed_31_bits(large_cache: Tensor) -> None:
-    assert large_cache.numel() > 2**31
-    last = (large_cache.shape[0] - 1) * 64
+@pytest.mark.usefixtures("untouched_memory")
+def test_offsets_exceed_31_bits() -> None:
+    cache = torch.empty(70_000, 2, 2, 64, 2, 64, dtype=torch.uint8)
+    assert cache.numel() > 2**31
+    last = (cache.shape[0] - 1) * 64
     entry = torch.arange(1, 5 * 2 * 64 + 1).to(torch.uint8).view(5, 2, 64)
     slots = last + torch.arange(5)
-    store_kv_triton(large_cache, 1, slots[None], entry, entry)
-    assert torch.equal(large_cache[-1, 1, 0, :5], entry)
+    store_kv_triton(cache, 1, slots[None], entry, entry)
+    assert torch.equal(cache[-1, 1, 0, :5], entry)
     src, dst = (x.expand(2, 2, -1) for x in (slots[1:], last - 64 + torch.arange(4)))
-    compact_kv_triton(large_cache, src, dst)
-    assert torch.equal(large_cache[-2, 1, 1, :4], entry[1:])
-    assert torch.equal(gather_keys_triton(large_cache, dst)[1], entry[1:].transpose(0, 1))
+    compact_kv_triton(cache, src, dst)
+    assert torch.equal(cache[-2, 1, 1, :4], entry[1:])
+    assert torch.equal(gather_keys_triton(cache, dst)[1], entry[1:].transpose(0, 1))

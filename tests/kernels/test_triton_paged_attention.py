@@ -15,7 +15,7 @@ from kvserve.kernels.paged_attention import paged_attention_torch, paged_attenti
 pytestmark = pytest.mark.usefixtures("device")
 
 BLOCKS = 40
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Case:
@@ -37,7 +37,11 @@ class Case:
         columns = max(1, -(-max(lengths) // block))
         count = len(lengths) * tables * columns
         blocks = torch.randperm(max(BLOCKS, count + 1) - 1)[:count] + 1
-        self.tables = blocks.view(len(lengths), tables, columns).int()
+        # Row 0 is nobody's, and chunks have the others in reverse.
+        nobody = torch.full((1, tables, columns), -1)
+        own = blocks.view(len(lengths), tables, columns)
+        self.tables = torch.cat([nobody, own.flip(0)]).int()
+        self.rows = torch.arange(len(lengths), 0, -1)
         self.scale = dim**-0.5
         # Two layers in a block, of which this is the second.
         cache = torch.full((max(BLOCKS, count + 1), 2, 2, block, heads, dim), math.nan, dtype=dtype)
@@ -45,7 +49,7 @@ class Case:
         place = torch.arange(columns * block)
         for p, r in torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(tables)):
             some = place[: int(held[p, r])]
-            at = self.tables[p, r, some // block].long(), some % block
+            at = own[p, r, some // block], some % block
             for x in (self.keys, self.values):
                 x[at] = torch.randn(len(some), heads, dim).to(dtype)
         sizes = torch.tensor(chunks or [1] * len(lengths))
@@ -53,18 +57,18 @@ class Case:
         self.starts = None if chunks is None else torch.tensor([0, *chunks]).cumsum(0).int()
         self.owner = torch.arange(len(lengths)).repeat_interleave(sizes)
         behind = torch.cat([torch.arange(int(n) - 1, -1, -1) for n in sizes])
-        self.limits = (held[self.owner].T - behind).clamp(min=0).int().contiguous()
+        self.last = (held[self.owner].T - 1 - behind).clamp(min=-1).int().contiguous()
         # As a model hands queries over: a view of one projection.
         q_heads = tables * heads * group
         self.q = torch.randn(len(self.owner), q_heads + 2, dim).to(dtype)[:, :q_heads]
 
     def torch(self) -> Tensor:
-        q, limits, scale, starts = self.q, self.limits, self.scale, self.starts
-        return paged_attention_torch(q, self.keys, self.values, self.tables, limits, scale, starts)
+        inputs = self.q, self.keys, self.values, self.tables, self.rows, self.last, self.scale
+        return paged_attention_torch(*inputs, self.starts)
 
     def triton(self, num_splits: int | None = None) -> Tensor:
-        inputs = self.q, self.keys, self.values, self.tables, self.limits, self.scale
-        most = int(self.limits.max())
+        inputs = self.q, self.keys, self.values, self.tables, self.rows, self.last, self.scale
+        most = int(self.last.max()) + 1
         return paged_attention_triton(*inputs, most, self.starts, self.max_chunk, num_splits)
 
     def assert_same(self, num_splits: int | None = None) -> None:
@@ -79,8 +83,8 @@ def test_reference_against_plain_softmax() -> None:
     for t in range(len(case.q)):
         for h in range(case.q.shape[1]):
             r, kv_head = divmod(h // 3, 2)
-            place = torch.arange(int(case.limits[r, t]))
-            at = case.tables[case.owner[t], r, place // 4].long(), place % 4, kv_head
+            place = torch.arange(int(case.last[r, t]) + 1)
+            at = case.tables[case.rows[case.owner[t]], r, place // 4].long(), place % 4, kv_head
             probs = torch.softmax(case.keys[at] @ case.q[t, h] * case.scale, dim=0)
             torch.testing.assert_close(out[t, h], probs @ case.values[at])
 
@@ -91,6 +95,7 @@ SHAPES = [
     partial(Case, 2, 1, 7, 128, 32, torch.float32),
     partial(Case, 1, 2, 1, 32, 5, torch.float32),
     partial(Case, 1, 1, 20, 16, 256, torch.float16),
+    pytest.param(partial(Case, 8, 1, 4, 128, 64, torch.bfloat16), marks=pytest.mark.gpu),
 ]
 
 
@@ -114,7 +119,7 @@ def test_chunks_split_over_the_context() -> None:
 def test_limits_of_an_observation_pass() -> None:
     """Every third token of a window, each seeing what lies up to its own entry."""
     case = Case(1, 2, 2, 32, 16, torch.float32, [70, 52], [8, 8])
-    case.limits = torch.cat([torch.arange(1, 24, 3) + 40, torch.arange(8) * 3 + 29])[None].int()
+    case.last = torch.cat([torch.arange(0, 23, 3) + 40, torch.arange(8) * 3 + 28])[None].int()
     case.assert_same()
 
 
@@ -126,11 +131,11 @@ def test_long_contexts_are_split() -> None:
 def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     case = Case(1, 1, 2, 16, 16, torch.float32, [40, 40])
     expected = case.torch()
-    case.tables[0, 0, 1:] = torch.tensor([len(case.keys), -1])
-    case.limits[0, 0] = 40
+    row = case.rows[0]
+    case.tables[row, 0, 1:] = torch.tensor([len(case.keys), -1])
     found = case.triton()
-    case.limits[0, 0] = 16
-    case.tables[0, 0, 1:] = 0
+    case.last[0, 0] = 15
+    case.tables[row, 0, 1:] = 0
     torch.testing.assert_close(found, case.torch())
     torch.testing.assert_close(found[1], expected[1])
 
@@ -141,27 +146,28 @@ def test_refusals() -> None:
         case.q = case.q[..., :8]
         case.triton()
     case.q = torch.randn(2, 3, 16)
-    with pytest.raises(ValueError, match=r"\[2, 3, 16\] has no whole group for 1 \* 2 heads"):
+    with pytest.raises(ValueError, match=r"\[2, 3, 16\] has no whole group for each of 1 \* 2"):
         case.triton()
     case.q = torch.randn(3, 4, 16)
-    with pytest.raises(ValueError, match=r"limits \[1, 3\] expected, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"last has to be \[1, 3\], got \[1, 2\]"):
+        case.triton()
+    case.last = torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"rows \[2\] do not go with the tokens of q \[3, 4, 16\]"):
         case.triton()
     case.q = torch.randn(2, 4, 16).half()
     with pytest.raises(ValueError, match=r"q is torch.float16, keys are torch.float32"):
         case.triton()
 
 
-def test_offsets_exceed_31_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        interpreter = pytest.importorskip("triton.runtime.interpreter")
-        # It would copy whole tensors back, here onto themselves.
-        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+@pytest.mark.usefixtures("untouched_memory")
+def test_offsets_exceed_31_bits() -> None:
     case = Case(1, 2, 2, 32, 16, torch.float16, [20])
     expected = case.torch()
     cache = torch.empty(1_100_000, 2, 16, 2, 32, dtype=torch.float16)
     assert cache[:, 0].stride(0) * len(cache) > 2**31
     far = torch.arange(len(cache) - 2, len(cache), dtype=torch.int32)
     for i, near in enumerate((case.keys, case.values)):
-        cache[far.long(), i] = near[case.tables[0, 0].long()]
-    case.keys, case.values, case.tables = cache[:, 0], cache[:, 1], far.view(1, 1, 2)
+        cache[far.long(), i] = near[case.tables[1, 0].long()]
+    case.tables[1, 0] = far
+    case.keys, case.values = cache[:, 0], cache[:, 1]
     torch.testing.assert_close(case.triton(), expected, atol=2e-3, rtol=2e-3)

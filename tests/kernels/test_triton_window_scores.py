@@ -14,7 +14,12 @@ pytestmark = pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
     ("dim", "window", "keys", "dtype"),
-    [(64, 70, 130, torch.float32), (128, 5, 90, torch.float16), (16, 65, 1, torch.float32)],
+    [
+        (64, 70, 130, torch.float32),
+        (128, 5, 90, torch.float16),
+        (16, 65, 1, torch.float32),
+        pytest.param(128, 70, 130, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
 )
 def test_scores(
     dim: int, window: int, keys: int, dtype: torch.dtype, group: int, aggregate: str
