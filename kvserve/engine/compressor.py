@@ -140,7 +140,7 @@ class Compressor:
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0))
+        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0), runs=len(task.rows))
 
     def _select(
         self,

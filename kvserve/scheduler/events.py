@@ -155,8 +155,8 @@ class EventBook:
         columns = None
         if policy_id in self._keeps_blocks:
             columns = np.empty(len(events), object)
-            for i, event in enumerate(events):
-                columns[i] = self._counts.get(event)
+            for place, event in enumerate(events):
+                columns[place] = self._counts.get(event)
             new[:, known] = plan.keep[known, None]
         else:
             for i in np.flatnonzero(known):
