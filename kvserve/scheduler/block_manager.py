@@ -60,6 +60,10 @@ class BlockManager:
         """Count ``new`` stored entries per row."""
         self.kv_lens[:, rows] += new[:, None]
 
+    def advance_first(self, num_rows: int) -> None:
+        """Count one more entry in each of the first rows, those that decode."""
+        self.kv_lens[:, :num_rows] += 1
+
     def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
         """Make entries ``[start [n], end [LG, n, R])`` writable; shared blocks are replaced.
 

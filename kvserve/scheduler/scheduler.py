@@ -131,7 +131,9 @@ class Scheduler:
         rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
-        self._compute(decoding, np.ones_like(decoding))
+        self.blocks.grow(decoding, np.ones_like(decoding), rows.num_computed[decoding])
+        self.blocks.advance_first(rows.num_decoding)
+        rows.num_computed[: rows.num_decoding] += 1
         chunks = self._schedule_chunks()
         moves_on = len(decoding) or booked.observations
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
@@ -254,12 +256,6 @@ class Scheduler:
         wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
         return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 
-    def _compute(self, at: IntArray, lengths: IntArray) -> None:
-        """Store ``lengths`` more tokens in rows ``at``."""
-        self.blocks.grow(at, lengths, self.rows.num_computed[at])
-        self.blocks.advance(at, lengths)
-        self.rows.num_computed[at] += lengths
-
     def _make_room_for_decodes(self) -> None:
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self._preempt()
@@ -312,7 +308,9 @@ class Scheduler:
         at = np.array([row for row, _ in chunks], np.int32)
         lengths = np.array([length for _, length in chunks], np.int32)
         starts = self.rows.num_computed[at]
-        self._compute(at, lengths)
+        self.blocks.grow(at, lengths, starts)
+        self.blocks.advance(at, lengths)
+        self.rows.num_computed[at] += lengths
         tokens = [
             self.rows.token_ids[row, start : start + length]
             for row, start, length in zip(at, starts, lengths, strict=True)
