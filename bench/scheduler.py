@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.simulator import lognormal_lengths
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
@@ -47,9 +48,11 @@ COLUMNS = (
 )
 
 
-def make_scheduler(num_blocks: int, rows: int, max_len: int, cached: bool = True) -> Scheduler:
+def make_scheduler(
+    layout: KVLayout, num_blocks: int, rows: int, max_len: int, cached: bool = True
+) -> Scheduler:
     return Scheduler(
-        LAYOUT,
+        layout,
         num_blocks + 1,
         max_num_seqs=rows,
         max_num_batched_tokens=16_384,
@@ -79,11 +82,11 @@ def advance(scheduler: Scheduler, steps: int) -> np.ndarray:
     return seconds
 
 
-def decoding(policy: str, running: int, held: int, steps: int) -> Scheduler:
+def decoding(layout: KVLayout, policy: str, running: int, held: int, steps: int) -> Scheduler:
     """``running`` sequences that started one after the other with prompts of ``held`` tokens."""
     more = 3 * CYCLE + steps
-    blocks = 2 * running * LAYOUT.blocks_for(held + more)
-    scheduler = make_scheduler(blocks, running, held + more + 1)
+    blocks = 2 * running * layout.blocks_for(held + more)
+    scheduler = make_scheduler(layout, blocks, running, held + more + 1)
     for seq_id in range(running):
         add(scheduler, seq_id, held, more, TRIGGERS[policy])
         advance(scheduler, CYCLE * (seq_id + 1) // running - CYCLE * seq_id // running)
@@ -92,10 +95,10 @@ def decoding(policy: str, running: int, held: int, steps: int) -> Scheduler:
     return scheduler
 
 
-def loaded(policy: str, cached: bool) -> Scheduler:
+def loaded(layout: KVLayout, policy: str, cached: bool) -> Scheduler:
     """A full pool and a long queue; requests end and are admitted all the time."""
     outputs = lognormal_lengths(np.random.default_rng(0), 4300, 3000, 0.7, 8192)
-    scheduler = make_scheduler(335_000 // LAYOUT.block_size, 256, 250 + 8192, cached)
+    scheduler = make_scheduler(layout, layout.blocks_for(335_000), 256, 250 + 8192, cached)
     for seq_id, output in enumerate(outputs.tolist()):
         add(scheduler, seq_id, 250, output, TRIGGERS[policy])
     advance(scheduler, 8 * CYCLE)
@@ -136,12 +139,13 @@ class HostCost:
     def measure(self) -> None:
         args = self._args
         silent = True if args.disable_tqdm else None
+        layout = replace(LAYOUT, granularity=Granularity(args.kv_layout))
         batches = list(product(TRIGGERS, args.num_seqs, args.held))
         pools = list(product(TRIGGERS, (False, True)))
         with tqdm(total=len(batches) + len(pools), disable=silent, unit="case") as bar:
             for policy, running, held in batches:
                 facts = {"policy": policy, "pool": "room for all", "prefix_cache": "on"}
-                prepare = partial(decoding, policy, running, held, args.steps)
+                prepare = partial(decoding, layout, policy, running, held, args.steps)
                 self._rows.append(facts | measured(prepare, args.steps, args.repeat))
                 bar.update()
             for policy, cached in pools:
@@ -150,14 +154,14 @@ class HostCost:
                     "pool": "full",
                     "prefix_cache": "on" if cached else "off",
                 }
-                prepare = partial(loaded, policy, cached)
+                prepare = partial(loaded, layout, policy, cached)
                 self._rows.append(facts | measured(prepare, args.steps, args.repeat))
                 bar.update()
 
     def report(self) -> Report:
         args = self._args
         about = ["host time of schedule and update per step; no model, no device"]
-        settings = {"num_seqs": args.num_seqs, "held": args.held}
+        settings = {"num_seqs": args.num_seqs, "held": args.held, "kv_layout": args.kv_layout}
         settings |= {"steps": args.steps, "repeat": args.repeat, "kara": str(TRIGGERS["kara"])}
         program = "python bench/scheduler.py"
         return Report("scheduler", about, COLUMNS, self._rows, settings, program=program)
@@ -173,6 +177,8 @@ def main() -> int:
     ):
         words += f" (default: {' '.join(map(str, default))})"
         parser.add_argument(f"--{name}", nargs="+", type=count, default=default, help=words)
+    layouts = [granularity.value for granularity in Granularity]
+    parser.add_argument("--kv-layout", choices=layouts, default="model", help="default: model")
     words = f"timed steps (default: {CYCLE})"
     parser.add_argument("--steps", type=count, default=CYCLE, metavar="N", help=words)
     words = "repetitions; a step's shortest time counts (default: 3)"

@@ -183,11 +183,16 @@ class EventBook:
             generated = rows.num_tokens[at] - rows.num_prompt[at]
             left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
             pays = gate.pays(plan.plan.evicted, plan.plan.observed, left, entries_that_fit)
-            pays |= rows.num_computed[at] < rows.replay_until[at]
+            pays |= np.array([self._happened(row) for row in at], bool)
             rows.next_event[at[~pays]] += period
             self.skipped += int(np.count_nonzero(~pays))
             passed.append(plan.part(pays))
         return passed
+
+    def _happened(self, row: int) -> bool:
+        """Whether a row's next event is one that it had before it lost its cache."""
+        recorded = self.rows.owner(row).events
+        return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
 
     def _book(self, plans: list[_Plans], max_observed: int | None) -> Booked:
         """Book the events that fit a step and find their blocks; a task for each policy."""
