@@ -218,6 +218,9 @@ class EventBook:
                 count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
             if count:
                 compactions.append(self._compact(best.part(slice(count))))
+        if not (compactions or observations or fits.all()):
+            # Those that went first find no blocks: they must not keep the others waiting.
+            return self._book(_chosen(plans, ~fits), max_observed)
         return Booked(tuple(compactions), tuple(observations))
 
     def _observation(self, plan: _Plans) -> ObservationTask:
