@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,9 +13,8 @@ from kvserve.engine.grammar import GrammarCompiler, SequenceGrammar
 from kvserve.engine.logit_rules import RowRules
 from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.windowkv import WindowKV
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.request_policies import RequestPolicies
 from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.log import RequestError
@@ -28,7 +25,6 @@ from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import RowState
 
 _STATS_INTERVAL = 0.05
-_REMEMBERED_POLICIES = 32
 
 
 class EngineCore:
@@ -37,13 +33,10 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.config = config
         built = build_engine(config, model)
-        self._default_policy = built.policy
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
         self.runner = built.runner
-        self._query_reduce = built.query_reduce
-        self._query_dtype = built.query_dtype
-        self._policy_ids: dict[Policy, int] = {}
+        self._policies = RequestPolicies(config, built)
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._waiting_since: dict[int, float] = {}
         self._queued_seconds: dict[int, float] = {}
@@ -86,7 +79,7 @@ class EngineCore:
                 "priority needs a server started with --scheduling-policy priority",
                 param="priority",
             )
-        policy = self._request_policy(new.kv_policy)
+        policy = self._policies.resolve(new.kv_policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
@@ -97,7 +90,7 @@ class EngineCore:
             num_prompt_tokens=prompt,
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
-            policy_id=self._policy_id(policy),
+            policy_id=self._policies.id_of(policy, (seq for seq, _ in self._sequences.values())),
             trigger=policy.trigger,
             uneven=policy.granularity is not Granularity.MODEL,
             keeps_blocks=policy.keeps_blocks,
@@ -196,79 +189,6 @@ class EngineCore:
             steps_total=scheduler.num_steps,
             scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
             requests=requests,
-        )
-
-    # ---- policies ----------------------------------------------------------------------------
-
-    def _request_policy(self, spec: Any) -> Policy:
-        if spec is None:
-            return self._default_policy
-        try:
-            layout = self.scheduler.layout
-            policy = make_policy(spec).for_model(layout.num_layers, layout.block_size)
-        except PolicyError as error:
-            raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
-        allowed = self.config.compression.allow_request_policy
-        if allowed == "none" and policy.name != "none" and not self._is_servers(policy):
-            raise RequestError(
-                "this server does not let requests choose a policy (--allow-request-policy none)",
-                param="kv_policy",
-            )
-        refusal = self.runner.model.spec.policy_refusal
-        if policy.name != "none" and refusal is not None:
-            raise RequestError(f"{refusal}; use none", param="kv_policy")
-        if policy.query_reduction and policy.logged_dtype not in ("auto", self._query_dtype):
-            raise RequestError(
-                f"query_dtype is {self._query_dtype} on this server (its query log was laid out "
-                "for that at start)",
-                param="kv_policy.query_dtype",
-            )
-        if policy.query_reduction not in (None, self._query_reduce):
-            raise RequestError(
-                f"query_reduce is {self._query_reduce} on this server (its query log was laid out "
-                "for that at start)",
-                param="kv_policy.query_reduce",
-            )
-        if not policy.granularity.fits(self.scheduler.layout.granularity):
-            raise RequestError(
-                f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
-                f"start the server with --kv-layout {policy.granularity.value} (it runs with "
-                f"{self.scheduler.layout.granularity.value})",
-                param="kv_policy",
-            )
-        window = policy.trigger.num_queries
-        if window > self.info.max_model_len:
-            raise RequestError(
-                f"window {window} exceeds the context of {self.info.max_model_len} tokens",
-                param="kv_policy.window",
-            )
-        return policy
-
-    def _is_servers(self, policy: Policy) -> bool:
-        """Whether it is the server's policy, whatever task a classifier has named."""
-        default = self._default_policy
-        if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
-            policy = replace(policy, task=default.task)
-        return policy == default
-
-    def _policy_id(self, policy: Policy) -> int:
-        if policy not in self._policy_ids:
-            self._policy_ids[policy] = self._free_policy_id()
-            self.runner.set_policy(self._policy_ids[policy], policy)
-        return self._policy_ids[policy]
-
-    def _free_policy_id(self) -> int:
-        """A new id, or that of a policy that no sequence uses: requests cannot fill memory."""
-        if len(self._policy_ids) < _REMEMBERED_POLICIES:
-            return len(self._policy_ids)
-        in_use = {seq.policy_id for seq, _ in self._sequences.values()}
-        for policy, policy_id in self._policy_ids.items():
-            if policy_id not in in_use:
-                del self._policy_ids[policy]
-                return policy_id
-        raise RequestError(
-            f"{_REMEMBERED_POLICIES} different policies are in use; retry later or use one of them",
-            param="kv_policy",
         )
 
     # ---- sequences ---------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class ModelRunner:
         self.batch = batch
         self.attention = attention
         self.policies: dict[int, Policy] = {}
-        """By ``CompactionTask.policy_id``; the engine appends to it."""
+        """By ``CompactionTask.policy_id``."""
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer)

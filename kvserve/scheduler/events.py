@@ -93,6 +93,7 @@ class EventBook:
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
         plans = self._plans(self._due())
+        self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
         return self._book(plans, self._max_observed)
@@ -196,7 +197,6 @@ class EventBook:
 
     def _book(self, plans: list[_Plans], max_observed: int | None) -> Booked:
         """Book the events that fit a step and find their blocks; a task for each policy."""
-        self._counts.clear()
         compactions: list[CompactionTask] = []
         observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):

@@ -54,4 +54,4 @@ class BreakEvenGate:
             mean = self._right[0] / self._normal[0, 0]
             entry_seconds += mean / entries_that_fit
         saved = entry_seconds * evicted * steps_left
-        return np.asarray(saved > observed * (self._event_seconds / self._observed))
+        return np.asarray(saved >= observed * (self._event_seconds / self._observed))

@@ -16,11 +16,8 @@ from torch import Tensor
 
 from kvserve.kernels import store_kv as reference
 from kvserve.kernels.cpu import store_kv
-from kvserve.kernels.cpu.paged_attention import (
-    Chunks,
-    paged_attention,
-    paged_attention_torch,
-)
+from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
+from kvserve.kernels.paged_attention import paged_attention_torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3
@@ -41,6 +38,15 @@ class Shape:
     columns: int = COLUMNS
 
 
+def reference_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks, group: int
+) -> Tensor:
+    last, table = chunks.last[group], tables[group]
+    return paged_attention_torch(
+        query, keys, values, table, chunks.rows, last, SCALE, chunks.starts
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of one call; blocks that no row holds, and entries behind a row's end, are NaN."""
@@ -58,7 +64,7 @@ class Case:
 
     def expected(self, group: int = 0) -> Tensor:
         clean = self.keys.nan_to_num(), self.values.nan_to_num()
-        return paged_attention_torch(self.query, *clean, self.tables, self.chunks, group, SCALE)
+        return reference_attention(self.query, *clean, self.tables, self.chunks, group)
 
 
 def make(
@@ -259,7 +265,7 @@ def test_offsets_beyond_what_32_bits_hold() -> None:
     query = torch.randn(1, 4, 16).to(torch.bfloat16)
     found = paged_attention(query, keys, values, tables, chunks, 0, SCALE)
     keys, values = cache[2:, layers - 1].unbind(1)
-    expected = paged_attention_torch(query, keys, values, tables - 2, chunks, 0, SCALE)
+    expected = reference_attention(query, keys, values, tables - 2, chunks, 0)
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 

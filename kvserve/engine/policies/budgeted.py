@@ -17,6 +17,28 @@ from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
 DEFAULT_GAP = 128
 
 
+class WindowVotes:
+    """For policies whose newest ``window`` entries are kept, and score the others by their queries.
+
+    ``query_reduce`` says how these are logged.
+    """
+
+    window: int
+    query_reduce: str
+
+    @property
+    def protected(self) -> int:
+        return self.window
+
+    @property
+    def num_queries(self) -> int:
+        return self.window
+
+    @property
+    def query_reduction(self) -> str | None:
+        return self.query_reduce
+
+
 @dataclass(frozen=True)
 class PromptPolicy(Policy):
     """``budget`` or ``ratio`` of a prompt's entries stay, cut once, when it is in."""

@@ -15,13 +15,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, integers, odd, one_of, require
-from kvserve.engine.policies.budgeted import BudgetedPolicy, check_threshold
+from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes, check_threshold
 from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
 from kvserve.engine.policies.selection import chunks_and_newest
 
 
 @dataclass(frozen=True)
-class ChunkKV(BudgetedPolicy):
+class ChunkKV(WindowVotes, BudgetedPolicy):
     """Keep the chunks of a prompt that its last tokens attend to; with trigger threshold, bound
     what a long generation holds.
 
@@ -99,20 +99,8 @@ class ChunkKV(BudgetedPolicy):
         return BlockChunkKV(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     @property
-    def protected(self) -> int:
-        return self.window
-
-    @property
-    def num_queries(self) -> int:
-        return self.window
-
-    @property
     def least(self) -> int:
         return self.window + self.chunk_size
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
     def leaders(self, num_layers: int) -> list[int]:
         """The first layer of each group of ``reuse_layers``."""

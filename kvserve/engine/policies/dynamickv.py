@@ -24,7 +24,7 @@ from kvserve.engine.policies.base import (
     odd,
     one_of,
 )
-from kvserve.engine.policies.budgeted import PromptPolicy
+from kvserve.engine.policies.budgeted import PromptPolicy, WindowVotes
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
@@ -33,7 +33,7 @@ _FINITE = 1e6
 
 
 @dataclass(frozen=True)
-class DynamicKV(PromptPolicy, UnevenPolicy):
+class DynamicKV(WindowVotes, PromptPolicy, UnevenPolicy):
     """Keep the prompt's entries that its last tokens attend to, more of them in the layers whose
     attention stands out for this prompt.
 
@@ -89,18 +89,6 @@ class DynamicKV(PromptPolicy, UnevenPolicy):
         one_of("rounding", self.rounding, ("exact", "released"))
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
         self.check_budget(f"above window ({self.window})")
-
-    @property
-    def protected(self) -> int:
-        return self.window
-
-    @property
-    def num_queries(self) -> int:
-        return self.window
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import argument, integers, odd, one_of
-from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
 from kvserve.engine.policies.scoring import (
     GQA_REDUCTIONS,
     POOLINGS,
@@ -24,7 +24,7 @@ from kvserve.engine.policies.selection import best_and_newest
 
 
 @dataclass(frozen=True)
-class SnapKV(BudgetedPolicy):
+class SnapKV(WindowVotes, BudgetedPolicy):
     """Keep the prompt's entries that its last tokens attend to; with trigger threshold, bound
     what a long generation holds.
 
@@ -72,18 +72,6 @@ class SnapKV(BudgetedPolicy):
         one_of("scope", self.scope, ("causal", "past"))
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
         self.check_budget(f"above window ({self.window})")
-
-    @property
-    def protected(self) -> int:
-        return self.window
-
-    @property
-    def num_queries(self) -> int:
-        return self.window
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""

@@ -73,7 +73,8 @@ def paged_attention(
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
     of which layer group ``group`` is read. Returns [T, Hq, D]; zeros where a token sees nothing.
     ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry or a block
-    that is not there; block 0 is no sequence's. Reference: ``paged_attention_torch``.
+    that is not there; block 0 is no sequence's. Reference:
+    ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks)
     out = torch.empty(query.shape, dtype=query.dtype)
@@ -109,38 +110,6 @@ def paged_attention(
     if refused:
         raise IndexError(f"paged attention: {_REFUSALS[refused].format(*fault)}")
     return out
-
-
-def paged_attention_torch(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    chunks: Chunks,
-    group: int,
-    scale: float,
-) -> Tensor:
-    """The same by plain indexing, one chunk and one KV head at a time, in float32."""
-    out = torch.zeros(query.shape)
-    per_table = keys.shape[2]
-    kv_heads = per_table * tables.shape[2]
-    shared = query.shape[1] // kv_heads
-    entries = torch.arange(tables.shape[3] * keys.shape[1])
-    for chunk, row in enumerate(chunks.rows.tolist()):
-        tokens = slice(*chunks.starts[chunk : chunk + 2].tolist())
-        for head in range(kv_heads):
-            table, lane = divmod(head, per_table)
-            last = chunks.last[group, table, tokens]
-            seen = entries <= last[:, None]
-            held = int(last.max()) + 1
-            blocks = tables[group, row, table].long()
-            k = keys[blocks, :, lane].flatten(0, 1)[:held].float()
-            v = values[blocks, :, lane].flatten(0, 1)[:held].float()
-            heads = slice(head * shared, (head + 1) * shared)
-            logits = query[tokens, heads].float() @ k.T * scale
-            logits = logits.masked_fill(~seen[:, None, :held], -torch.inf)
-            out[tokens, heads] = torch.softmax(logits, dim=-1).nan_to_num() @ v
-    return out.to(query.dtype)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import core as engine_core
+from kvserve.engine import request_policies
 from kvserve.engine.inspect import Event, KeptPositions
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.moves import MovePlan
@@ -212,7 +212,7 @@ def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone:
 
 def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of policies that nobody uses go to new ones, whatever kind these are."""
-    monkeypatch.setattr(engine_core, "_REMEMBERED_POLICIES", 4)
+    monkeypatch.setattr(request_policies, "REMEMBERED", 4)
     llm = make_llm(llama_dir, SPECS["adakv"])
     core, expected = llm.engine.core, []
     for _ in range(2):
