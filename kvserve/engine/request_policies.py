@@ -42,7 +42,6 @@ class RequestPolicies:
         refusal = self._built.runner.model.spec.policy_refusal
         if policy.name != "none" and refusal is not None:
             raise RequestError(f"{refusal}; use none", param="kv_policy")
-        self._check_log(policy)
         if not policy.granularity.fits(layout.granularity):
             raise RequestError(
                 f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
@@ -50,6 +49,7 @@ class RequestPolicies:
                 f"{layout.granularity.value})",
                 param="kv_policy",
             )
+        self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:
             raise RequestError(

@@ -231,7 +231,7 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
 
 
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
-    llm = make_llm(llama_dir, {"name": "snapkv", "budget": 20, "window": 4})
+    llm = make_llm(llama_dir, "none")
     with pytest.raises(RequestError, match="--kv-layout layer"):
         generate(llm, [PROMPT], kv_policy=SPECS["pyramidkv"])
     llm = make_llm(llama_dir, SPECS["pyramidkv"])
