@@ -53,6 +53,21 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"budget": 64, "pyramid": 0}, "pyramid"),
         ({"budget": 64, "rule": "paper"}, "rule"),
     ],
+    "spindlekv": [
+        ({"ratio": 0}, "ratio"),
+        ({"ratio": 1.01}, "ratio"),
+        ({"ratio": NAN}, "ratio"),
+        ({"beta": 1}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"beta": NAN}, "beta"),
+        ({"window": 0}, "window"),
+        ({"gqa": "repeat"}, "gqa"),
+        ({"codebook": True}, "codebook"),
+        ({"score_norm": "none"}, "score_norm"),
+        ({"pooling": "min"}, "pooling"),
+        ({"kernel_size": 4}, "kernel_size"),
+        ({"budget": 64}, "budget"),
+    ],
     "adakv": [
         ({"budget": 32}, "budget"),
         ({"budget": 8, "scorer": "rkv"}, "budget"),
@@ -80,7 +95,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
 }
-for _name in CASES:
+for _name in CASES.keys() - {"spindlekv"}:
     CASES[_name] += [
         ({}, "budget"),
         ({"budget": 0}, "budget"),
