@@ -71,6 +71,24 @@ class BlockTable:
         self._synced[:, row] = 0
         return len(named) - kept.size
 
+    def release_columns(self, row: int, first: IntArray, end: IntArray) -> None:
+        """Give back the columns ``[first, end)`` ``[LG, R]`` of a row, those it has; ``name`` next.
+
+        What stands behind them stays.
+        """
+        end = np.minimum(end, self.end[:, row])
+        where = _entries(np.array([row]), first[:, None], (end - first)[:, None])
+        self.pool.release(self.blocks[where])
+
+    def name(self, row: int, first: IntArray, end: IntArray, blocks: IntArray) -> None:
+        """Put ``blocks [R, M']`` in columns ``[first, end)`` ``[LG, R]``, a reference for each."""
+        where = _entries(np.array([row]), first[:, None], (end - first)[:, None])
+        named = blocks[where[2], where[3]]
+        self.pool.share(named)
+        self.blocks[where] = named
+        self.end[:, row] = np.maximum(self.end[:, row], end)
+        self._synced[:, row] = np.minimum(self._synced[:, row], first)
+
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)

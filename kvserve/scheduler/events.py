@@ -15,7 +15,7 @@ from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EventPlan, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, CodeBook, EventPlan, RowState, Trigger
 
 
 class EventBook:
@@ -153,8 +153,17 @@ class EventBook:
         owners = [self.rows.owner(row).seq_id for row in at]
         events = list(zip(owners, plan.query_start.tolist(), strict=True))
         known, new = np.array([event in self._counts for event in events]), old.copy()
-        columns = None
-        if policy_id in self._keeps_blocks:
+        columns, trigger = None, self._triggers[policy_id]
+        if isinstance(trigger, CodeBook):
+            assert self.blocks.codes is not None
+            columns = np.empty(len(events), object)
+            for i in np.flatnonzero(known):
+                afresh, found = bool(plan.window_len[i]), self._counts[events[i]]
+                columns[i] = self.blocks.codes.plan(
+                    int(at[i]), old[:, i], found, afresh, trigger.raw_fallback
+                )
+                new[:, i] = columns[i].kv_lens
+        elif policy_id in self._keeps_blocks:
             columns = np.empty(len(events), object)
             for place, event in enumerate(events):
                 columns[place] = self._counts.get(event)
@@ -213,6 +222,9 @@ class EventBook:
             if not plan.known:
                 observations.append(self._observation(best))
                 continue
+            if isinstance(self._triggers[plan.policy_id], CodeBook):
+                compactions += self._code(best)
+                continue
             count = len(best.at)
             if best.columns is None:
                 count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
@@ -229,19 +241,41 @@ class EventBook:
         tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
         return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
 
+    def _code(self, plan: _Plans) -> list[CompactionTask]:
+        """Book, one after the other, as many events that write codes as there are blocks for."""
+        blocks = self.blocks
+        codes, released = blocks.codes, list[int]()
+        assert codes is not None and plan.columns is not None
+        before = codes.coded[:, plan.at].copy(), codes.num_vectors[:, plan.at].copy()
+        for row, coding in zip(plan.at.tolist(), plan.columns, strict=True):
+            if not blocks.codable(row, coding):
+                break
+            released.append(blocks.code(row, coding))
+        if not released:
+            return []
+        done = plan.part(slice(len(released)))
+        task = self._booked(done, np.zeros_like(done.at), np.array(released, np.int32))
+        held = before[0][:, : len(done.at)], before[1][:, : len(done.at)]
+        return [replace(task, codes=codes.blocks_of(done.at, held))]
+
     def _compact(self, plan: _Plans) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""
-        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
-        at, region_start, new = plan.at, plan.plan.region_start, plan.new
-        observed = self._observation(plan)
-        rows.num_identity[at] = np.minimum(rows.num_identity[at], region_start)
+        blocks, at, new = self.blocks, plan.at, plan.new
         if plan.columns is None:
-            copy_start = blocks.make_private(at, region_start, new)
+            copy_start = blocks.make_private(at, plan.plan.region_start, new)
             released = blocks.truncate(at, new)
         else:
             copy_start = new.max(axis=(0, 2))  # nothing is copied
             kept = zip(at.tolist(), plan.columns, new.transpose(1, 0, 2), strict=True)
             released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
+        return self._booked(plan, copy_start, released)
+
+    def _booked(self, plan: _Plans, copy_start: IntArray, released: IntArray) -> CompactionTask:
+        """Events whose blocks are found, as a task; their rows' counters are those after it."""
+        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
+        at, new = plan.at, plan.new
+        observed = self._observation(plan)
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.plan.region_start)
         rows.run_start[at] = plan.plan.run_start
         log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
@@ -265,6 +299,10 @@ class EventBook:
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
         next_event = trigger.next_event(state)
+        if isinstance(trigger, CodeBook) and self.blocks.codes is not None:
+            # What stayed raw at the prompt's end does so for good.
+            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.run_start > 0)
+            next_event[raw] = NO_EVENT
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))

@@ -50,6 +50,7 @@ class Scheduler:
         max_observed_tokens: int | None = None,
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
+        code_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -60,6 +61,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
+            code_slots,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = EventBook(
@@ -149,6 +151,8 @@ class Scheduler:
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         swap_outs, swap_ins = self.swap.take_tasks()
+        scheduled = np.concatenate([decoding, prefill.rows])
+        index_update, vector_update, most_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
             compactions=booked.compactions,
@@ -159,9 +163,12 @@ class Scheduler:
             admitted=admitted,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
+            index_update=index_update,
+            vector_update=vector_update,
+            most_coded=most_coded,
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
+            columns=self.blocks.columns_in_use(scheduled),
             logs_queries=self.blocks.logs_queries(n),
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.owner(row) for row in sampled),
@@ -206,6 +213,10 @@ class Scheduler:
         per_entry = self.layout.layers_per_block * self.layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.held_blocks = int(self.blocks.held(seq.row + 1)[seq.row])
+        if self.blocks.codes is not None:
+            seq.coded_entries = int(self.blocks.codes.coded[:, seq.row].sum())
+            seq.codebook_entries = int(self.blocks.codes.num_vectors[:, seq.row].sum())
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
@@ -222,7 +233,8 @@ class Scheduler:
             self._outgrow(seq)
             self._drop_finished()
             return
-        if rows.compactions[seq.row] and self.swap.park(seq):
+        coded = self.blocks.codes is not None and self.blocks.codes.coded[:, seq.row].any()
+        if rows.compactions[seq.row] and not coded and self.swap.park(seq):
             self.num_swaps += 1
         seq.replay_until = max(seq.replay_until, int(rows.num_computed[seq.row]))
         self._empty_row(seq)

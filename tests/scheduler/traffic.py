@@ -18,6 +18,7 @@ from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
     Budget,
+    CodeBook,
     EveryStep,
     Never,
     Trigger,
@@ -54,18 +55,23 @@ TRIGGERS: dict[int, Trigger] = {
     17: WhenOver(24, 15, num_queries=5, protect_prompt=False),
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
     19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
+    20: CodeBook(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
+    21: CodeBook(Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False),
 }
-UNEVEN = {16, 17, 18, 19}
+UNEVEN = {16, 17, 18, 19, 20, 21}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
 KEEPS_BLOCKS = {19}
 """Of these, whole blocks stay where they are."""
+CODES = {20, 21}
+"""Of these, what is held becomes codes; only tables by head can hold such rows."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
 
 def policies_of(layout: KVLayout) -> list[int]:
     """Those that can run in a layout."""
-    return [i for i in TRIGGERS if i not in UNEVEN or layout is not LAYOUT]
+    coded = CODES if layout.granularity is not Granularity.HEAD else set()
+    return [i for i in TRIGGERS if i not in coded and (i not in UNEVEN or layout is not LAYOUT)]
 
 
 def make_scheduler(
@@ -78,6 +84,7 @@ def make_scheduler(
         "max_model_len": 128,
         "log_block_tokens": 8,
         "admission_reserve": 4,
+        "code_slots": 24 if layout.granularity is Granularity.HEAD else 0,
     }
     merged: dict[str, Any] = {**defaults, **settings}
     host = merged.pop("num_host_blocks", 0) * layout.groups
