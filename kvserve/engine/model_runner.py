@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.coder import Coder
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.input_batch import InputBatch
@@ -19,6 +20,7 @@ from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.outputs import Logprob
@@ -97,6 +99,9 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer)
+        self.coder: Coder | None = None
+        if cache.codes is not None:
+            self.coder = Coder(cache, cache.codes, self.compressor)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -160,13 +165,17 @@ class ModelRunner:
         """Carry out compactions, then observe what the next step's will keep: counts per task."""
         # What was observed in the last step is carried out now or observed again.
         found, self._found = self._found, {}
+        coded = {} if self.coder is None else self.coder.take()
         if not (output.compactions or output.observations):
             return []
         started, counts = time.perf_counter(), []
         tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
-            if policy.granularity is Granularity.MODEL:
+            if task.codes is not None:
+                assert self.coder is not None
+                self.coder.run(task, coded)
+            elif policy.granularity is Granularity.MODEL:
                 scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
                 self.compressor.run(task, policy, *tables, scores)
             else:
@@ -174,6 +183,10 @@ class ModelRunner:
             self.batch.after_compaction(task)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            if isinstance(policy, SpindleKV) and policy.codebook:
+                assert self.coder is not None
+                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
+                continue
             kept_counts, kept = self.compressor.observe(events, policy, *tables)
             counts.append(kept_counts)
             self._found |= kept

@@ -12,6 +12,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Needs, select_backend
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
@@ -23,8 +24,10 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
+from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
@@ -93,6 +96,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
+    code_slots = _code_slots(policy, spec, layout, dtype, max_len)
     scheduler = Scheduler(
         layout,
         num_blocks,
@@ -105,10 +109,13 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
+        code_slots=code_slots,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     max_rows = config.scheduler.max_num_seqs
-    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, device)
+    codes = scheduler.blocks.codes
+    code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
+    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, device, code_shapes)
     cache = KVCache(
         layout,
         num_blocks,
@@ -119,6 +126,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_host_blocks=num_host_blocks,
         store_kv=attention.store_kv,
     )
+    if code_slots:
+        assert model.rotary.inv_freq is not None
+        cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
     runner = ModelRunner(model, cache, batch, attention.backend)
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
@@ -205,6 +215,31 @@ def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
     return layout
+
+
+def _code_slots(
+    policy: Policy, spec: ModelSpec, layout: KVLayout, dtype: torch.dtype, max_len: int
+) -> int:
+    """Slots of an index block, where the server's policy holds entries as codes; otherwise 0."""
+    if not isinstance(policy, SpindleKV) or not policy.codebook:
+        return 0
+    if spec.rope.kind == "dynamic":
+        raise ConfigError(
+            "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
+            "prompt's length; use --policy.codebook false"
+        )
+    if 2 * max_len > MAX_VECTORS:
+        raise ConfigError(
+            f"--max-model-len: a codebook refers to at most {MAX_VECTORS // 2} tokens, got "
+            f"{max_len}; lower it or use --policy.codebook false"
+        )
+    block_bytes = layout.block_elements * dtype.itemsize
+    if block_bytes % SLOT_BYTES:
+        raise ConfigError(
+            f"--block-size: a block of {block_bytes} bytes does not hold whole code slots of "
+            f"{SLOT_BYTES} bytes; use a multiple of 16"
+        )
+    return block_bytes // SLOT_BYTES
 
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:

@@ -40,8 +40,10 @@ def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
     place = torch.arange(length, device=similar.device)
     stream = torch.arange(streams, device=similar.device)
     alive = similar.diagonal(dim1=1, dim2=2).clone()
-    weight = torch.ones_like(alive, dtype=torch.int64) if weights is None else weights.long()
-    degree = (similar * weight[:, None]).sum(dim=-1)
+    if weights is None:
+        weight, degree = torch.ones_like(alive, dtype=torch.int64), similar.sum(dim=-1)
+    else:
+        weight, degree = weights.long(), (similar * weights.long()[:, None]).sum(dim=-1)
     ref = torch.full_like(degree, -1)
     centres, counts = torch.zeros_like(degree), torch.zeros_like(stream)
     while (alive & (degree > weight)).any():
@@ -105,16 +107,33 @@ def extend(
     known: Tensor,
     theta: Tensor,
     numbers_from: Tensor,
+    tile: int = 2048,
 ) -> Cover:
     """Match new vectors with the entries there are; what matches none is covered greedily.
 
-    Shapes as in ``build`` and ``match``; new entries are numbered from ``numbers_from [S]`` on.
+    Shapes as in ``build`` and ``match``; new entries are numbered from ``numbers_from [S]`` on. Of
+    many vectors ``tile`` are taken at a time, so that no [N, N] matrix is held: later ones are
+    matched with what earlier ones began, which makes a few entries more and keeps all promises.
     """
-    found = match(x, entries, known, theta)
-    found = torch.where(there, found, -1)
-    cover = build(x, there & (found < 0), theta)
-    new = torch.where(cover.ref >= 0, cover.ref + numbers_from[:, None], -1)
-    return Cover(torch.where(found >= 0, found, new), cover.centres, cover.counts)
+    (streams, length), old = x.shape[:2], entries.shape[1]
+    ref = torch.full((streams, length), -1, device=x.device)
+    centres, counts = torch.zeros_like(ref), torch.zeros_like(numbers_from)
+    for start in range(0, length, tile):
+        some, place = slice(start, start + tile), torch.arange(start, device=x.device)
+        begun = x.gather(1, centres[:, :start, None].expand(-1, -1, x.shape[-1]))
+        both = torch.cat([entries, begun], dim=1)
+        alive = torch.cat([known, place < counts[:, None]], dim=1)
+        found = match(x[:, some], both, alive, theta)
+        found = torch.where(found >= old, found - old + numbers_from[:, None], found)
+        found = torch.where(there[:, some], found, -1)
+        new = build(x[:, some], there[:, some] & (found < 0), theta)
+        number = new.ref + (numbers_from + counts)[:, None]
+        ref[:, some] = torch.where(new.ref >= 0, number, found)
+        made = torch.arange(new.ref.shape[1], device=x.device) < new.counts[:, None]
+        stream, at = made.nonzero(as_tuple=True)
+        centres[stream, counts[stream] + at] = new.centres[stream, at] + start
+        counts = counts + new.counts
+    return Cover(ref, centres, counts)
 
 
 def scales(x: Tensor, entries: Tensor) -> Tensor:

@@ -173,7 +173,8 @@ def test_what_is_not_there_takes_no_part() -> None:
     assert cover.counts[2] == 0 and (cover.ref[2] == -1).all()
 
 
-def test_extending_leaves_what_there_is_alone() -> None:
+@pytest.mark.parametrize("tile", [5, 2048])
+def test_extending_leaves_what_there_is_alone(tile: int) -> None:
     old, new = clustered(4, 30, 8, seed=6), clustered(4, 12, 8, seed=6, spread=0.4)
     theta = torch.tensor([0.8, 0.9, 0.95, 0.98])
     everything = torch.ones(4, 30, dtype=torch.bool)
@@ -181,7 +182,8 @@ def test_extending_leaves_what_there_is_alone() -> None:
     entries = old.gather(1, first.centres[..., None].expand(-1, -1, 8))
     known = torch.arange(30) < first.counts[:, None]
     there = torch.ones(4, 12, dtype=torch.bool)
-    more = extend(new, there, entries, known, theta, first.counts)
+    more = extend(new, there, entries, known, theta, first.counts, tile)
+    assert (more.counts > 1).all() and (more.counts < 12).any()
     for stream, count in enumerate(first.counts.tolist()):
         whole = torch.cat([entries[stream, :count], new[stream, more.centres[stream]]])
         unit, refs = directions(whole)[0], more.ref[stream]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvserve.engine.code_store import CodedRows
 from kvserve.scheduler.block_pool import IntArray
 
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
@@ -26,6 +27,8 @@ class ForwardBatch:
 
     On the host: ``rows [S]`` of the tables; ``starts [S + 1]``, the chunks' first tokens and T;
     ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups).
+
+    ``codes``: what of the rows is held as codes, and has to be rebuilt before a layer attends.
     """
 
     positions: Tensor
@@ -37,6 +40,7 @@ class ForwardBatch:
     rows: IntArray
     starts: IntArray
     columns: IntArray
+    codes: CodedRows | None = None
 
 
 class LayerCache(Protocol):
