@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvserve.engine.code_store import CodeStore, Slots
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
-from kvserve.engine.moves import groups_of, lanes_of
+from kvserve.engine.moves import MovePlan, groups_of, lanes_of
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.windows import slots_of
 from kvserve.kernels.codebook import extend, scales
@@ -111,7 +111,9 @@ class Coder:
         for events in by_batch.values():
             part = task.part(np.array(events))
             batch = found[int(part.seq_ids[0])][0]
-            self._write(part, batch.of([found[seq][1] for seq in part.seq_ids.tolist()]))
+            batch = batch.of([found[seq][1] for seq in part.seq_ids.tolist()])
+            self._tell(part, batch)
+            self._write(part, batch)
 
     def _kept(
         self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
@@ -226,6 +228,14 @@ class Coder:
         of_key.scatter_(-1, ref, True)
         position.scatter_(-1, ref, slots.position - slots.distance)
         return Codebook(vectors, counts, of_key[..., :last], position[..., :last])
+
+    def _tell(self, task: CompactionTask, found: Found) -> None:
+        """Let followers know what a row holds that begins afresh; until then entry is position."""
+        if self._compressor.on_moves is not None and task.plan.window_len[0]:
+            counts = lanes_of(task.new_lens, self._cache.layout)
+            start = torch.zeros(len(counts), dtype=torch.int64)
+            plan = MovePlan(found.slots.position, start, torch.as_tensor(counts).long())
+            self._compressor.on_moves(task, plan)
 
     def _write(self, task: CompactionTask, found: Found) -> None:
         codes, store, size = task.codes, self._store, self._cache.layout.block_size

@@ -259,6 +259,9 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
+            held_bytes=seq.held_blocks * self.runner.cache.block_bytes,
+            coded_entries=seq.coded_entries,
+            codebook_entries=seq.codebook_entries,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued

@@ -54,6 +54,11 @@ class KVCache:
             layout.head_dim,
         )
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.layout.block_elements * self.kv.element_size()
+
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 

@@ -165,12 +165,12 @@ class BlockManager:
         return self.have_free(wanted - own)
 
     def code(self, row: int, coding: Coding) -> int:
-        """Hold a row as ``coding`` says; returns the blocks given up, net."""
+        """Hold a row as ``coding`` says; returns the blocks given up, 0 where it takes more."""
         assert self.codes is not None
         before = int(self.held(row + 1)[row])
         self.codes.book(row, self.kv, coding)
         self.kv_lens[:, row] = coding.kv_lens
-        return before - int(self.held(row + 1)[row])
+        return max(before - int(self.held(row + 1)[row]), 0)
 
     def take_code_updates(
         self, num_rows: int, scheduled: IntArray

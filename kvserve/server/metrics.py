@@ -72,6 +72,8 @@ class Metrics:
         self._finished: Counter[str] = Counter(stop=0, length=0, abort=0)
         self._compactions = Counter({config.compression.policy: 0})
         self._blocks_released = Counter({config.compression.policy: 0})
+        self._coded = Counter({config.compression.policy: 0})
+        self._codebook = Counter({config.compression.policy: 0})
         self.prefix = Counter(queries=0, hits=0)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -106,6 +108,8 @@ class Metrics:
     def count_compactions(self, new: KVCacheDetails, old: KVCacheDetails) -> None:
         self._compactions[new.policy] += new.compactions - old.compactions
         self._blocks_released[new.policy] += new.blocks_released - old.blocks_released
+        self._coded[new.policy] += new.coded_entries - old.coded_entries
+        self._codebook[new.policy] += new.codebook_entries - old.codebook_entries
 
     # ---- families -----------------------------------------------------------------------------
 
@@ -169,6 +173,12 @@ class Metrics:
         )
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", "policy", self._blocks_released
+        )
+        yield self._counter_by(
+            "kv_coded_entries", "Entries held as codes at the end", "policy", self._coded
+        )
+        yield self._counter_by(
+            "kv_codebook_entries", "Vectors that stood for them", "policy", self._codebook
         )
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
