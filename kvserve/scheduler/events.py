@@ -40,6 +40,8 @@ class EventBook:
         self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
+        self.starving = False
+        """An event that writes codes has found no blocks, and none has been booked since."""
         self._max_observed = max_observed
         self.gate = gate
         self._triggers: dict[int, Trigger] = {}
@@ -92,7 +94,11 @@ class EventBook:
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
-        plans = self._plans(self._due())
+        due = self._due()
+        self.starving &= any(
+            isinstance(self._triggers[i], CodeBook) for i in self.rows.policy_id[due].tolist()
+        )
+        plans = self._plans(due)
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
@@ -210,7 +216,7 @@ class EventBook:
         observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):
             return Booked()
-        freed = np.concatenate([plan.plan.evicted for plan in plans])
+        freed = np.concatenate([self._freed(plan) for plan in plans])
         observed = np.concatenate([plan.observed for plan in plans])
         arrival = self.rows.arrival[np.concatenate([plan.at for plan in plans])]
         order = np.lexsort((arrival, -freed))
@@ -218,7 +224,7 @@ class EventBook:
         if max_observed is not None:
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
         for plan in _chosen(plans, fits):
-            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -plan.plan.evicted)))
+            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -self._freed(plan))))
             if not plan.known:
                 observations.append(self._observation(best))
                 continue
@@ -234,6 +240,14 @@ class EventBook:
             # Those that went first find no blocks: they must not keep the others waiting.
             return self._book(_chosen(plans, ~fits), max_observed)
         return Booked(tuple(compactions), tuple(observations))
+
+    def _freed(self, plan: _Plans) -> IntArray:
+        """What events go by. Those that write codes evict little and come first, the oldest first:
+        behind newer ones that evict, an old one might wait for ever.
+        """
+        if isinstance(self._triggers[plan.policy_id], CodeBook):
+            return np.full(len(plan.at), NO_EVENT)
+        return plan.plan.evicted
 
     def _observation(self, plan: _Plans) -> ObservationTask:
         owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
@@ -251,6 +265,7 @@ class EventBook:
             if not blocks.codable(row, coding):
                 break
             released.append(blocks.code(row, coding))
+        self.starving = not released
         if not released:
             return []
         done = plan.part(slice(len(released)))

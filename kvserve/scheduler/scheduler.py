@@ -137,7 +137,12 @@ class Scheduler:
         self.blocks.advance_first(rows.num_decoding)
         rows.num_computed[: rows.num_decoding] += 1
         chunks = self._schedule_chunks()
-        moves_on = len(decoding) or booked.observations
+        # Observing what then finds no blocks, again and again, is no progress.
+        starving = self.events.starving and rows.num_rows > 1
+        moves_on = len(decoding) or (booked.observations and not starving)
+        if starving and not (moves_on or chunks or self._admission.has_new):
+            self._preempt()
+            moves_on = True
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
             # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
             self._preempt()
@@ -284,7 +289,12 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
+        while (
+            self.waiting
+            and budget > 0
+            and rows.num_rows < rows.max_rows
+            and not self.events.starving  # or newcomers would take what it waits for
+        ):
             seq = self.waiting.first
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:

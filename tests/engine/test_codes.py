@@ -16,7 +16,7 @@ from kvserve.engine import coder
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.code_store import CodedRows, CodeStore, Slots
 from kvserve.engine.inspect import inspect
-from kvserve.kernels.codebook import extend
+from kvserve.kernels.codebook import Cover, extend
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -68,7 +68,12 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
     backend: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vectors are stored as they were and turned by nothing: not one bit differs."""
-    monkeypatch.setattr(coder, "extend", lambda *x: extend(*x[:4], x[4] + 1, x[5]))
+
+    def nobody(*args: Tensor) -> Cover:
+        *streams, theta, numbers_from = args
+        return extend(*streams, theta + 1, numbers_from)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(coder, "extend", nobody)
     settings = {"attention_backend": backend, "kv_layout": "head", "dtype": dtype}
     exact = logits_of(make_llm(llama_dir, "none", **settings))
     llm = make_llm(llama_dir, {**NOTHING_MERGES, "raw_fallback": False}, **settings)

@@ -92,10 +92,18 @@ class ShadowRunner:
                 assert [self.memory[self._slot(row, lane, i)] for i in raw] == held[coded:]
                 self._check_codes(row, lane)
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
+            self._check_held(row)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
+
+    def _check_held(self, row: int) -> None:
+        """What a row is said to hold is the number of blocks that it names."""
+        blocks = self.scheduler.blocks
+        codes = [] if blocks.codes is None else [blocks.codes.index, blocks.codes.vectors]
+        named = [table.row_entries(row)[0] for table in (blocks.kv, blocks.log, *codes)]
+        assert blocks.held(row + 1)[row] == len(np.unique(np.concatenate(named)))
 
     def _check_codes(self, row: int, lane: Lane) -> None:
         """Codes are where the tables say, and a lane's coded columns name its head's scratch."""
@@ -146,7 +154,6 @@ class ShadowRunner:
         self.coded[row][lane] = coded
         for i in range(codes.coded_before[at], coded):
             block = codes.index_blocks[(*at, i // tables.slots_per_block)]
-            assert self.scheduler.pool.ref[block] <= 1
             self.code_memory[int(block), i % tables.slots_per_block] = "entry", held[i]
         for i in range(codes.vectors_before[at], codes.num_vectors[at]):
             block = codes.vector_blocks[(*at, i // tables.vectors_per_block)]

@@ -146,11 +146,12 @@ def preempt_now_and_then(
 class Traffic:
     """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policies: set[int] | None = None) -> None:
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
         layout = LAYOUTS[seed % 3]
+        self.policies = sorted(policies or policies_of(layout))
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)),
             layout,
@@ -194,7 +195,7 @@ class Traffic:
         """One request: a prompt that may begin like others, in one to three branches."""
         rng, scheduler = self.rng, self.scheduler
         prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
-        policy = int(rng.choice(policies_of(scheduler.layout)))
+        policy = int(rng.choice(self.policies))
         first = int(rng.integers(2, 5))
         for _ in range(int(rng.choice([1, 1, 3]))):
             seq = make_sequence(
