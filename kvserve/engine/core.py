@@ -17,6 +17,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.request_policies import RequestPolicies
 from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
+from kvserve.engine.step_counts import StepCounts
 from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
@@ -43,6 +44,7 @@ class EngineCore:
         self._grammars = GrammarCompiler(config, self.info)
         self._seeds = np.random.default_rng(config.model.seed)
         self._prompt_tokens = self._generation_tokens = 0
+        self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
 
     @property
@@ -123,6 +125,7 @@ class EngineCore:
         started, compacting = time.perf_counter(), self.runner.compaction_seconds
         output = self.scheduler.schedule()
         self._note_admitted(output)
+        compactions = self._counts.add(output)
         result = self.runner.launch(output).collect()
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
@@ -136,6 +139,7 @@ class EngineCore:
             prompt_logprobs=result.prompt_logprobs,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
+            compactions=compactions,
         )
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
@@ -188,6 +192,9 @@ class EngineCore:
             compaction_seconds_total=self.runner.compaction_seconds,
             steps_total=scheduler.num_steps,
             scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
+            compaction_counts=self._counts.compactions,
+            iterations=self._counts.iterations,
+            iteration_tokens_total=self._counts.num_tokens,
             requests=requests,
         )
 

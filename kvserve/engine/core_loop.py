@@ -43,6 +43,7 @@ class Channel(Protocol):
 
 def run_core(core: EngineCore, channel: Channel) -> None:
     """Serve commands and run steps until told to stop."""
+    channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
     while True:
         refused: list[RefusedSequence] = []
         ended: list[FinishedSequence] = []

@@ -11,6 +11,7 @@ from kvserve.server.errors import install_handlers
 from kvserve.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    MetricsMiddleware,
     RequestIdMiddleware,
     TurnstileMiddleware,
 )
@@ -51,5 +52,6 @@ def create_app(state: ServerState) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(TurnstileMiddleware)
+    app.add_middleware(MetricsMiddleware, metrics=state.metrics)
     app.add_middleware(RequestIdMiddleware)
     return app

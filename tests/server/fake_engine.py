@@ -16,6 +16,7 @@ from typing import Any
 
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
+    Compaction,
     CompletionOutput,
     EngineStats,
     KVCacheDetails,
@@ -155,6 +156,8 @@ class FakeEngine:
                 compactions=(step + 1) // 8,
                 blocks_released=(step + 1) // 16,
             )
+            if step % 8 == 7:
+                output.compactions.append(Compaction("due", time.time(), 8, step + 1))
             output.finished = step == limit - 1
             yield
 
@@ -162,9 +165,10 @@ class FakeEngine:
         self, choice: CompletionOutput, step: int, params: SamplingParams, text: str
     ) -> None:
         choice.text += text
-        choice.token_ids.append(100 + step)
+        token = END if choice.text.endswith("</think>") else 100 + step
+        choice.token_ids.append(token)
         if params.logprobs is not None:
-            entry = {100 + step: Logprob(-0.5, 1, text)}
+            entry = {token: Logprob(-0.5, 1, text)}
             for rank in range(2, params.logprobs + 1):
                 entry[5000 + rank] = Logprob(-float(rank), rank, f"alt{rank}")
             choice.logprobs = [*(choice.logprobs or []), entry]

@@ -67,6 +67,30 @@ def test_reasoning_content_and_calls(model: RunningServer, stream: bool) -> None
     assert seen.thinking_end == END and seen.structured_output is None
 
 
+@pytest.mark.parametrize(
+    ("says", "body", "count"),
+    [
+        ("<think>ab</think>cd", {}, len("<think>ab</think>") - 1),
+        ("<think>ab", {}, len("<think>ab")),
+        ("cd</think>", {}, 0),
+        ("<think>ab</think>", {"chat_template_kwargs": {"close": True}}, 0),
+        ("<think>ab</think>", {"n": 2}, 2 * (len("<think>ab</think>") - 1)),
+    ],
+)
+def test_reasoning_tokens_are_counted(
+    model: RunningServer, says: str, body: dict[str, Any], count: int
+) -> None:
+    answer = model.chat(f"SAY[{says}]", **body).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    options = {"include_usage": True}
+    lines = model.chat(f"SAY[{says}]", stream=True, stream_options=options, **body).text
+    usage = json.loads(lines.split("data: ")[-2])["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    if not body:
+        whole = model.post("/v1/responses", input=f"SAY[{says}]").json()
+        assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_plain_answer(model: RunningServer, stream: bool) -> None:
     message, reasons = ask(model, "just <b>text", stream, tools=[TOOL])
