@@ -47,8 +47,9 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_credentials=options.allow_credentials,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(TurnstileMiddleware)

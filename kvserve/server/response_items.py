@@ -177,6 +177,7 @@ def response_head(request: Any, response_id: str, created: int, model: str) -> J
         "metadata": {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "store": False,
         "temperature": request.temperature,
         "text": {"format": (request.text and request.text.format) or {"type": "text"}},

@@ -18,7 +18,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
-    "reasoning": (None, {}),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
@@ -28,6 +27,7 @@ _CHAT_NAMES: dict[Any, str] = {
     "messages": "input",
     "response_format": "text",
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -41,6 +41,12 @@ class ResponseTool(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+
+class ReasoningSettings(BaseModel):
+    """A ``summary`` is never made: the reasoning itself is in the output."""
+
+    effort: str | None = None
 
 
 class TextSettings(BaseModel):
@@ -61,6 +67,7 @@ class ResponsesRequest(BaseModel):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
+    reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
     stream: bool | None = None
 
@@ -84,6 +91,7 @@ class ResponsesRequest(BaseModel):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": self._response_format(),
             "stream": self.stream,
         }

@@ -174,10 +174,14 @@ def _options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
         guard_metrics=not settings.open_metrics,
         vllm_metrics=settings.vllm_metrics,
         allowed_origins=settings.allowed_origins,
+        allow_credentials=settings.allow_credentials,
+        allowed_methods=settings.allowed_methods,
+        allowed_headers=settings.allowed_headers,
         root_path=settings.root_path.rstrip("/"),
         docs=settings.docs,
         max_body_bytes=settings.max_body_size,
         chat_template=_read_template(settings.chat_template),
+        trust_request_chat_template=settings.trust_request_chat_template,
         reasoning_parser=settings.reasoning_parser,
         tool_parser=settings.tool_call_parser,
         auto_tools=settings.enable_auto_tool_choice,
@@ -272,9 +276,12 @@ def _address(settings: ServeSettings, listener: socket.socket) -> str:
 def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
     options = state.options
     keys = len(options.api_keys)
-    overrides = state.config.compression.allow_request_policy == "all"
+    compression = state.config.compression
+    overrides = {"all": "on", "none": "off"}.get(
+        compression.allow_request_policy, ", ".join(compression.request_policies)
+    )
     return [
-        ("kv_policy in requests", _on(overrides), "--allow-request-policy"),
+        ("kv_policy in requests", overrides, "--allow-request-policy"),
         ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
         ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),

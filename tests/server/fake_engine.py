@@ -31,8 +31,10 @@ BOS, EOS, END = 1, 2, 3
 
 
 class FakeTokenizer:
+    template = "fake"
+
     def describe(self) -> dict[str, Any]:
-        return {"eos_token": chr(EOS), "chat_template": "fake"}
+        return {"eos_token": chr(EOS), "chat_template": self.template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # refuses lone surrogates, as real tokenizers do
@@ -56,6 +58,7 @@ class FakeTokenizer:
             raise ValueError("no such conversation")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         self.seen = messages, chat_template_kwargs
+        self.template_seen = chat_template
         text += "<assistant>" * add_generation_prompt
         return self.encode(text + "</think>\n" * chat_template_kwargs.get("close", False))
 

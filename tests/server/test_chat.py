@@ -165,6 +165,32 @@ def test_a_budget_and_a_template_without_reasoning(model: RunningServer) -> None
     assert (params.thinking_end, params.thinking_token_budget) == (None, None)
 
 
+def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServer) -> None:
+    tokenizer = FakeTokenizer()
+    server = start_server(FakeEngine(tokenizer=tokenizer))
+    for template, effort, expected in (
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+    ):
+        tokenizer.template = template
+        assert server.chat("a", max_tokens=1, reasoning_effort=effort).status_code == 200
+        assert tokenizer.seen[1] == expected
+        body = {"input": "a", "max_output_tokens": 16, "reasoning": {"effort": effort}}
+        assert server.post("/v1/responses", **body).json()["reasoning"]["effort"] == effort
+        assert tokenizer.seen[1] == expected
+
+
+def test_templates_of_requests_want_a_flag(start_server: StartServer) -> None:
+    tokenizer = FakeTokenizer()
+    options = {"chat_template": "the file's", "trust_request_chat_template": True}
+    server = start_server(FakeEngine(tokenizer=tokenizer), **options)
+    server.chat("a", max_tokens=1)
+    assert tokenizer.template_seen == "the file's"
+    server.chat("a", max_tokens=1, chat_template="the client's")
+    assert tokenizer.template_seen == "the client's"
+
+
 def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> None:
     server = start_server(FakeEngine(), tool_parser="mistral", auto_tools=True)
     says = '[TOOL_CALLS][{"name": "weather", "arguments": {}}]'

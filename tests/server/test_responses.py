@@ -108,7 +108,8 @@ def test_parse(server: RunningServer) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
