@@ -130,6 +130,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 @router.get("/models", responses=answers(ModelList))
+@router.get("/models/", include_in_schema=False)
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     state: ServerState = request.app.state.server

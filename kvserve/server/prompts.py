@@ -16,7 +16,15 @@ _THREAD_ABOVE = 20_000
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
-        *("conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *(
+            "messages",
+            "conversation",
+            "tokenize",
+            "tokenizer_kwargs",
+            "padding",
+            "truncation",
+            "max_length",
+        ),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     )
 )

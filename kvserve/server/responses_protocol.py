@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from kvserve.log import RequestError
 from kvserve.server.chat_protocol import ChatCompletionRequest
@@ -30,6 +30,19 @@ _CHAT_NAMES: dict[Any, str] = {
     "reasoning_effort": "reasoning",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _parse_input(value: Any) -> str | list[dict[str, Any]]:
+    items = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if items or isinstance(value, str):
+        return value
+    raise RequestError("input must be a string or a list of items")
+
+
+Input = Annotated[
+    str | list[dict[str, Any]],
+    PlainValidator(_parse_input, json_schema_input_type=str | list[dict[str, Any]]),
+]
 
 
 class ResponseTool(BaseModel):
@@ -59,7 +72,7 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: Input
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -112,11 +125,12 @@ class ResponsesRequest(BaseModel):
         for i, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "reasoning":
-                thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+                thought = _thought(item.get("content"))
             elif kind == "function_call":
                 _append_call(messages, item)
             elif kind == "function_call_output":
-                output, call_id = item.get("output"), item.get("call_id")
+                output = _content(item, i, "output")
+                call_id = item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif kind == "message":
                 messages.append({"role": item.get("role"), "content": _content(item, i)})
@@ -157,15 +171,21 @@ def _append_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _content(item: dict[str, Any], index: int) -> Any:
-    content = item.get("content")
+def _thought(content: Any) -> str:
+    """The text of a reasoning item, whatever its parts are called."""
+    parts = content if isinstance(content, list) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
+    content = item.get(name)
     if not isinstance(content, list):
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS:
             raise RequestError(
-                f"input[{index}].content: parts of type {kind!r} are not supported; only text is",
+                f"input[{index}].{name}: parts of type {kind!r} are not supported; only text is",
                 param="input",
             )
     return [{"type": "text", "text": part.get("text")} for part in content]

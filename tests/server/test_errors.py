@@ -206,10 +206,11 @@ def test_a_broken_body_says_where(server: RunningServer) -> None:
 
 
 def test_routes_that_do_not_exist(server: RunningServer) -> None:
-    check(server.http.get("/v2/completions"), 404, None, "not_found")
+    message = check(server.http.get("/v2/completions"), 404, None, "not_found")
+    assert "no GET /v2/completions" in message
     check(server.http.get("/"), 404, None, "not_found")
     response = server.http.get("/v1/completions")
-    check(response, 405, None, "method_not_allowed")
+    assert "use POST" in check(response, 405, None, "method_not_allowed")
     assert response.headers["Allow"] == "POST"
     check(server.http.delete("/health"), 405, None, "method_not_allowed")
 
