@@ -14,7 +14,7 @@ from kvserve.server.protocol import parse
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
-    "include": (None, []),
+    "include": (None, [], ["reasoning.encrypted_content"]),  # reasoning comes in plain text
     "max_tool_calls": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
