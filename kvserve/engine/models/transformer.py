@@ -16,6 +16,7 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
 )
+from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.rotary import Rotary, apply_rotary
 from kvserve.engine.models.spec import ModelSpec
 
@@ -41,7 +42,7 @@ class Layer(nn.Module):
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = F.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
@@ -61,9 +62,14 @@ class Layer(nn.Module):
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
         cache.store(index, batch, q, k, v)
         attended = attention.forward(index, q, cache)
-        hidden = hidden + F.linear(attended.flatten(1), self.out)
-        gate, up = F.linear(self._norm(hidden, self.post_norm), self.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self.down)
+        hidden = hidden + linear(attended.flatten(1), self.out)
+        gate, up = linear(self._norm(hidden, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        return hidden + linear(F.silu(gate) * up, self.down)
+
+    def pack(self) -> None:
+        """Hand the matrices to oneDNN."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(self, name, packed(getattr(self, name)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return _rms_norm(x, weight, self.spec.rms_norm_eps)
@@ -89,6 +95,12 @@ class Transformer(nn.Module):
         """The layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
+    def pack(self) -> None:
+        """Hand all matrices to oneDNN. A tied head becomes a copy: lookups need the plain one."""
+        for layer in self.decoder_layers:
+            layer.pack()
+        self.head = packed(self.head)
+
     def forward(
         self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
     ) -> Tensor:
@@ -103,7 +115,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
         hidden = _rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
-        return F.linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
