@@ -136,6 +136,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             ("linear layers", *_linear_layers(dtype, device)),
+            ("operators", model.operators.name, model.operators.reason),
             *threads,
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
