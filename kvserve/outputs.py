@@ -37,6 +37,19 @@ class KVCacheDetails:
     codebook_entries: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """One event: ``reason`` is due, or pressure where it came early for want of blocks.
+
+    ``evicted_tokens`` and ``held_tokens`` (after it) are means over layers and KV heads.
+    """
+
+    reason: str
+    time: float
+    evicted_tokens: int
+    held_tokens: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` belongs to ``token_ids[i]``."""
@@ -67,6 +80,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token; the first has nothing before it that could predict it."""
+    compactions: list[Compaction] = field(default_factory=list)
+    """Those so far, of all choices."""
 
 
 @dataclass(slots=True)
@@ -92,6 +107,20 @@ class RequestStats:
     compactions: int
 
 
+ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
+"""Sizes of steps that ``EngineStats.iterations`` tells apart: vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionCounts:
+    """Events of one policy with one ``Compaction.reason``, since start."""
+
+    policy: str
+    reason: str
+    events: int
+    blocks_released: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine's state and counters (totals since start).
@@ -99,6 +128,9 @@ class EngineStats:
     ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
+    Of the entries of running requests ``coded_entries`` are held as codes, with
+    ``codebook_entries`` vectors for their keys and values.
+    ``iterations[i]`` steps had at most ``ITERATION_TOKENS[i]`` tokens, the last ones more.
     """
 
     num_running: int = 0
@@ -120,6 +152,11 @@ class EngineStats:
     compaction_seconds_total: float = 0.0
     steps_total: int = 0
     scoring_workspace_bytes: int = 0
+    coded_entries: int = 0
+    codebook_entries: int = 0
+    compaction_counts: tuple[CompactionCounts, ...] = ()
+    iterations: tuple[int, ...] = ()
+    iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()
 
     @property

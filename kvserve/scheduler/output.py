@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,6 +75,7 @@ class CompactionTask(ObservationTask):
     column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
     What was observed in the step before (``SchedulerOutput.observations``) is not scored again.
     With ``codes``, entries become codes: those are written, and raw entries where rows are afresh.
+    ``early`` events were not due, but blocks were wanted.
     """
 
     new_lens: IntArray
@@ -82,6 +83,7 @@ class CompactionTask(ObservationTask):
     dst_blocks: IntArray
     log_from: IntArray
     codes: CodeBlocks | None = None
+    early: bool = False
 
     @classmethod
     def of(
@@ -91,7 +93,6 @@ class CompactionTask(ObservationTask):
         copy_start: IntArray,
         dst_blocks: IntArray,
         log_from: IntArray,
-        codes: CodeBlocks | None = None,
     ) -> CompactionTask:
         """Carry out ``events``."""
         return cls(
@@ -105,19 +106,19 @@ class CompactionTask(ObservationTask):
             copy_start,
             dst_blocks,
             log_from,
-            codes,
         )
 
     def part(self, at: IntArray) -> CompactionTask:
         """The events ``at`` alone."""
-        return CompactionTask.of(
+        part = CompactionTask.of(
             ObservationTask.part(self, at),
             self.new_lens[:, at],
             self.copy_start[at],
             self.dst_blocks[:, at],
             self.log_from[at],
-            None if self.codes is None else self.codes.part(at),
         )
+        codes = None if self.codes is None else self.codes.part(at)
+        return replace(part, codes=codes, early=self.early)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
 
     def nobody(*args: Tensor) -> Cover:
         *streams, theta, numbers_from = args
-        return extend(*streams, theta + 1, numbers_from)  # type: ignore[arg-type]
+        return extend(*streams, theta + 1, numbers_from)  # type: ignore[arg-type,call-arg]
 
     monkeypatch.setattr(coder, "extend", nobody)
     settings = {"attention_backend": backend, "kv_layout": "head", "dtype": dtype}
