@@ -13,9 +13,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.scheduler.code_tables import SLOT_BYTES
+from kvserve.engine.models.spec import RopeSpec
+from kvserve.log import ConfigError
+from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 
 _WORDS = SLOT_BYTES // 2
+
+
+def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
+    """Slots of an index block; ``ConfigError`` where a model's rows cannot be held as codes."""
+    if rope.kind == "dynamic":
+        raise ConfigError(
+            "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
+            "prompt's length; use --policy.codebook false"
+        )
+    if 2 * max_len > MAX_VECTORS:
+        raise ConfigError(
+            f"--max-model-len: a codebook refers to at most {MAX_VECTORS // 2} tokens, got "
+            f"{max_len}; lower it or use --policy.codebook false"
+        )
+    if block_bytes % SLOT_BYTES:
+        raise ConfigError(
+            f"--block-size: a block of {block_bytes} bytes does not hold whole code slots of "
+            f"{SLOT_BYTES} bytes; use a multiple of 16"
+        )
+    return block_bytes // SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, UnevenPolicy
-from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.outputs import Logprob
@@ -183,7 +183,7 @@ class ModelRunner:
             self.batch.after_compaction(task)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
-            if isinstance(policy, SpindleKV) and policy.codebook:
+            if writes_codes(policy):
                 assert self.coder is not None
                 counts.append(self.coder.observe(events, policy, self.batch.code_tables))
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 from kvserve.config import EngineConfig
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.startup import BuiltEngine
 from kvserve.log import RequestError
@@ -50,8 +50,7 @@ class RequestPolicies:
                 f"{layout.granularity.value})",
                 param="kv_policy",
             )
-        codes = isinstance(policy, SpindleKV) and policy.codebook
-        if codes and self._built.scheduler.blocks.codes is None:
+        if writes_codes(policy) and self._built.scheduler.blocks.codes is None:
             raise RequestError(
                 f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
                 f"start; start the server with --policy {policy.name}, or use codebook false",

@@ -12,7 +12,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Needs, select_backend
-from kvserve.engine.code_store import CodeStore
+from kvserve.engine.code_store import CodeStore, check_codes
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.engine.messages import EngineInfo
@@ -25,10 +25,9 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
-from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
@@ -96,8 +95,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     attention = select_backend(config.attention_backend, needs)
     model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
-    num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
-    code_slots = _code_slots(policy, spec, layout, dtype, max_len)
+    block_bytes = layout.block_elements * dtype.itemsize
+    num_host_blocks = _num_host_blocks(config, block_bytes, num_blocks)
+    code_slots = check_codes(spec.rope, max_len, block_bytes) if writes_codes(policy) else 0
     scheduler = Scheduler(
         layout,
         num_blocks,
@@ -218,31 +218,6 @@ def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
     return layout
-
-
-def _code_slots(
-    policy: Policy, spec: ModelSpec, layout: KVLayout, dtype: torch.dtype, max_len: int
-) -> int:
-    """Slots of an index block, where the server's policy holds entries as codes; otherwise 0."""
-    if not isinstance(policy, SpindleKV) or not policy.codebook:
-        return 0
-    if spec.rope.kind == "dynamic":
-        raise ConfigError(
-            "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
-            "prompt's length; use --policy.codebook false"
-        )
-    if 2 * max_len > MAX_VECTORS:
-        raise ConfigError(
-            f"--max-model-len: a codebook refers to at most {MAX_VECTORS // 2} tokens, got "
-            f"{max_len}; lower it or use --policy.codebook false"
-        )
-    block_bytes = layout.block_elements * dtype.itemsize
-    if block_bytes % SLOT_BYTES:
-        raise ConfigError(
-            f"--block-size: a block of {block_bytes} bytes does not hold whole code slots of "
-            f"{SLOT_BYTES} bytes; use a multiple of 16"
-        )
-    return block_bytes // SLOT_BYTES
 
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:

@@ -9,13 +9,14 @@ import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, CodeBook, EventPlan, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
 
 
 class EventBook:
@@ -95,8 +96,8 @@ class EventBook:
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
         due = self._due()
-        self.starving &= any(
-            isinstance(self._triggers[i], CodeBook) for i in self.rows.policy_id[due].tolist()
+        self.starving = self.starving and any(
+            isinstance(self._triggers[i], CodeBook) for i in set(self.rows.policy_id[due].tolist())
         )
         plans = self._plans(due)
         self._counts.clear()  # what cannot be booked now is observed again

@@ -188,49 +188,10 @@ class AtPrefillEnd(OnDate):
         return np.where(due, rows.num_prompt, NO_EVENT).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         return _whole_row(rows, np.zeros_like(rows.kv_len), self.budget.of, self.num_queries)
-
-
-@dataclass(frozen=True)
-class CodeBook(OnDate):
-    """At the prompt's end, and whenever ``period`` more tokens are in: what is held becomes codes.
-
-    The first event evicts too, down to ``budget``; the others take windows of no entries. With
-    ``raw_fallback`` lanes whose codes would save no block stay raw.
-    """
-
-    logs: ClassVar[bool] = True
-    budget: Budget
-    num_queries: int
-    period: int
-    raw_fallback: bool = True
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
-
-    def next_event(self, rows: RowState) -> IntArray:
-        return np.where(rows.run_start == 0, rows.num_prompt, rows.run_start + self.period)
-
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        first = (rows.run_start == 0) & (rows.num_prompt > self.num_queries)
-        return _last_queries(np.where(first, next_event, NO_EVENT), self.num_queries)
-
-    def plan(self, rows: RowState) -> EventPlan:
-        first = rows.run_start == 0
-        length = np.where(first, rows.kv_len, 0)
-        queries = np.where(first & (rows.kv_len > self.num_queries), self.num_queries, 0)
-        return EventPlan(
-            region_start=np.zeros_like(length),
-            windows=np.ones_like(length),
-            window_len=length,
-            keep=self.budget.of(length),
-            query_start=rows.num_computed - queries,
-            num_queries=queries,
-            run_start=rows.num_computed,
-        )
 
 
 @dataclass(frozen=True)
@@ -255,7 +216,7 @@ class WhenOver(OnDate):
         return np.asarray(np.maximum(rows.num_prompt, free))
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
@@ -297,7 +258,7 @@ class Bounded(OnDate):
         return np.where(reads, cut, np.maximum(rows.num_prompt, later)).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
@@ -344,7 +305,7 @@ class EveryStep(OnDate):
         )
 
 
-def _last_queries(next_event: IntArray, count: int) -> IntArray:
+def last_queries(next_event: IntArray, count: int) -> IntArray:
     """Log the ``count`` queries in front of the next event, if there is one."""
     if count == 0:
         return np.full_like(next_event, NOT_LOGGING)

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import NOT_LOGGING, CodeBook, Trigger
+from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]

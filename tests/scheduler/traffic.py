@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
@@ -18,7 +19,6 @@ from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
     Budget,
-    CodeBook,
     EveryStep,
     Never,
     Trigger,

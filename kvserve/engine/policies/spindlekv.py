@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.policies.base import (
+    Policy,
     Selection,
     UnevenPolicy,
     argument,
@@ -30,8 +31,9 @@ from kvserve.engine.policies.budgeted import WindowVotes
 from kvserve.engine.policies.budgets import layers, linear_budgets
 from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
 from kvserve.engine.policies.selection import uneven_best_and_newest
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import AtPrefillEnd, Budget, CodeBook, Trigger
+from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
 
 
 @dataclass(frozen=True)
@@ -173,3 +175,8 @@ class SpindleEviction(SpindleKV):
     @property
     def trigger(self) -> Trigger:
         return AtPrefillEnd(self.entries, self.window)
+
+
+def writes_codes(policy: Policy) -> TypeGuard[SpindleKV]:
+    """Whether rows under a policy are held as codes."""
+    return isinstance(policy, SpindleKV) and policy.codebook
