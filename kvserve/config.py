@@ -145,7 +145,11 @@ class SchedulerConfig:
 class ParallelConfig:
     """More than one device."""
 
-    tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp", "--tp"))
+    tensor_parallel_size: int = setting(
+        1,
+        "ranks that share one model: each a GPU, or a process where there is none",
+        aliases=("-tp", "--tp"),
+    )
     data_parallel_size: int = setting(1, "replicas of the engine", aliases=("-dp",))
 
 
@@ -255,7 +259,7 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
-        (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
+        (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,

@@ -44,6 +44,7 @@ class Channel(Protocol):
 def run_core(core: EngineCore, channel: Channel) -> None:
     """Serve commands and run steps until told to stop."""
     while True:
+        core.check()
         refused: list[RefusedSequence] = []
         ended: list[FinishedSequence] = []
         reset = False

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Needs, select_backend
-from kvserve.engine.input_batch import InputBatch
-from kvserve.engine.kv_cache import KVCache, log_block_tokens
+from kvserve.engine.distributed import RankGroup
+from kvserve.engine.executor import Executor, OtherRanks
+from kvserve.engine.kv_cache import log_block_tokens
+from kvserve.engine.memory import free_memory
 from kvserve.engine.messages import EngineInfo
-from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.loader import load_model
@@ -23,6 +22,7 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
@@ -43,7 +43,7 @@ class BuiltEngine:
     """The parts of one engine, and what was decided about them."""
 
     scheduler: Scheduler
-    runner: ModelRunner
+    executor: Executor
     info: EngineInfo
     policy: Policy
     query_reduce: str
@@ -58,7 +58,13 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = [("cpu threads", *limit_threads())] if device == "cpu" else []
+    ranks = config.parallel.tensor_parallel_size
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    threads = [("cpu threads", *limit_threads(ranks))] if device == "cpu" else []
     directory = find_model(
         config.model.model,
         config.model.revision,
@@ -67,6 +73,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
+    part = spec.part(ranks)
     block_size = config.cache.block_size or 16
     with _naming_flags():
         policy = policy.for_model(spec.num_layers, block_size)
@@ -83,15 +90,30 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         block_size,
         _granularity(config, policy),
     )
-    log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
+    plan = RankPlan(
+        config,
+        directory,
+        spec,
+        dtype,
+        device,
+        replace(layout, num_kv_heads=part.num_kv_heads),
+        part.num_heads if query_reduce == "heads" else part.num_kv_heads,
+        fp8,
+    )
     try:
-        log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
+        log_tokens = log_block_tokens(plan.layout, plan.log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    needs = Needs(device, dtype, spec.head_dim, layout.block_size, spec.head_dim**-0.5)
-    attention = select_backend(config.attention_backend, needs)
-    model = model or load_model(directory, config.model, spec, dtype, device)
-    num_blocks = _num_blocks(config, layout, max_len, dtype, device)
+    attention = plan.attention(config.attention_backend)
+    others = OtherRanks(plan, ranks, attention.name)
+    try:
+        group = others.join()
+        model = model or load_model(directory, config.model, spec, dtype, device, group)
+        memory = free_memory(device, config.cache.gpu_memory_utilization)
+        num_blocks = _num_blocks(config, plan, max_len, others.least_memory(memory))
+    except BaseException:
+        others.close()
+        raise
     num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
     scheduler = Scheduler(
         layout,
@@ -107,19 +129,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    max_rows = config.scheduler.max_num_seqs
-    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, device)
-    cache = KVCache(
-        layout,
-        num_blocks,
-        log_heads,
-        dtype,
-        device,
-        fp8_log=fp8,
-        num_host_blocks=num_host_blocks,
-        store_kv=attention.store_kv,
-    )
-    runner = ModelRunner(model, cache, batch, attention.backend)
+    pool = Pool(num_blocks, num_host_blocks, *tables)
+    others.build(pool)
+    executor = Executor(plan.runner(model, attention, pool, group), others)
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -132,14 +144,15 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_blocks=num_blocks - 1,
         default_sampling=defaults.sampling,
         summary=[
-            *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            *_summary(config, policy, plan, num_blocks, max_len),
+            *_ranks_summary(group, part),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *threads,
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
         ],
     )
-    return BuiltEngine(scheduler, runner, info, policy, query_reduce, "fp8" if fp8 else "model")
+    return BuiltEngine(scheduler, executor, info, policy, query_reduce, "fp8" if fp8 else "model")
 
 
 @contextmanager
@@ -196,13 +209,17 @@ def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
 
 def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
     """The layout that was asked for, or what the policy needs."""
-    if config.cache.kv_layout == "auto":
-        return policy.granularity
-    layout = Granularity(config.cache.kv_layout)
+    auto = config.cache.kv_layout == "auto"
+    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
     if not policy.granularity.fits(layout):
         raise ConfigError(
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+        )
+    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size: with --kv-layout head (policy adakv) every rank would need "
+            "another number of blocks, and there is one pool; use 1, or another policy"
         )
     return layout
 
@@ -215,16 +232,19 @@ def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
     return has_it and dtype is not torch.float32
 
 
-def _num_blocks(
-    config: EngineConfig, layout: KVLayout, max_len: int, dtype: torch.dtype, device: str
-) -> int:
-    """Blocks of the pool, the null block included; never more than could be used at once."""
+def _num_blocks(config: EngineConfig, plan: RankPlan, max_len: int, free: int) -> int:
+    """Blocks of the pool, the null block included; never more than could be used at once.
+
+    ``free`` bytes are what every rank could give.
+    """
     if config.cache.num_gpu_blocks_override is not None:
         return config.cache.num_gpu_blocks_override + 1
     memory = config.cache.kv_cache_memory
     if memory is None:
-        memory = _default_memory(config, device)
-    block_bytes = layout.block_elements * dtype.itemsize
+        shared = 4 * config.parallel.tensor_parallel_size
+        memory = free if plan.device == "cuda" else min(_GIB, free // shared)
+    layout = plan.layout
+    block_bytes = layout.block_elements * plan.dtype.itemsize
     affordable = memory // block_bytes
     if affordable < 2:
         raise ConfigError(
@@ -240,23 +260,6 @@ def _num_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) ->
     if space is None:
         return min(num_blocks - 1, 4 * _GIB // block_bytes)
     return int(space * _GIB) // block_bytes
-
-
-def _default_memory(config: EngineConfig, device: str) -> int:
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return int(free - (1.0 - config.cache.gpu_memory_utilization) * total)
-    return min(_GIB, _available_memory() // 4)
-
-
-def _available_memory() -> int:
-    """Bytes the machine could still give; where it does not say, assume 4 GiB."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        return kib * 1024
-    except (OSError, StopIteration):
-        return 4 * _GIB
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
@@ -294,19 +297,14 @@ def _context_reason(spec: ModelSpec) -> str:
 
 
 def _summary(
-    config: EngineConfig,
-    policy: Policy,
-    spec: ModelSpec,
-    layout: KVLayout,
-    num_blocks: int,
-    max_len: int,
-    dtype: torch.dtype,
-    device: str,
+    config: EngineConfig, policy: Policy, plan: RankPlan, num_blocks: int, max_len: int
 ) -> list[tuple[str, str, str]]:
     """Rows (feature, state, why) of the start-up table."""
+    spec, layout, dtype, device = plan.spec, plan.layout, plan.dtype, plan.device
     block_bytes = layout.block_elements * dtype.itemsize
     pool = (num_blocks - 1) * block_bytes
     full = (num_blocks - 1) / layout.blocks_for(max_len)
+    each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
     return [
@@ -321,12 +319,22 @@ def _summary(
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (
             "kv pool",
-            f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB",
+            f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
             f"{full:.1f} sequences of full length; --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
+    ]
+
+
+def _ranks_summary(group: RankGroup, part: ModelSpec) -> list[tuple[str, str, str]]:
+    """The row of the start-up table on ranks, where there are several."""
+    if group.size == 1:
+        return []
+    held = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
+    return [
+        ("tensor parallel", f"{group.size} ranks, {held}", f"{group.kind}; --tensor-parallel-size")
     ]
 
 
