@@ -96,8 +96,8 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = setting(
         None,
-        "bytes for the pool (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB and a "
-        "quarter of free memory)",
+        "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
+        "and a quarter of free memory)",
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)

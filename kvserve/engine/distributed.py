@@ -46,11 +46,6 @@ class RankGroup:
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return cls(rank, size, dist.ProcessGroupGloo(shared, rank, size, gloo))
 
-    @property
-    def kind(self) -> str:
-        """The library that carries tensors."""
-        return "gloo" if self._backend is None else str(self._backend.name())
-
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, in place."""
         if self.size > 1:

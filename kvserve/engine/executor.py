@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -69,14 +70,16 @@ class OtherRanks:
     def __init__(self, plan: RankPlan, size: int, attention: str) -> None:
         self._size = size
         self._device = plan.device
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
-        self._store = Path(self._directory.name) / "ranks"
         self._group = ALONE
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended = threading.Event()
         self._closing = False
         self._dead = ""
+        if size == 1:
+            return
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
             self._start(RankStart(plan, rank, size, self._store, attention, threads, level))
@@ -96,20 +99,15 @@ class OtherRanks:
 
     def build(self, pool: Pool) -> None:
         """Let them allocate; from now on they say nothing, and are watched."""
-        for pipe in self._pipes:
-            pipe.send(pool)
+        self._tell(pickle.dumps(pool))
         if self._pipes:
             threading.Thread(target=self._watch, name="kvserve-ranks", daemon=True).start()
 
     def send(self, message: SchedulerOutput | tuple[int, Policy]) -> None:
         """Hand the same message to all; ``EngineDeadError`` if one of them has ended."""
         self.check()
-        if not self._pipes:
-            return
-        data = message_for_ranks(message)
-        for pipe in self._pipes:
-            with suppress(OSError):  # one that has just ended is found by ``check``
-                pipe.send_bytes(data)
+        if self._pipes:
+            self._tell(message_for_ranks(message))
 
     def check(self) -> None:
         """``EngineDeadError`` says who has ended."""
@@ -132,9 +130,7 @@ class OtherRanks:
         """Ask them to leave; make those that do not within seconds."""
         self._closing = True
         self._dead = self._dead or "the engine was closed"
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.send(None)
+        self._tell(pickle.dumps(None))
         for process in self._processes:
             try:
                 process.wait(_EXIT_TIMEOUT_S)
@@ -144,7 +140,13 @@ class OtherRanks:
         for pipe in self._pipes:
             pipe.close()
         self._pipes, self._processes = [], []
-        self._directory.cleanup()
+        if self._size > 1:
+            self._directory.cleanup()
+
+    def _tell(self, message: bytes) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # whoever has just ended is noticed elsewhere
+                pipe.send_bytes(message)
 
     def _start(self, start: RankStart) -> None:
         ours, theirs = Pipe()
@@ -158,7 +160,8 @@ class OtherRanks:
         )
         theirs.close()
         self._pipes.append(ours)
-        ours.send(start)
+        with suppress(OSError):
+            ours.send(start)
 
     def _receive(self, rank: int) -> Any:
         try:

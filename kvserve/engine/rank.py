@@ -164,7 +164,12 @@ def message_for_ranks(message: SchedulerOutput | tuple[int, Policy]) -> bytes:
     """A message without what only the first rank needs: the sampled sequences and their rules."""
     if isinstance(message, SchedulerOutput):
         sequences = tuple(
-            replace(seq, column_hashes=[], sampling=replace(seq.sampling, rules=None, grammar=None))
+            replace(
+                seq,
+                token_ids=seq.token_ids[:0],
+                column_hashes=[],
+                sampling=replace(seq.sampling, rules=None, grammar=None),
+            )
             for seq in message.admitted.sequences
         )
         admitted = replace(message.admitted, sequences=sequences)

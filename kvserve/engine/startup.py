@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.distributed import RankGroup
+from kvserve.engine.attention.select import Choice
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
-from kvserve.engine.memory import free_memory
+from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
@@ -30,7 +31,6 @@ from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GIB = 1024**3
 _LAYOUT_MEANS = {
     Granularity.MODEL: "all layers and heads hold equally many entries",
     Granularity.LAYER: "layers may hold different numbers of entries",
@@ -73,7 +73,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
-    part = spec.part(ranks)
     block_size = config.cache.block_size or 16
     with _naming_flags():
         policy = policy.for_model(spec.num_layers, block_size)
@@ -81,47 +80,83 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
-    query_reduce = policy.query_reduction or "group_mean"
+    plan = _plan(config, policy, spec, directory, dtype, device)
+    attention = plan.attention(config.attention_backend)
+    with ExitStack() as on_failure:
+        others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
+        scheduler, executor, pool = _start(plan, max_len, attention, others, model)
+        on_failure.pop_all()
+    num_blocks = pool.num_blocks - 1
+    use_sampling = config.model.generation_config != "none"
+    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
+    info = EngineInfo(
+        model_path=str(directory),
+        max_model_len=max_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=defaults.eos_token_ids,
+        policy_name=policy.name,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        default_sampling=defaults.sampling,
+        summary=[
+            *_summary(config, policy, plan, num_blocks, max_len),
+            *_ranks_summary(plan, ranks),
+            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            *threads,
+            *_scheduling_summary(config, pool.num_host_blocks),
+            _sampling_row(config, defaults),
+        ],
+    )
+    reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
+    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype)
+
+
+def _plan(
+    config: EngineConfig,
+    policy: Policy,
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    device: str,
+) -> RankPlan:
+    """What every rank builds."""
+    part = spec.part(config.parallel.tensor_parallel_size)
+    block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
+    heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
+    layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
     fp8 = _fp8_log(policy, dtype, device)
-    layout = KVLayout(
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
-        block_size,
-        _granularity(config, policy),
-    )
-    plan = RankPlan(
-        config,
-        directory,
-        spec,
-        dtype,
-        device,
-        replace(layout, num_kv_heads=part.num_kv_heads),
-        part.num_heads if query_reduce == "heads" else part.num_kv_heads,
-        fp8,
-    )
     try:
-        log_tokens = log_block_tokens(plan.layout, plan.log_heads, dtype.itemsize if fp8 else 1)
+        log_block_tokens(layout, heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    attention = plan.attention(config.attention_backend)
-    others = OtherRanks(plan, ranks, attention.name)
-    try:
-        group = others.join()
-        model = model or load_model(directory, config.model, spec, dtype, device, group)
-        memory = free_memory(device, config.cache.gpu_memory_utilization)
-        num_blocks = _num_blocks(config, plan, max_len, others.least_memory(memory))
-    except BaseException:
-        others.close()
-        raise
-    num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
+    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8)
+
+
+def _start(
+    plan: RankPlan,
+    max_len: int,
+    attention: Choice,
+    others: OtherRanks,
+    model: Transformer | None,
+) -> tuple[Scheduler, Executor, Pool]:
+    """Load every rank's part of the model, size the pool, and build scheduler and runners."""
+    config, group = plan.config, others.join()
+    if model is None:
+        weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
+        model = load_model(*weights, group)
+    free = others.least_memory(free_memory(plan.device, config.cache.gpu_memory_utilization))
+    layout, itemsize = plan.layout, plan.dtype.itemsize
+    num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
+    layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
+    num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
+    per_number = itemsize if plan.fp8_log else 1
     scheduler = Scheduler(
         layout,
         num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_len,
-        log_block_tokens=log_tokens,
+        log_block_tokens=log_block_tokens(plan.layout, plan.log_heads, per_number),
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -131,28 +166,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     pool = Pool(num_blocks, num_host_blocks, *tables)
     others.build(pool)
-    executor = Executor(plan.runner(model, attention, pool, group), others)
-    use_sampling = config.model.generation_config != "none"
-    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
-    info = EngineInfo(
-        model_path=str(directory),
-        max_model_len=max_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=defaults.eos_token_ids,
-        policy_name=policy.name,
-        block_size=layout.block_size,
-        num_blocks=num_blocks - 1,
-        default_sampling=defaults.sampling,
-        summary=[
-            *_summary(config, policy, plan, num_blocks, max_len),
-            *_ranks_summary(group, part),
-            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            *threads,
-            *_scheduling_summary(config, num_host_blocks),
-            _sampling_row(config, defaults),
-        ],
-    )
-    return BuiltEngine(scheduler, executor, info, policy, query_reduce, "fp8" if fp8 else "model")
+    return scheduler, Executor(plan.runner(model, attention, pool, group), others), pool
 
 
 @contextmanager
@@ -207,8 +221,8 @@ def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
 
-def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
-    """The layout that was asked for, or what the policy needs."""
+def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that was asked for, or what the policy needs; ``ConfigError`` if it cannot be."""
     auto = config.cache.kv_layout == "auto"
     layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
     if not policy.granularity.fits(layout):
@@ -224,42 +238,17 @@ def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
     return layout
 
 
+def _query_reduction(policy: Policy) -> str:
+    """How this engine logs queries, for the policies of requests too."""
+    return policy.query_reduction or "group_mean"
+
+
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
     """Whether queries are logged in one byte a number."""
     if policy.logged_dtype != "auto":
         return policy.logged_dtype == "fp8"
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     return has_it and dtype is not torch.float32
-
-
-def _num_blocks(config: EngineConfig, plan: RankPlan, max_len: int, free: int) -> int:
-    """Blocks of the pool, the null block included; never more than could be used at once.
-
-    ``free`` bytes are what every rank could give.
-    """
-    if config.cache.num_gpu_blocks_override is not None:
-        return config.cache.num_gpu_blocks_override + 1
-    memory = config.cache.kv_cache_memory
-    if memory is None:
-        shared = 4 * config.parallel.tensor_parallel_size
-        memory = free if plan.device == "cuda" else min(_GIB, free // shared)
-    layout = plan.layout
-    block_bytes = layout.block_elements * plan.dtype.itemsize
-    affordable = memory // block_bytes
-    if affordable < 2:
-        raise ConfigError(
-            f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
-        )
-    usable = config.scheduler.max_num_seqs * layout.blocks_for(max_len) * 2
-    return int(min(affordable, usable + 1))
-
-
-def _num_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
-    """Blocks of the swap space, the null block aside."""
-    space = config.cache.swap_space
-    if space is None:
-        return min(num_blocks - 1, 4 * _GIB // block_bytes)
-    return int(space * _GIB) // block_bytes
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
@@ -302,8 +291,8 @@ def _summary(
     """Rows (feature, state, why) of the start-up table."""
     spec, layout, dtype, device = plan.spec, plan.layout, plan.dtype, plan.device
     block_bytes = layout.block_elements * dtype.itemsize
-    pool = (num_blocks - 1) * block_bytes
-    full = (num_blocks - 1) / layout.blocks_for(max_len)
+    pool = num_blocks * block_bytes
+    full = num_blocks / layout.blocks_for(max_len)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
@@ -319,7 +308,7 @@ def _summary(
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (
             "kv pool",
-            f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
+            f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
             f"{full:.1f} sequences of full length; --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
@@ -328,14 +317,13 @@ def _summary(
     ]
 
 
-def _ranks_summary(group: RankGroup, part: ModelSpec) -> list[tuple[str, str, str]]:
+def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
     """The row of the start-up table on ranks, where there are several."""
-    if group.size == 1:
+    if ranks == 1:
         return []
-    held = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
-    return [
-        ("tensor parallel", f"{group.size} ranks, {held}", f"{group.kind}; --tensor-parallel-size")
-    ]
+    part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
+    state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
+    return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:
