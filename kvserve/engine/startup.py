@@ -18,6 +18,7 @@ from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
@@ -86,7 +87,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
         scheduler, executor, pool = _start(plan, max_len, attention, others, model)
         on_failure.pop_all()
-    num_blocks = pool.num_blocks - 1
+    num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -102,6 +103,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             *_summary(config, policy, plan, num_blocks, max_len),
             *_ranks_summary(plan, ranks),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            ("linear layers", *_linear_layers(dtype, device)),
+            ("operators", operators.name, operators.reason),
             *threads,
             *_scheduling_summary(config, pool.num_host_blocks),
             _sampling_row(config, defaults),
@@ -324,6 +327,12 @@ def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
     part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
     state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
     return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
+
+
+def _linear_layers(dtype: torch.dtype, device: str) -> tuple[str, str]:
+    if can_pack(dtype, device):
+        return "oneDNN", "weights are packed for this CPU"
+    return "torch", "oneDNN is for float32 and bfloat16 on a CPU"
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:

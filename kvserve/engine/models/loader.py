@@ -13,6 +13,7 @@ from tqdm import tqdm
 from kvserve.config import ModelConfig
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
@@ -35,6 +36,8 @@ def load_model(
         _fill_randomly(model, config.seed + group.rank)
     else:
         _read_weights(model, Checkpoint(directory), config.model)
+    if can_pack(dtype, device):
+        model.pack()
     return model.eval()
 
 
