@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
@@ -122,6 +123,9 @@ class OtherRanks:
         failed = unexplained and self._ended.wait(2 * _LAST_WORDS_S)
         self._dead = self._dead or f"a step failed: {error!r}"
         self._group.abort()
+        self._closing = True
+        for process in self._processes:
+            process.kill()  # they may wait for this rank, and would not hear it ask
         self.close()
         if failed:
             raise EngineDeadError(self._dead) from error
@@ -131,9 +135,10 @@ class OtherRanks:
         self._closing = True
         self._dead = self._dead or "the engine was closed"
         self._tell(pickle.dumps(None))
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
         for process in self._processes:
             try:
-                process.wait(_EXIT_TIMEOUT_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -144,6 +144,23 @@ def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
             generate(llm)
 
 
+def test_an_interrupted_step_ends_the_engine(llama_dir: Path) -> None:
+    """The other rank is in the middle of a step that this one will never finish."""
+    with started(llama_dir, 2) as llm:
+        (process,) = llm.engine.core.executor._others._processes
+        runner = llm.engine.core.runner
+
+        def interrupted(output: SchedulerOutput) -> LaunchedStep:
+            raise KeyboardInterrupt
+
+        runner.launch = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+        assert process.poll() is not None
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            generate(llm)
+
+
 def test_a_rank_that_cannot_load_its_part_says_why(llama_dir: Path, tmp_path: Path) -> None:
     tensors = load_file(llama_dir / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = torch.nan
