@@ -96,8 +96,8 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = setting(
         None,
-        "bytes for the pool (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB and a "
-        "quarter of free memory)",
+        "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
+        "and a quarter of free memory)",
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
@@ -145,7 +145,11 @@ class SchedulerConfig:
 class ParallelConfig:
     """More than one device."""
 
-    tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp", "--tp"))
+    tensor_parallel_size: int = setting(
+        1,
+        "ranks that share one model: each a GPU, or a process where there is none",
+        aliases=("-tp", "--tp"),
+    )
     data_parallel_size: int = setting(1, "replicas of the engine", aliases=("-dp",))
 
 
@@ -263,7 +267,7 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
-        (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
+        (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import MovePlan, groups_of, lanes_of, plan_moves
 from kvserve.engine.policies.base import Policy, UnevenPolicy
@@ -39,6 +40,7 @@ class Compressor:
         scale: float,
         recomputer: QueryRecomputer,
         scratch_bytes: int = _SCRATCH_BYTES,
+        group: RankGroup = ALONE,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for those who follow positions."""
@@ -46,6 +48,7 @@ class Compressor:
         self._scale = scale
         self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
+        self._group = group
 
     @property
     def workspace_bytes(self) -> int:
@@ -95,13 +98,15 @@ class Compressor:
                 windows, policy, leaders, block_tables, log_tables
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
-                entries = _long(windows.entries[some], found.indices)[..., None]
-                chosen = found.indices[:, where] + entries
+                indices, kept_counts = self._own(policy, found.indices, found.counts)
+                self._group.note(kept_counts)
+                entries = _long(windows.entries[some], indices)[..., None]
+                chosen = indices[:, where] + entries
                 if policy.keeps_blocks:
                     columns = chosen[..., ::size] // size
                     result[_long(at[some], result), ..., : columns.shape[-1]] = columns
                 else:
-                    result[_long(at[some], result)] = found.counts[:, where]
+                    result[_long(at[some], result)] = kept_counts[:, where]
                 kept |= dict(zip(part.seq_ids[some].tolist(), chosen, strict=True))
         return groups_of(result, cache.layout), kept
 
@@ -162,12 +167,20 @@ class Compressor:
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
             scores = policy.score(observed)
-            kept = policy.select(scores, windows.length, keep)
+            chosen = policy.select(scores, windows.length, keep)
+            kept, scores = self._own(policy, chosen, scores)
             if kept_scores is not None:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
         return torch.cat(parts)[:, where]
+
+    def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
+        """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
+        if not policy.couples_heads:
+            return list(tensors)
+        self._group.note(tensors[0])
+        return [self._group.own(tensor, dim=2) for tensor in tensors]
 
     def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:
         """The layers that are scored, and for every layer the place of its own among them."""
@@ -204,7 +217,10 @@ class Compressor:
             missing = part.missing(keys.device)
             if missing is not None:
                 missing = missing[:, layers]
-            yield some, Observation(queries, keys, self._scale, scores, missing)
+            yield some, Observation(queries, keys, self._scale, scores, missing, self._gather)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._group.gather(x, dim=2)
 
     def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""

@@ -89,6 +89,7 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             refused.append(RefusedSequence(new.seq_id, str(error), error.param, error.code))
 
     while True:
+        core.check()
         ended: list[FinishedSequence] = []
         reset = False
         refused.clear()

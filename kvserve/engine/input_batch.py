@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
@@ -80,6 +81,12 @@ class InputBatch:
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
+
+    def note(self, rows: IntArray, group: RankGroup) -> None:
+        """Let ``group`` compare what these rows hold and what came last."""
+        at = self._long(rows)
+        for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
+            group.note(lengths)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""

@@ -29,8 +29,8 @@ class QueryRecomputer:
 
     @property
     def heads(self) -> int:
-        """Hq: query heads of the model."""
-        return self._model.spec.num_heads
+        """Hq: query heads of this rank."""
+        return self._model.part.num_heads
 
     def queries(
         self,

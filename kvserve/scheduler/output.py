@@ -164,5 +164,11 @@ class SchedulerOutput:
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
 
     @property
+    def sampled_rows(self) -> IntArray:
+        """The rows of ``sampled``."""
+        decoding = np.arange(self.num_decoding, dtype=np.int32)
+        return np.concatenate([decoding, self.prefill.rows[self.sampled_chunks]])
+
+    @property
     def num_tokens(self) -> int:
         return self.num_decoding + len(self.prefill.token_ids)
