@@ -186,9 +186,9 @@ class EngineConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     attention_backend: str = setting(
         "auto",
-        "attention implementation; cpu is compiled by g++ at first use, and auto takes it on a CPU "
-        "where it can",
-        choices=("auto", "cpu", "torch"),
+        "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
+        "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
+        metavar="NAME[,NAME]",
     )
     grammar_backend: str = setting(
         "llguidance",

@@ -123,6 +123,7 @@ class InputBatch:
             rows=rows,
             starts=_starts(np.full(len(rows), count)),
             columns=entries.max(axis=1) // self.layout.block_size + 1,
+            causal=bool((np.diff(entries) == 1).all()),
         )
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:

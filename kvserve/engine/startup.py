@@ -88,7 +88,14 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    needs = Needs(device, dtype, spec.head_dim, layout.block_size, spec.head_dim**-0.5)
+    needs = Needs(
+        device,
+        dtype,
+        spec.head_dim,
+        layout.block_size,
+        spec.head_dim**-0.5,
+        per_head=layout.rows > 1,
+    )
     attention = select_backend(config.attention_backend, needs)
     model = model or load_model(directory, config.model, spec, dtype, device)
     num_blocks = _num_blocks(config, layout, max_len, dtype, device)
