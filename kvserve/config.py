@@ -184,6 +184,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    device: str = setting(
+        "auto", "auto is a GPU where torch sees one", choices=("auto", "cuda", "cpu")
+    )
     attention_backend: str = setting(
         "auto",
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
@@ -209,7 +212,7 @@ class EngineConfig:
             section = _SECTION_OF.get(name)
             if section is not None:
                 sections[section][name] = value
-            elif name in ("attention_backend", "enforce_eager", "grammar_backend"):
+            elif name in _OWN:
                 own[name] = value
             else:
                 raise ConfigError(f"unknown setting {name!r}")
@@ -224,6 +227,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "compression": CompressionConfig,
 }
+_OWN = [f.name for f in fields(EngineConfig) if f.name not in SECTIONS]
 _SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
 
 

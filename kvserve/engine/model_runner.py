@@ -21,6 +21,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
+from kvserve.engine.transfer import to_device
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity
@@ -123,7 +124,7 @@ class ModelRunner:
         scored = self._score_prompts(output, hidden)
         if not len(rows):
             return LaunchedStep(None, rows, counts, scored)
-        at = torch.as_tensor(last, device=hidden.device).long()
+        at = to_device(last, hidden.device)
         logits = self.model.logits(hidden[at])
         positions = batch.positions[at] + 1
         grammars = [
@@ -131,12 +132,14 @@ class ModelRunner:
             for place in self.batch.sampling.with_grammar(rows)
         ]
         # On a GPU the forward is still running while the host works out the masks.
-        allowed = allowed_tokens(grammars, *logits.shape).to(logits.device) if grammars else None
+        allowed = None
+        if grammars:
+            masks = allowed_tokens(grammars, *logits.shape)
+            allowed = to_device(masks, logits.device, torch.bool)
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         if self.force is not None:
             sampled = SampledTokens(self.force(positions))
-        where = torch.as_tensor(rows, device=hidden.device).long()
-        self.batch.last_token[where] = sampled.token_ids
+        self.batch.last_token[to_device(rows, hidden.device)] = sampled.token_ids
         wanted = self.batch.sampling.wants_logprobs(rows)
         return LaunchedStep(sampled, wanted, counts, scored, grammars)
 
@@ -150,9 +153,9 @@ class ModelRunner:
             targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
             # In pieces: the logits of a whole chunk may take more memory than the model.
             for at in range(0, len(targets), _SCORED_AT_ONCE):
-                ids = torch.as_tensor(targets[at : at + _SCORED_AT_ONCE], device=hidden.device)
+                ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
                 logits = self.model.logits(hidden[first + at : first + at + len(ids)])
-                tokens = with_logprobs(logits, ids.long(), prompt.count)
+                tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
 

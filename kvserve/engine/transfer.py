@@ -15,6 +15,6 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
     pinned memory, which torch keeps until the copy is done, is queued like a kernel.
     """
     host = torch.as_tensor(array, dtype=dtype)
-    if torch.device(device).type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
