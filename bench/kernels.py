@@ -26,7 +26,11 @@ from torch import Tensor
 
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.gather_kv import gather_keys_torch, gather_keys_triton
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from kvserve.kernels.paged_attention import (
+    Chunks,
+    paged_attention_torch,
+    paged_attention_triton,
+)
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
 from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
@@ -103,13 +107,13 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         last = torch.arange(chunk, device=setting.device).repeat(rows).int()
         last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
         starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        inputs = q, keys, values, tables[0], own, last, dim**-0.5
-        read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
+        chunks = Chunks(own, last, setting.context, starts, chunk)
+        inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         yield Case(
             kernel,
-            partial(paged_attention_triton, *inputs, setting.context, starts, chunk),
-            partial(paged_attention_torch, *inputs, starts),
+            partial(paged_attention_triton, *inputs),
+            partial(paged_attention_torch, *inputs),
             read * q.itemsize,
             4 * q_heads * dim * int((last[0] + 1).sum()),
         )

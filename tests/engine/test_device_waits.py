@@ -80,7 +80,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine on ``meta`` takes the launchers that it takes on CUDA; kernels do not run."""
 
     def choose(wanted: str, needs: Needs) -> Choice:
-        attention = TritonAttention(needs.scale)
+        attention = TritonAttention(needs.scale, needs.block_size)
         return Choice("triton", ByPhase(attention, attention), store_kv_triton, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")

@@ -41,6 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         launch(kernel, *args, **options)
 
     monkeypatch.setattr(Kernel, "launch", record)
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)

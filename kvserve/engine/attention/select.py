@@ -84,7 +84,7 @@ def _make_cpu(needs: Needs) -> AttentionBackend:
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
-    attention = TritonAttention(needs.scale)
+    attention = TritonAttention(needs.scale, needs.block_size)
     return ByPhase(attention, attention)
 
 

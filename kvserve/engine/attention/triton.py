@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.transfer import to_device
-from kvserve.kernels.dispatch import HEAD_DIMS
-from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.checks import HEAD_DIMS
+from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 
 
 def refusal(device: str, head_dim: int) -> str | None:
@@ -27,46 +27,31 @@ def refusal(device: str, head_dim: int) -> str | None:
 
 
 class TritonAttention:
-    """Logits are scaled by ``scale``."""
+    """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, block_size: int) -> None:
         self._scale = scale
+        self._block_size = block_size
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Bounds from what the host knows, so that nothing waits for the device."""
         device, max_chunk = batch.tables.device, int(np.diff(batch.starts).max())
-        return _Planned(
-            rows=to_device(batch.rows, device),
-            starts=None if max_chunk == 1 else to_device(batch.starts, device),
-            max_chunk=max_chunk,
-            max_columns=int(batch.columns.max()),
-            tables=batch.tables,
-            last=batch.last.contiguous(),
-            scale=self._scale,
-        )
+        rows = to_device(batch.rows, device)
+        starts = None if max_chunk == 1 else to_device(batch.starts, device)
+        max_held = int(batch.columns.max()) * self._block_size
+        chunks = [
+            Chunks(rows, last, max_held, starts, max_chunk) for last in batch.last.contiguous()
+        ]
+        return _Planned(chunks, batch.tables, self._scale)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    rows: Tensor
-    starts: Tensor | None
-    max_chunk: int
-    max_columns: int
+    chunks: list[Chunks]
     tables: Tensor
-    last: Tensor
     scale: float
 
     def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
-        return paged_attention_triton(
-            q,
-            keys,
-            values,
-            self.tables[group],
-            self.rows,
-            self.last[group],
-            self.scale,
-            self.max_columns * keys.shape[1],
-            self.starts,
-            self.max_chunk,
-        )
+        tables, chunks = self.tables[group], self.chunks[group]
+        return paged_attention_triton(q, keys, values, tables, chunks, self.scale)
