@@ -161,9 +161,9 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chun
     if last.shape != (per_row, tokens):
         raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
     if len(rows) != (tokens if starts is None else len(starts) - 1):
-        chunks = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
+        wanted = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
         raise ValueError(
-            f"rows {list(rows.shape)} do not go with the {chunks} of q {list(q.shape)}"
+            f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
         )
     if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
         raise ValueError("tables, rows and last have to be contiguous")
