@@ -26,6 +26,8 @@ TORCH_DONE := $(VENV)/.torch-installed
 RUN_DONE := $(VENV)/.kvserve-installed
 DEV_DONE := $(VENV)/.kvserve-dev-installed
 CLIENTS := .venv-acceptance
+# Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
+OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
@@ -47,7 +49,7 @@ run: $(RUN_DONE) ## serve the shipped model (PORT, MODEL, POLICY, ARGS)
 test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 	$(PYTEST) $(ARGS)
 
-test-long: $(DEV_DONE) ## run all tests, the slow ones too
+test-long: $(DEV_DONE) $(OTHER_TRITON)/triton ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, litellm, ...)
@@ -75,7 +77,7 @@ clean: ## remove caches and build outputs
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments
-	rm -rf $(VENV) $(CLIENTS)
+	rm -rf $(VENV) $(CLIENTS) $(OTHER_TRITON)
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -90,6 +92,9 @@ $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
+
+$(OTHER_TRITON)/triton: | $(BIN)/python
+	$(PIP) install --target $(OTHER_TRITON) --no-deps $(subst .triton-,triton==,$(OTHER_TRITON))
 
 # torch first: a later step would otherwise take the newest one, which on Linux is a CUDA build of some GB.
 $(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python

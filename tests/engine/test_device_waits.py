@@ -28,6 +28,7 @@ from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.window_scores import window_scores_triton
+from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
 
 ATEN = torch.ops.aten
@@ -121,3 +122,9 @@ def test_no_step_waits(policy: dict[str, Any], tmp_path: Path) -> None:
         prompts = random_prompts([5, 17, 33, 1])
         outputs = llm.generate(prompts, [GREEDY, DRAWN] * 2, use_tqdm=False)
     assert any(output.kv_cache_details.compactions for output in outputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(llama_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cuda: torch sees no CUDA device"):
+        LLM(str(llama_dir), device="cuda", skip_tokenizer_init=True)
