@@ -31,7 +31,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -71,6 +71,9 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 
 bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
+
+bench-gpu: $(RUN_DONE) ## check and time the Triton kernels on a GPU (ARGS)
+	$(BIN)/python -m bench.kernels $(ARGS)
 
 clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
+from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
     gather_keys_torch,
     gather_keys_triton,
@@ -163,16 +164,19 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
     )
     keys = gather_keys_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
     query = setting.random(rows, *lanes, WINDOW, dim)
-    inputs = query, keys, dim**-0.5
-    flops = 4 * rows * math.prod(lanes) * WINDOW * seen * dim
-    yield Case(
-        "window scores",
-        partial(window_scores_triton, *inputs),
-        partial(window_scores_torch, *inputs),
-        2 * (query.numel() + keys.numel()) * query.itemsize,
-        flops,
-        layers,
-    )
+    logged_queries = {"window scores": query}
+    if capability(query.device) >= (8, 9):
+        logged_queries["window scores e4m3"] = query.to(torch.float8_e4m3fn)
+    for kernel, queries in logged_queries.items():
+        inputs = queries, keys, dim**-0.5
+        yield Case(
+            kernel,
+            partial(window_scores_triton, *inputs),
+            partial(window_scores_torch, *inputs),
+            2 * (queries.nbytes + keys.nbytes),
+            4 * rows * math.prod(lanes) * WINDOW * seen * dim,
+            layers,
+        )
     scores = torch.rand(rows, *lanes, seen, device=device)
     select = partial(token_to_chunk, scores, KEPT, CHUNK_BUDGET, MAX_CHUNK)
     yield Case("select", select, select, scores.nbytes, layers=layers)

@@ -14,7 +14,7 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A field with its help text; ``extra`` may hold ``choices``, ``aliases`` and ``metavar``.
+    """A field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -194,7 +194,6 @@ class EngineConfig:
         "auto",
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
-        metavar="NAME[,NAME]",
     )
     grammar_backend: str = setting(
         "llguidance",

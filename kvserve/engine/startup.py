@@ -334,11 +334,7 @@ def _summary(
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
     return [
-        (
-            "model",
-            config.model.model,
-            f"{spec.architecture}, {str(dtype)[6:]} on {device}",
-        ),
+        ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         _weights_row(config, spec, dtype),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (

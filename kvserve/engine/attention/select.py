@@ -194,11 +194,10 @@ def _take(
             except (BuildError, ImportError) as error:
                 why = str(error)
                 logger.warning("attention backend %s is not there: %s", candidate.name, why)
-        if why is not None:
-            if named:
-                raise ConfigError(f"--attention-backend {name}: {why}")
-            who = refused.setdefault(why, [])
-            who.extend({candidate.name}.difference(who))
+        if why is not None and named:
+            raise ConfigError(f"--attention-backend {name}: {why}")
+        if why is not None and candidate.name not in refused.setdefault(why, []):
+            refused[why].append(candidate.name)
     assert taken is not None, "torch's SDPA runs anywhere"
     return taken
 
