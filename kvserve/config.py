@@ -14,7 +14,7 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A field with its help text; ``extra`` may hold ``choices``, ``aliases`` and ``metavar``.
+    """A field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -191,11 +191,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    device: str = setting(
+        "auto", "auto is a GPU where torch sees one", choices=("auto", "cuda", "cpu")
+    )
     attention_backend: str = setting(
         "auto",
-        "attention implementation; cpu is compiled by g++ at first use, and auto takes it on a CPU "
-        "where it can",
-        choices=("auto", "cpu", "torch"),
+        "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
+        "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
     grammar_backend: str = setting(
         "llguidance",
@@ -216,7 +218,7 @@ class EngineConfig:
             section = _SECTION_OF.get(name)
             if section is not None:
                 sections[section][name] = value
-            elif name in ("attention_backend", "enforce_eager", "grammar_backend"):
+            elif name in _OWN:
                 own[name] = value
             else:
                 raise ConfigError(f"unknown setting {name!r}")
@@ -231,6 +233,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "compression": CompressionConfig,
 }
+_OWN = [f.name for f in fields(EngineConfig) if f.name not in SECTIONS]
 _SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
 
 

@@ -20,6 +20,7 @@ from kvserve.engine.moves import MovePlan, groups_of, lanes_of, plan_moves
 from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.recompute import QueryRecomputer
+from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import Windows, slots_of, uneven_lengths
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
@@ -141,7 +142,7 @@ class Compressor:
         place = torch.arange(plan.src.shape[-1], device=plan.src.device)
         first = _long(task.copy_start % size, plan.src)[:, None, None, None]
         ends = torch.where(plan.exists, first + place, 0)
-        dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=plan.src.device)
+        dst_tables = to_device(task.dst_blocks, plan.src.device, torch.int32)
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
@@ -199,7 +200,7 @@ class Compressor:
     ) -> Iterator[tuple[slice, Observation]]:
         """As many windows at a time as the scratch holds: which, and what their scorer sees."""
         cache, layout = self._cache, self._cache.layout
-        layers = torch.tensor(scored, device=block_tables.device)
+        layers = to_device(scored, block_tables.device)
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
         step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
@@ -280,4 +281,4 @@ def _by_window(x: Tensor, windows: Windows) -> Tensor:
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:
-    return torch.as_tensor(array, device=like.device).long()
+    return to_device(array, like.device)

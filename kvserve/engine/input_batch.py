@@ -14,6 +14,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -53,9 +54,9 @@ class InputBatch:
         self._park_scores(output)
         new = output.admitted
         if new.sequences:
-            rows = torch.tensor([seq.row for seq in new.sequences], device=self.device)
+            rows = self._long([seq.row for seq in new.sequences])
             prompts = [seq.num_prompt_tokens for seq in new.sequences]
-            self.prompt_lens[rows] = torch.tensor(prompts, device=self.device)
+            self.prompt_lens[rows] = self._long(prompts)
             self.kv_lens[:, rows] = self._long(new.kv_lens)
             self.num_computed[rows] = self._long(new.num_computed)
             self.log_from[rows] = self._long(new.log_from)
@@ -130,6 +131,7 @@ class InputBatch:
             rows=rows,
             starts=_starts(np.full(len(rows), count)),
             columns=entries.max(axis=1) // self.layout.block_size + 1,
+            causal=bool((np.diff(entries) == 1).all()),
         )
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class InputBatch:
         for task in output.swap_ins:
             for i, scores in self._parked_scores.pop(task.place).items():
                 if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
-                    self._kept_scores[i][task.row] = scores.to(self.device)
+                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -164,14 +166,14 @@ class InputBatch:
             by_group[:, to] = by_group[:, source]
         self.sampling.move_rows(moved, order[moved])
 
-    def _long(self, array: IntArray) -> Tensor:
-        return torch.as_tensor(array, device=self.device).long()
+    def _long(self, array: IntArray | list[int]) -> Tensor:
+        return to_device(array, self.device)
 
 
 def _scatter(tables: Tensor, update: TableUpdate) -> None:
     if len(update.indices):
-        where = torch.as_tensor(update.indices, device=tables.device).long()
-        tables.view(-1)[where] = torch.as_tensor(update.blocks, device=tables.device)
+        where = to_device(update.indices, tables.device)
+        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
 
 
 def _starts(lengths: IntArray) -> IntArray:

@@ -22,6 +22,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
+from kvserve.engine.transfer import to_device
 from kvserve.log import EngineDeadError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
@@ -142,7 +143,7 @@ class ModelRunner:
         step.scored = self._score_prompts(output, hidden)
         if not len(rows):
             return
-        at = torch.as_tensor(last, device=hidden.device).long()
+        at = to_device(last, hidden.device)
         logits = self.model.logits(hidden[at])
         positions = batch.positions[at] + 1
         if self.group.rank == 0:
@@ -150,8 +151,7 @@ class ModelRunner:
             token_ids = self.group.broadcast(step.sampled.token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
-        where = torch.as_tensor(rows, device=hidden.device).long()
-        self.batch.last_token[where] = token_ids
+        self.batch.last_token[to_device(rows, hidden.device)] = token_ids
 
     def _sample(
         self,
@@ -169,7 +169,8 @@ class ModelRunner:
         # On a GPU the forward is still running while the host works out the masks.
         allowed = None
         if step.grammars:
-            allowed = allowed_tokens(step.grammars, *logits.shape).to(logits.device)
+            masks = allowed_tokens(step.grammars, *logits.shape)
+            allowed = to_device(masks, logits.device, torch.bool)
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
@@ -184,9 +185,9 @@ class ModelRunner:
             targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
             # In pieces: the logits of a whole chunk may take more memory than the model.
             for at in range(0, len(targets), _SCORED_AT_ONCE):
-                ids = torch.as_tensor(targets[at : at + _SCORED_AT_ONCE], device=hidden.device)
+                ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
                 logits = self.model.logits(hidden[first + at : first + at + len(ids)])
-                tokens = with_logprobs(logits, ids.long(), prompt.count)
+                tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
 

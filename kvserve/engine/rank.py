@@ -53,8 +53,10 @@ class RankPlan:
     fp8_log: bool
 
     def attention(self, name: str) -> Choice:
-        dim, size = self.spec.head_dim, self.layout.block_size
-        return select_backend(name, Needs(self.device, self.dtype, dim, size, dim**-0.5))
+        dim, layout = self.spec.head_dim, self.layout
+        per_head = layout.rows > 1
+        needs = Needs(self.device, self.dtype, dim, layout.block_size, dim**-0.5, per_head=per_head)
+        return select_backend(name, needs)
 
     def runner(
         self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup

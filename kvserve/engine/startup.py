@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     """
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(config)
     ranks = config.parallel.tensor_parallel_size
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ConfigError(
@@ -182,6 +182,15 @@ def _naming_flags() -> Iterator[None]:
         raise ConfigError(f"{flag}: {error}") from None
 
 
+def _device(config: EngineConfig) -> str:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
+    return config.device
+
+
 def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
     name = config.model.dtype
     if name == "auto":
@@ -248,10 +257,15 @@ def _query_reduction(policy: Policy) -> str:
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
     """Whether queries are logged in one byte a number."""
-    if policy.logged_dtype != "auto":
-        return policy.logged_dtype == "fp8"
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    return has_it and dtype is not torch.float32
+    if policy.logged_dtype == "auto":
+        return has_it and dtype is not torch.float32
+    if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
+        raise ConfigError(
+            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
+            "choose model or auto"
+        )
+    return policy.logged_dtype == "fp8"
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
