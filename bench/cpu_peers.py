@@ -225,7 +225,7 @@ def _random_checkpoint(shape: str, seed: int) -> Iterator[Path]:
         yield checkpoint.path
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_report_arguments(parser)
     count = at_least(1)
@@ -252,7 +252,11 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=count, default=number, metavar="N", help=words)
     parser.add_argument("--cpu", type=at_least(0), metavar="N", help="default: the last one")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default: 0")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     torch.set_num_threads(1)  # as everybody else has; the report says so
     return measure_and_publish(Comparison(args), args)
 

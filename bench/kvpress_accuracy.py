@@ -1,4 +1,4 @@
-"""Accuracy of kvpress's presses beside that of our policies: the same prompts, the same counts kept.
+"""Accuracy of kvpress beside our policies: the same prompts, the same counts of entries kept.
 
     python -m bench.peers.install kvpress      # once
     python -m bench.kvpress_accuracy --save-result bench/results/DATE-kvpress-accuracy.json
@@ -166,7 +166,7 @@ class KvpressAccuracy(Benchmark):
         return answers, held / len(workload)
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_engine_arguments(parser)
     add_report_arguments(parser)
@@ -186,6 +186,11 @@ def main() -> int:
         "--keep-decoding", nargs="+", type=at_least(48), default=[420], metavar="N", help=words
     )
     parser.add_argument("--max-num-seqs", type=count, default=32, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
     args = parser.parse_args()
     missing = PEERS["kvpress"].missing
     if missing:

@@ -34,7 +34,7 @@ class Kvpress:
         """
         started, tokens, held = time.perf_counter(), [], []
         for prompt in prompts:
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             with _press(press, keep, every, len(prompt))(self._model):
                 tokens.append(self._answer(prompt, max_tokens, stop, cache))
             lengths = [layer.keys.shape[2] for layer in cache.layers]
