@@ -127,7 +127,8 @@ class Evaluation(Benchmark):
         self._workloads = {name: self._workload(name, tokenizer) for name in args.tasks}
         for name, path in args.benchmark:
             given = path, args.num_samples, args.max_new_tokens
-            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer)
+            longest = args.max_model_len or checkpoint.spec.max_position
+            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
         self._rows: dict[tuple[str, str], Row] = {}
 
     def measure(self) -> None:
