@@ -29,7 +29,7 @@ CLIENTS := .venv-acceptance
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -70,12 +70,15 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
 
+peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)
+	$(BIN)/python -m bench.peers.install $(ARGS)
+
 clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments
-	rm -rf $(VENV) $(CLIENTS)
+	rm -rf $(VENV) $(CLIENTS) .peers
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

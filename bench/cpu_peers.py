@@ -1,6 +1,6 @@
 """Output tokens per second of kvserve and of other CPU engines on one CPU, in turns.
 
-    python -m bench.peers.install     # once: about fifteen minutes
+    python -m bench.peers.install     # once: about a quarter of an hour
     python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
 
 Everybody has a process of its own on the same CPU, with one thread, the same random weights and the

@@ -153,7 +153,7 @@ SUITE = (
         "eval --tasks chain --num-samples 100 --threads 1 --retention "
         f"{' '.join(map(str, RETENTIONS))} "
         + flags((KARA, *(policy for r in RETENTIONS for policy in decoding_policies(r)))),
-        minutes=7,
+        minutes=8,
         plots=True,
     ),
     Measurement(
@@ -185,7 +185,7 @@ SUITE = (
                 *(("h2o", ",decode_update=false"), ("streaming_llm", "")),
             )
         ),
-        minutes=5,
+        minutes=4,
         plots=True,
     ),
     Measurement(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import gguf
 import numpy as np
 
 _NAMES = {
@@ -33,15 +33,12 @@ _WHOLE = {
 
 def write_gguf(model: Path, target: Path, dtype: str) -> None:
     """Write ``target`` from ``model/config.json`` and its safetensors files."""
+    import gguf
+
     config = json.loads((model / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama")
     _write_facts(writer, config)
-    for name, values in _tensors(model):
-        if name.endswith(".attn_q.weight"):
-            values = _interleaved(values, heads)
-        elif name.endswith(".attn_k.weight"):
-            values = _interleaved(values, kv_heads)
+    for name, values in tensors(model, config):
         if dtype == "bfloat16" and values.ndim > 1:
             kind = gguf.GGMLQuantizationType.BF16
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
@@ -53,7 +50,7 @@ def write_gguf(model: Path, target: Path, dtype: str) -> None:
     writer.close()
 
 
-def _write_facts(writer: gguf.GGUFWriter, config: dict) -> None:
+def _write_facts(writer: Any, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or config
     writer.add_block_count(config["num_hidden_layers"])
@@ -71,8 +68,9 @@ def _write_facts(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names as llama.cpp has them, and float32 values."""
+def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and order of rows as llama.cpp has them, and float32 values."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for file in sorted(model.glob("*.safetensors")):
         data = np.memmap(file, np.uint8, "r")
         start = 8 + int(data[:8].view("<u8")[0])
@@ -80,7 +78,10 @@ def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:
             if name != "__metadata__":
                 first, last = about["data_offsets"]
                 flat = data[start + first : start + last]
-                yield _renamed(name), _float32(flat, about["dtype"]).reshape(about["shape"])
+                values = _float32(flat, about["dtype"]).reshape(about["shape"])
+                name = _renamed(name)
+                part = name.split(".")[-2]
+                yield name, _interleaved(values, heads[part]) if part in heads else values
 
 
 def _renamed(name: str) -> str:

@@ -1,7 +1,8 @@
 """Set up the peers that kvserve is measured against: `python -m bench.peers.install [NAME ...]`.
 
 Each gets an environment of its own in `.peers/NAME`, since their pins of transformers and of much
-else exclude each other. About 8 GB for all of them; llama_cpp is compiled, some fifteen minutes.
+else exclude each other. About 6 GB for all of them; llama_cpp is compiled, for about ten minutes.
+KVSERVE_PEERS names another folder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from bench.peers.peer import FOLDER, PEERS, Peer
 
 TORCH = "torch==2.13.0"  # first: where an index offers a CPU build, no later step replaces it
-_NEEDED_GB = 10
+_NEEDED_GB = 7
 # What a package asks for, but for extras and for media libraries that text does not touch.
 _REQUIREMENTS = """
 import importlib.metadata, sys
@@ -51,15 +52,15 @@ def _pip(peer: Peer, *what: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", choices=[[], *PEERS], metavar="NAME", help=", ".join(PEERS)
-    )
-    args = parser.parse_args()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(PEERS)}")
+    names = parser.parse_args().names or list(PEERS)
+    if unknown := set(names) - set(PEERS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     FOLDER.mkdir(exist_ok=True)
     free = shutil.disk_usage(FOLDER).free / 1e9
     if free < _NEEDED_GB:
         parser.error(f"{FOLDER} has {free:.0f} GB free; all peers together take {_NEEDED_GB}")
-    for name in args.names or PEERS:
+    for name in names:
         install(PEERS[name])
         sys.stdout.write(f"{name}: ready in {FOLDER / name}\n")
 

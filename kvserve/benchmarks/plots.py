@@ -133,7 +133,7 @@ def _running(rows: Sequence[Row], colours: Mapping[str, str]) -> Any:
 def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
     """Exact match, with its interval, against the bytes that a sequence holds at its end; a line
     per method."""
-    figure, axes = panels(list(groups), width=7.5, height=5.0)
+    figure, axes = panels(list(groups), width=7.5, height=6.5)
     colours = _colours(_method(row) for rows in groups.values() for row in rows)
     for panel, rows in zip(axes, groups.values(), strict=True):
         for method, colour in colours.items():
@@ -161,5 +161,5 @@ def _needles(rows: Sequence[Row]) -> Any:
         panel.set_xticks(range(len(grid["lengths"])), grid["lengths"])
         panel.set_yticks(range(len(grid["depths"])), [f"{depth:.0%}" for depth in grid["depths"]])
         panel.set(xlabel="tokens of text", ylabel="depth of the needle")
-    figure.colorbar(image, ax=axes[-1], label="exact match")
+    figure.colorbar(image, ax=list(axes), label="exact match")
     return figure
