@@ -245,7 +245,10 @@ Yours is measured by the same commands with `--model`:
 | `kvserve bench latency` | one batch from end to end |
 | `kvserve bench policies` | one event, in decode steps |
 | `kvserve bench serve` | a server from outside, open-loop; also another's, as vLLM's |
-| `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER |
+| `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER, LongBench |
+| `python -m bench.cpu_peers` | vLLM, llama.cpp and transformers on the same CPU (`make peers`) |
+| `python -m bench.kvpress_accuracy` | kvpress on the same prompts, as many entries kept |
+| `python -m bench.repeatability` | whether a row of this page comes out the same again |
 
 Datasets (`random`, `prefix_repetition`, `sharegpt`, `custom`, `timed_trace`), their flags, and the
 JSON keys of `bench serve` and `bench latency` are named as vLLM's.
