@@ -201,9 +201,10 @@ SUITE = (
         "Other engines on the same CPU",
         "Output tokens per second of kvserve (compiled attention in each layout of its cache, "
         "torch's attention) and of its peers, each in an environment of its own "
-        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer.",
+        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer. "
+        "transformers' continuous batching takes part if `--contestants` names it.",
         "--repeat 3",
-        minutes=18,
+        minutes=13,
         module="bench.cpu_peers",
     ),
     Measurement(

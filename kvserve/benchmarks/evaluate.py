@@ -163,7 +163,8 @@ class Evaluation(Benchmark):
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         about = [f"{self.checkpoint.name}, greedy; interval: Wilson's"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
-        return Report("eval", about, _COLUMNS, rows, settings, plots=plots)
+        notes = [workload.note for workload in self._workloads.values() if workload.note]
+        return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
 
     def _workload(self, task: str, tokenizer: Tokenizer) -> TaskPrompts:
         args = self.args

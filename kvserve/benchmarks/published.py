@@ -68,9 +68,15 @@ def read_benchmark(
     if len({sample.task for sample in samples}) > 1:
         raise ConfigError(f"--benchmark: {path} mixes data sets; give a file of each")
     limit = max_new_tokens or how.limit(samples[0])
+    note = ""
     if how.shortens:
-        samples = [_shortened(sample, tokenizer, longest - limit) for sample in samples]
-    return TaskPrompts(samples, tokenizer, limit, how.grade, score_name="score")
+        whole, room = samples, longest - limit
+        samples = [_shortened(sample, tokenizer, room) for sample in whole]
+        if cut := sum(a.turns != b.turns for a, b in zip(samples, whole, strict=True)):
+            note = (
+                f"{path.stem}: {cut} of {len(whole)} texts lost their middle to fit {room} tokens"
+            )
+    return TaskPrompts(samples, tokenizer, limit, how.grade, score_name="score", note=note)
 
 
 def _shortened(sample: Sample, tokenizer: Tokenizer, room: int) -> Sample:

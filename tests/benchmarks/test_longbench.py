@@ -108,3 +108,4 @@ def test_a_file_is_evaluated(bench: Bench, tmp_path: Path) -> None:
     status, saved = bench("eval", *flags)
     (row,) = saved["rows"]
     assert status == 0 and row["task"] == "hotpotqa" and row["output_tokens"] <= 32
+    assert saved["notes"] == ["hotpotqa: 1 of 1 texts lost their middle to fit 268 tokens"]
