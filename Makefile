@@ -31,7 +31,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -75,12 +75,15 @@ bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MO
 bench-gpu: $(RUN_DONE) ## check and time the Triton kernels on a GPU (ARGS)
 	$(BIN)/python -m bench.kernels $(ARGS)
 
+peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)
+	$(BIN)/python -m bench.peers.install $(ARGS)
+
 clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments
-	rm -rf $(VENV) $(CLIENTS) $(OTHER_TRITON)
+	rm -rf $(VENV) $(CLIENTS) $(OTHER_TRITON) .peers
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
