@@ -14,7 +14,8 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.events import Booked, EventBook
+from kvserve.scheduler.event_plans import Booked
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import NO_CHUNKS, PrefillBatch, SchedulerOutput
