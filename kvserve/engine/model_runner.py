@@ -18,7 +18,9 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.moves import lanes_of
+from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.outputs import Logprob
@@ -97,6 +99,7 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -115,9 +118,9 @@ class ModelRunner:
         self.batch.apply(output)
         if not output.num_tokens:
             return LaunchedStep(None, np.zeros(0, np.int32), counts)
-        input_ids, batch = self.batch.build(output)
-        hidden = self.model(input_ids, batch, self.cache, self.attention)
-        ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
+        hidden = self._forward(output)
+        chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
+        ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
         rows = np.array([seq.row for seq in output.sampled], np.int32)
         scored = self._score_prompts(output, hidden)
@@ -125,7 +128,8 @@ class ModelRunner:
             return LaunchedStep(None, rows, counts, scored)
         at = torch.as_tensor(last, device=hidden.device).long()
         logits = self.model.logits(hidden[at])
-        positions = batch.positions[at] + 1
+        where = torch.as_tensor(rows, device=hidden.device).long()
+        positions = self.batch.num_computed[where]
         grammars = [
             (int(place), output.sampled[place].sampling.grammar)
             for place in self.batch.sampling.with_grammar(rows)
@@ -135,10 +139,22 @@ class ModelRunner:
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         if self.force is not None:
             sampled = SampledTokens(self.force(positions))
-        where = torch.as_tensor(rows, device=hidden.device).long()
         self.batch.last_token[where] = sampled.token_ids
         wanted = self.batch.sampling.wants_logprobs(rows)
         return LaunchedStep(sampled, wanted, counts, scored, grammars)
+
+    def _forward(self, output: SchedulerOutput) -> Tensor:
+        """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
+        hidden = []
+        if output.num_decoding or len(output.prefill.rows):
+            input_ids, batch = self.batch.build(output)
+            hidden.append(self.model(input_ids, batch, self.cache, self.attention))
+        for task in output.pruned:
+            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
+            hidden.append(last)
+            self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
+        return torch.cat(hidden)
 
     def _score_prompts(self, output: SchedulerOutput, hidden: Tensor) -> list[ScoredChunk]:
         """Prompt tokens that follow this step's chunks, where their log-probabilities are asked."""

@@ -13,6 +13,7 @@ from kvserve.scheduler.event_plans import Booked, EventPlans, chosen
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import EventPlan, RowState, Trigger
@@ -126,6 +127,18 @@ class EventBook:
         for task, found in zip(tasks, counts, strict=True):
             events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
             self._counts |= zip(events, np.moveaxis(found, 1, 0), strict=True)
+
+    def prune(self, row: int) -> CompactionTask:
+        """Book the event of a row whose prompt is computed in this step, and pruned on the way."""
+        rows, layout, at = self.rows, self.blocks.layout, np.array([row], np.int32)
+        policy_id, num_prompt = int(rows.policy_id[row]), int(rows.num_prompt[row])
+        trigger = self._triggers[policy_id]
+        assert isinstance(trigger, Pruned)
+        plan, old = self._plan(policy_id, at)
+        lengths = np.array(trigger.prompt_lengths(num_prompt, layout.num_layers), np.int32)
+        new = np.broadcast_to(lengths[:, None, None], old.shape).copy()
+        task = self._compact(EventPlans(policy_id, at, plan, old, new, True, True, layout))
+        return replace(task, token_ids=rows.token_ids[at, :num_prompt])
 
     def _due(self) -> IntArray:
         n = self.rows.num_rows

@@ -155,11 +155,15 @@ class SchedulerOutput:
     columns: IntArray
     """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
     logs_queries: bool
+    pruned: tuple[CompactionTask, ...]
+    """Prompts that are computed whole, and hold ``new_lens`` then; a task each, of rows as they are
+    after all row swaps."""
     sampled_chunks: IntArray
-    """Which chunks of ``prefill`` are sampled from."""
+    """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decoding + len(self.prefill.token_ids)
+        pruned = sum(int(task.old_lens.max()) for task in self.pruned)
+        return self.num_decoding + len(self.prefill.token_ids) + pruned

@@ -18,7 +18,7 @@ from kvserve.scheduler.event_plans import Booked
 from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_CHUNKS, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -142,9 +142,11 @@ class Scheduler:
             self._preempt()
             chunks = self._schedule_chunks()
         admitted = self._admission.take_new_rows()
+        pruned = self._take_pruned(chunks)
         prefill = self._prefill_batch(chunks)
-        complete = rows.num_computed[prefill.rows] == rows.num_tokens[prefill.rows]
-        sampled = np.concatenate([decoding, prefill.rows[complete]])
+        caught_up = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
+        complete = rows.num_computed[caught_up] == rows.num_tokens[caught_up]
+        sampled = np.concatenate([decoding, caught_up[complete]])
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
         n = rows.num_rows
@@ -164,6 +166,7 @@ class Scheduler:
             prefill=prefill,
             columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
             logs_queries=self.blocks.logs_queries(n),
+            pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(rows.owner(row) for row in sampled),
         )
@@ -293,7 +296,9 @@ class Scheduler:
         """
         rows, at = self.rows, np.array([row], np.int32)
         target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
-        length = self._admission.chunk_length(int(rows.num_computed[row]), target, budget)
+        length = self._admission.chunk_length(
+            rows.owner(row), int(rows.num_computed[row]), target, budget
+        )
         new = np.array([length], np.int32)
         if not length or not self.blocks.have_free(
             self.blocks.wanted(at, new, rows.num_computed[at])
@@ -302,6 +307,18 @@ class Scheduler:
         self.blocks.grow(at, new, rows.num_computed[at])
         self._prefixes.publish_chunk(row, length)
         return length
+
+    def _take_pruned(self, chunks: list[tuple[int, int]]) -> tuple[CompactionTask, ...]:
+        """Take whole prompts that are pruned while they are computed out of ``chunks``."""
+        rows, tasks = self.rows, []
+        for chunk in chunks.copy():
+            row, length = chunk
+            if rows.owner(row).prunes_prompt and not rows.num_computed[row]:
+                chunks.remove(chunk)
+                self.blocks.advance(np.array([row]), np.array([length]))
+                rows.num_computed[row] = length
+                tasks.append(self.events.prune(row))
+        return tuple(tasks)
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
         if not chunks:

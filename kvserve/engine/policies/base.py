@@ -127,6 +127,20 @@ class UnevenPolicy(Policy, Protocol):
         ...
 
 
+class PruningPolicy(UnevenPolicy, Protocol):
+    """A policy that also prunes a prompt from layer to layer, while it is computed.
+
+    Its trigger is a ``Pruned``.
+    """
+
+    def survivors(self, obs: Observation, keep: int) -> Tensor:
+        """The ``keep`` places of a layer's tokens that the next layer computes: ascending int64.
+
+        obs: one event of one layer, with the queries of its recent tokens.
+        """
+        ...
+
+
 def argument(
     default: Any,
     help: str,
