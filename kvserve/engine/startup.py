@@ -316,7 +316,9 @@ def _summary(
         (
             "policy",
             str(policy),
-            spec.policy_refusal or "--policy; a request's kv_policy may override it",
+            spec.policy_refusal
+            or policy.caution
+            or "--policy; a request's kv_policy may override it",
         ),
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (

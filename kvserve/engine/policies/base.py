@@ -63,6 +63,11 @@ class Policy(Protocol):
         return self
 
     @property
+    def caution(self) -> str:
+        """What the start-up table says of it on this model, if there is something to say."""
+        return ""
+
+    @property
     def trigger(self) -> Trigger:
         """When events are due, and what they do to lengths."""
         ...

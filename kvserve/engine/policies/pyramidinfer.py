@@ -94,6 +94,10 @@ class PyramidInfer(PruningPolicy):
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
 
     @property
+    def caution(self) -> str:
+        return "refuses prompts longer than --max-num-batched-tokens"
+
+    @property
     def trigger(self) -> Pruned:
         return Pruned(
             self.recent_ratio,

@@ -233,6 +233,19 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     assert len(core.runner.batch._kept_scores) <= 4
 
 
+def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
+    small = {"name": "windowkv", "budget": 40, "reuse_layers": 1}
+    for policy, said in (
+        (small, "may keep no window in upper layers"),
+        (SPECS["pyramidinfer"], "longer than --max-num-batched-tokens"),
+        (SPECS["adakv"], "--policy; a request's kv_policy may override it"),
+    ):
+        (row,) = [
+            r for r in make_llm(llama_dir, policy).engine.core.info.summary if r[0] == "policy"
+        ]
+        assert said in row[2]
+
+
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, "none")
     with pytest.raises(RequestError, match="--kv-layout layer"):
