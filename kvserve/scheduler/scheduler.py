@@ -132,9 +132,10 @@ class Scheduler:
         rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
-        self.blocks.grow(decoding, np.ones_like(decoding), rows.num_computed[decoding])
+        in_front = slice(rows.num_decoding)
+        self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
         self.blocks.advance_first(rows.num_decoding)
-        rows.num_computed[: rows.num_decoding] += 1
+        rows.num_computed[in_front] += 1
         chunks = self._schedule_chunks()
         moves_on = len(decoding) or booked.observations
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
@@ -164,11 +165,11 @@ class Scheduler:
             log_update=self.blocks.log.take_update(n),
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
+            columns=self.blocks.columns_in_use(n)[np.concatenate([decoding, prefill.rows])],
             logs_queries=self.blocks.logs_queries(n),
             pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
-            sampled=tuple(rows.owner(row) for row in sampled),
+            sampled=tuple(map(rows.owner, sampled.tolist())),
         )
 
     def update(
