@@ -153,7 +153,7 @@ class HostCost:
         layout = replace(LAYOUT, granularity=Granularity(args.kv_layout))
         policies = [*TRIGGERS, *(() if args.kv_layout == "model" else UNEVEN)]
         batches = list(product(policies, args.num_seqs, args.held))
-        pools = list(product(policies, (False, True)))
+        pools = list(product(TRIGGERS, (False, True)))
         with tqdm(total=len(batches) + len(pools), disable=silent, unit="case") as bar:
             for policy, running, held in batches:
                 facts = {"policy": policy, "pool": "room for all", "prefix_cache": "on"}
