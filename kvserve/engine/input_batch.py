@@ -152,7 +152,9 @@ class InputBatch:
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
     def _park_scores(self, output: SchedulerOutput) -> None:
-        """What policies keep of a row goes with it to host memory, and comes back."""
+        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        for place in output.discarded:
+            del self._parked_scores[place]
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}

@@ -145,6 +145,8 @@ class SchedulerOutput:
     observations: tuple[ObservationTask, ...]
     """Events whose counts the next step needs; their rows sit this one out."""
     row_swaps: tuple[tuple[int, int], ...]
+    discarded: tuple[int, ...]
+    """Places of rows in host memory that will not come back."""
     swap_outs: tuple[SwapTask, ...]
     swap_ins: tuple[SwapTask, ...]
     admitted: NewRows

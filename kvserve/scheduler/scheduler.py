@@ -152,12 +152,13 @@ class Scheduler:
         rows.num_tokens[sampled] += 1
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
-        swap_outs, swap_ins = self.swap.take_tasks()
+        discarded, swap_outs, swap_ins = self.swap.take_tasks()
         self.num_steps += 1
         return SchedulerOutput(
             compactions=booked.compactions,
             observations=booked.observations,
             row_swaps=rows.take_swaps(),
+            discarded=discarded,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
             admitted=admitted,

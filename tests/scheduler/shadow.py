@@ -88,6 +88,7 @@ class ShadowRunner:
                 held = self.held[row][lane]
                 assert [self.memory[self._slot(row, lane, i)] for i in range(len(held))] == held
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
+        assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
@@ -114,6 +115,8 @@ class ShadowRunner:
 
     def _swap(self, output: SchedulerOutput) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
+        for place in output.discarded:
+            del self.parked[place]
         for task in output.swap_outs:
             self.parked[task.place] = self.held[task.row]
             self.held[task.row] = self._nothing()
