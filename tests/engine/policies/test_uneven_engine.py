@@ -12,7 +12,7 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine import request_policies
-from kvserve.engine.inspect import Event, KeptPositions
+from kvserve.engine.inspect import Event, KeptPositions, inspect
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.moves import MovePlan
 from kvserve.engine.policies.registry import policy_class, policy_names
@@ -231,6 +231,19 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4
     assert len(core.runner.batch._kept_scores) <= 4
+
+
+@EACH
+def test_inspect_shows_what_the_cache_holds(label: str, llama_dir: Path) -> None:
+    found = inspect(make_llm(llama_dir, SPECS[label]), PROMPT, MATES[2])
+    assert found.events
+    arrays, total = found.arrays(), len(PROMPT) + len(MATES[2])
+    for layer, heads in enumerate(found.held):
+        for head, held in enumerate(heads):
+            kept = arrays[f"kept_L{layer}_H{head}"]
+            assert len(kept) == arrays["counts"][layer, head] == (held >= 0).sum()
+            assert (np.diff(kept) > 0).all() and kept[-1] == total - 1
+    assert arrays["counts"].min() < total
 
 
 def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
