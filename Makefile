@@ -50,7 +50,7 @@ test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 test-long: $(DEV_DONE) ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
-acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, litellm, ...)
+acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
 
 lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
@@ -85,23 +85,28 @@ $(BIN)/python:
 		echo "could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; \
 		exit 1; }
 
+# Before what needs it, which would otherwise take the newest: on Linux a CUDA build of some GB.
+define install-torch
+@index=''; if nvidia-smi -L >/dev/null 2>&1; then \
+	echo "NVIDIA GPU found: $(TORCH) with CUDA"; \
+elif $(1) -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
+	'$(TORCH_INDEX)' 2>/dev/null; then \
+	echo "no NVIDIA GPU: $(TORCH) for CPUs"; index='--extra-index-url $(TORCH_INDEX)'; \
+else \
+	echo "no NVIDIA GPU, and TORCH_INDEX is out of reach: $(TORCH) from pip's own indexes"; \
+fi; \
+$(1) -m pip --disable-pip-version-check install $$index '$(TORCH)'
+endef
+
 # The clients pin packages of their own, and must not meet the server's.
 $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
+	$(call install-torch,$(CLIENTS)/bin/python)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
 
-# torch first: a later step would otherwise take the newest one, which on Linux is a CUDA build of some GB.
 $(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python
-	@index=''; if nvidia-smi -L >/dev/null 2>&1; then \
-		echo "NVIDIA GPU found: $(TORCH) with CUDA"; \
-	elif $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' \
-		'$(TORCH_INDEX)' 2>/dev/null; then \
-		echo "no NVIDIA GPU: $(TORCH) for CPUs"; index='--extra-index-url $(TORCH_INDEX)'; \
-	else \
-		echo "no NVIDIA GPU, and TORCH_INDEX is out of reach: $(TORCH) from pip's own indexes"; \
-	fi; \
-	$(PIP) install $$index '$(TORCH)'
+	$(call install-torch,$(BIN)/python)
 	@touch $@
 
 $(RUN_DONE): pyproject.toml $(TORCH_DONE)

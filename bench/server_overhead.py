@@ -67,16 +67,16 @@ def served(model: Path, args: argparse.Namespace) -> float:
     command += [*FLAGS, "--max-num-seqs", str(args.max_num_seqs), "--disable-uvicorn-access-log"]
     server = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
     try:
-        return asyncio.run(_stream_all(f"http://127.0.0.1:{args.port}", args))
+        return asyncio.run(_stream_all(f"http://127.0.0.1:{args.port}", server, args))
     finally:
         server.terminate()
         server.wait()
 
 
-async def _stream_all(url: str, args: argparse.Namespace) -> float:
+async def _stream_all(url: str, server: subprocess.Popen[bytes], args: argparse.Namespace) -> float:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        while True:
+        while server.poll() is None:
             try:
                 if (await client.get("/health")).status_code == 200:
                     break

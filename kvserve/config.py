@@ -159,8 +159,11 @@ class CompressionConfig:
     )
     allow_request_policy: str = setting(
         "all",
-        "whether a request's kv_policy may override --policy (none as policy is always allowed)",
-        choices=("all", "none"),
+        "what a request's kv_policy may override --policy with (none as policy always may)",
+        choices=("all", "listed", "none"),
+    )
+    request_policies: tuple[str, ...] = setting(
+        (), "names that --allow-request-policy listed allows"
     )
     task_classifier: str | None = setting(
         None,
@@ -229,6 +232,7 @@ _SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in field
 
 def _validate(config: EngineConfig) -> None:
     model, cache, scheduler = config.model, config.cache, config.scheduler
+    compression = config.compression
     checks = (
         (model.max_model_len is None or model.max_model_len >= 2, "--max-model-len must be >= 2"),
         (cache.block_size is None or cache.block_size >= 1, "--block-size must be >= 1"),
@@ -243,6 +247,10 @@ def _validate(config: EngineConfig) -> None:
         (
             0.0 < cache.gpu_memory_utilization <= 1.0,
             "--gpu-memory-utilization must be in (0, 1]",
+        ),
+        (
+            (compression.allow_request_policy == "listed") == bool(compression.request_policies),
+            "--allow-request-policy listed and --request-policies go together",
         ),
         (
             cache.swap_space is None or cache.swap_space >= 0.0,

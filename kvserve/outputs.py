@@ -32,6 +32,19 @@ class KVCacheDetails:
     peak_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """One event: ``reason`` is due, or pressure where it came early for want of blocks.
+
+    ``evicted_tokens`` and ``held_tokens`` (after it) are means over layers and KV heads.
+    """
+
+    reason: str
+    time: float
+    evicted_tokens: int
+    held_tokens: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` belongs to ``token_ids[i]``."""
@@ -62,6 +75,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token; the first has nothing before it that could predict it."""
+    compactions: list[Compaction] = field(default_factory=list)
+    """Those so far, of all choices."""
 
 
 @dataclass(slots=True)
@@ -87,6 +102,20 @@ class RequestStats:
     compactions: int
 
 
+ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
+"""Sizes of steps that ``EngineStats.iterations`` tells apart: vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionCounts:
+    """Events of one policy with one ``Compaction.reason``, since start."""
+
+    policy: str
+    reason: str
+    events: int
+    blocks_released: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine's state and counters (totals since start).
@@ -94,6 +123,7 @@ class EngineStats:
     ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
+    ``iterations[i]`` steps had at most ``ITERATION_TOKENS[i]`` tokens, the last ones more.
     """
 
     num_running: int = 0
@@ -115,6 +145,9 @@ class EngineStats:
     compaction_seconds_total: float = 0.0
     steps_total: int = 0
     scoring_workspace_bytes: int = 0
+    compaction_counts: tuple[CompactionCounts, ...] = ()
+    iterations: tuple[int, ...] = ()
+    iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()
 
     @property

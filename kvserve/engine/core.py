@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvserve.config import EngineConfig
-from kvserve.engine.grammar import GrammarCompiler, SequenceGrammar
+from kvserve.engine.grammar import GrammarCompiler, Matcher, SequenceGrammar
 from kvserve.engine.logit_rules import RowRules
 from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
 from kvserve.engine.models.transformer import Transformer
@@ -17,6 +17,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.request_policies import RequestPolicies
 from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
+from kvserve.engine.step_counts import StepCounts
 from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
@@ -41,17 +42,21 @@ class EngineCore:
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._waiting_since: dict[int, float] = {}
         self._queued_seconds: dict[int, float] = {}
-        self._grammars = GrammarCompiler(config, self.info)
+        self.grammars = GrammarCompiler(config, self.info)
         self._seeds = np.random.default_rng(config.model.seed)
         self._prompt_tokens = self._generation_tokens = 0
+        self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, new: NewSequence) -> None:
-        """Queue a sequence, or raise ``RequestError`` saying what is wrong with it."""
+    def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
+        """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
+
+        ``matcher`` is its grammar where it has been compiled before.
+        """
         prompt, limit = len(new.token_ids), self.info.max_model_len
         if not prompt:
             raise RequestError("prompt must not be empty", param="prompt")
@@ -101,7 +106,7 @@ class EngineCore:
             uneven=policy.granularity is not Granularity.MODEL,
             keeps_blocks=policy.keeps_blocks,
             prunes_prompt=prunes,
-            sampling=self._row_sampling(new, prompt),
+            sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
             num_shareable=0 if prunes else self.runner.model.spec.num_shareable(prompt),
         )
@@ -130,6 +135,7 @@ class EngineCore:
         started, compacting = time.perf_counter(), self.runner.compaction_seconds
         output = self.scheduler.schedule()
         self._note_admitted(output)
+        compactions = self._counts.add(output)
         result = self.runner.launch(output).collect()
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
@@ -143,6 +149,7 @@ class EngineCore:
             prompt_logprobs=result.prompt_logprobs,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
+            compactions=compactions,
         )
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
@@ -195,6 +202,9 @@ class EngineCore:
             compaction_seconds_total=self.runner.compaction_seconds,
             steps_total=scheduler.num_steps,
             scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
+            compaction_counts=self._counts.compactions,
+            iterations=self._counts.iterations,
+            iteration_tokens_total=self._counts.num_tokens,
             requests=requests,
         )
 
@@ -233,7 +243,7 @@ class EngineCore:
                     f"{name} holds a token id outside [0, {self.info.vocab_size})", param=name
                 )
 
-    def _row_sampling(self, new: NewSequence, prompt: int) -> RowSampling:
+    def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
         return RowSampling(
@@ -248,13 +258,14 @@ class EngineCore:
             think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
-            grammar=self._grammar(new),
+            grammar=self._grammar(new, matcher),
         )
 
-    def _grammar(self, new: NewSequence) -> SequenceGrammar | None:
+    def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
         if new.structured_output is None:
             return None
-        return SequenceGrammar(self._grammars.compile(new.structured_output), new.thinking_end)
+        matcher = matcher or self.grammars.compile(new.structured_output)
+        return SequenceGrammar(matcher, new.thinking_end)
 
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.outputs import EngineStats, KVCacheDetails, Logprob
+from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, Logprob
 from kvserve.sampling_params import StructuredOutput
 
 
@@ -77,7 +77,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """New tokens of one step, aligned lists; ``stats`` comes now and then."""
+    """New tokens of one step, aligned lists; ``stats`` comes now and then.
+
+    ``compactions`` are the step's, each with its sequence.
+    """
 
     seq_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -86,6 +89,7 @@ class StepOutputs:
     finished: list[FinishedSequence] = field(default_factory=list)
     refused: list[RefusedSequence] = field(default_factory=list)
     stats: EngineStats | None = None
+    compactions: list[tuple[int, Compaction]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

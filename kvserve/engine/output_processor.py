@@ -99,6 +99,10 @@ class OutputProcessor:
             branch = self._branches.get(scored.seq_id)
             if branch is not None:
                 self._take_prompt(branch.request, scored)
+        for seq_id, compaction in outputs.compactions:
+            branch = self._branches.get(seq_id)
+            if branch is not None:
+                branch.request.compactions.append(compaction)
         for seq_id, token, entry in zip(outputs.seq_ids, outputs.token_ids, logprobs, strict=True):
             branch = self._branches.get(seq_id)
             if branch is None or branch.choice.finished:

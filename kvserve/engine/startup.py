@@ -18,6 +18,7 @@ from kvserve.engine.messages import EngineInfo
 from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
@@ -134,6 +135,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         summary=[
             *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            ("linear layers", *_linear_layers(dtype, device)),
+            ("operators", model.operators.name, model.operators.reason),
             *threads,
             *_scheduling_summary(config, num_host_blocks),
             _sampling_row(config, defaults),
@@ -330,6 +333,12 @@ def _summary(
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
     ]
+
+
+def _linear_layers(dtype: torch.dtype, device: str) -> tuple[str, str]:
+    if can_pack(dtype, device):
+        return "oneDNN", "weights are packed for this CPU"
+    return "torch", "oneDNN is for float32 and bfloat16 on a CPU"
 
 
 def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:

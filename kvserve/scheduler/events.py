@@ -117,7 +117,7 @@ class EventBook:
         before = self.compactions
         booked = self._book(chosen(plans, wanted), None)
         self.early_compactions += self.compactions - before
-        return booked.compactions
+        return tuple(replace(task, early=True) for task in booked.compactions)
 
     def take_counts(self, tasks: tuple[ObservationTask, ...], counts: Iterable[IntArray]) -> None:
         """What observed events will leave, for each task.

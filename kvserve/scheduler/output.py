@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,12 +54,14 @@ class CompactionTask(ObservationTask):
     Entries from ``copy_start[e]`` on are written again: ``dst_blocks[lg, e, r, j]`` is the block of
     column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
     What was observed in the step before (``SchedulerOutput.observations``) is not scored again.
+    ``early`` events were not due, but blocks were wanted.
     """
 
     new_lens: IntArray
     copy_start: IntArray
     dst_blocks: IntArray
     log_from: IntArray
+    early: bool = False
 
     @classmethod
     def of(
@@ -86,13 +88,14 @@ class CompactionTask(ObservationTask):
 
     def part(self, at: IntArray) -> CompactionTask:
         """The events ``at`` alone."""
-        return CompactionTask.of(
+        part = CompactionTask.of(
             ObservationTask.part(self, at),
             self.new_lens[:, at],
             self.copy_start[at],
             self.dst_blocks[:, at],
             self.log_from[at],
         )
+        return replace(part, early=self.early)
 
 
 @dataclass(frozen=True, slots=True)

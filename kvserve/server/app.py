@@ -11,6 +11,7 @@ from kvserve.server.errors import install_handlers
 from kvserve.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    MetricsMiddleware,
     RequestIdMiddleware,
     TurnstileMiddleware,
 )
@@ -46,10 +47,12 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_credentials=options.allow_credentials,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(TurnstileMiddleware)
+    app.add_middleware(MetricsMiddleware, metrics=state.metrics)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -86,6 +86,8 @@ class Flag:
 
     def read(self, text: str) -> Any:
         """One value from text; ``argparse.ArgumentTypeError`` says what is wrong."""
+        if self.kind is tuple and text.startswith("["):
+            raise argparse.ArgumentTypeError("give the values one after the other, without [ ]")
         try:
             value = self._convert(text)
         except ValueError as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvserve.log import RequestError
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.chat_protocol import ChatCompletionRequest, NamedTool
 from kvserve.server.message_parser import MessageParser, NamedCall
@@ -36,6 +37,11 @@ class ChatPlan:
         if isinstance(self.tools, ToolSyntax):
             return MessageParser(split, ToolSplit(self.tools, self.parallel))
         return MessageParser(split, None if self.tools is None else NamedCall(self.tools))
+
+    def reasoning_tokens(self, output: RequestOutput) -> int:
+        if self.reasoning is None:
+            return 0
+        return sum(self.reasoning.count_tokens(choice, self.inside) for choice in output.outputs)
 
 
 async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan:

@@ -95,7 +95,9 @@ class ChatPrompt(BaseModel):
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     tools: list[Tool] | None = None
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:

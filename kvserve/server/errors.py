@@ -25,6 +25,7 @@ _TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -85,8 +86,6 @@ def as_api_error(exc: Exception) -> ApiError:
         return ApiError(400, str(exc), param=exc.param, code=exc.code or "invalid_value")
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())
-    if isinstance(exc, StarletteHTTPException):
-        return _http_error(exc)
     if isinstance(exc, ClientDisconnect):  # nobody reads this; the access log shows the status
         return ApiError(499, "the client closed the connection", code="client_closed_request")
     if isinstance(exc, EngineDeadError):
@@ -99,6 +98,8 @@ def install_handlers(app: FastAPI) -> None:
     """Make every exception of every route leave through ``as_api_error``."""
 
     async def handle(request: Request, exc: Exception) -> Response:
+        if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
+            return _http_error(exc, request).response()
         return as_api_error(exc).response()
 
     for kind in (
@@ -111,11 +112,18 @@ def install_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handle)
 
 
-def _http_error(exc: StarletteHTTPException) -> ApiError:
+def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
     """Routing errors: no such route, or not with this method."""
+    where, message = f"{request.method} {request.url.path:.100}", str(exc.detail)
+    if exc.status_code == 404:
+        message = f"there is no {where} here; /openapi.json lists what there is"
+    elif exc.status_code == 405:
+        message = (
+            f"{where} is not allowed; use {(exc.headers or {}).get('Allow', 'another method')}"
+        )
     return ApiError(
         exc.status_code,
-        str(exc.detail),
+        message,
         code=_CODES.get(exc.status_code, "invalid_request"),
         headers=exc.headers,
     )

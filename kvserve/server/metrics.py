@@ -1,7 +1,7 @@
 """``GET /metrics`` and the log line: the engine's counts as ``kvserve:*``, mirrored as ``vllm:*``.
 
-Gauges and counters are read from the newest ``EngineStats`` when scraped; histograms and the counts
-per policy are observed where outputs pass through the server.
+Gauges and counters are read from the newest ``EngineStats`` when scraped; histograms are observed
+where requests and outputs pass through the server.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from kvserve.config import EngineConfig
 from kvserve.log import logger
-from kvserve.outputs import EngineStats, KVCacheDetails, RequestOutput
+from kvserve.outputs import ITERATION_TOKENS, EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,6 +60,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("The max_tokens parameter", _TOKENS),
 }
 _LABELS = ("model_name", "engine")
+_HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
@@ -69,10 +78,19 @@ class Metrics:
         self._observers = {
             name: histogram.labels(*self._labels) for name, histogram in self._histograms.items()
         }
-        self._finished: Counter[str] = Counter(stop=0, length=0, abort=0)
-        self._compactions = Counter({config.compression.policy: 0})
-        self._blocks_released = Counter({config.compression.policy: 0})
+        self._finished = Counter({(reason,): 0 for reason in ("stop", "length", "abort")})
         self.prefix = Counter(queries=0, hits=0)
+        labels = ("handler", "method")
+        self._http_requests = CounterMetric(
+            "http_requests", "Answers by route", (*labels, "status"), registry=None
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time to the end of an answer",
+            labels,
+            registry=None,
+            buckets=_HTTP_SECONDS,
+        )
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -89,23 +107,26 @@ class Metrics:
         if self._mirror:
             yield from (_renamed(family, "vllm:") for family in common)
         yield from self._compression_families(self._engine.stats)
+        for metric in (self._http_requests, self._http_seconds):
+            yield from _without_created(metric.collect())
 
     # ---- observations -------------------------------------------------------------------------
 
     def observe(self, name: str, value: float) -> None:
         self._observers[name].observe(value)
 
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An answer of a route, under prometheus-fastapi-instrumentator's names."""
+        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
+
     def count_finished(self, reason: str) -> None:
-        self._finished[reason] += 1
+        self._finished[reason,] += 1
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         if self._config.cache.enable_prefix_caching:
             self.prefix["queries"] += num_tokens
             self.prefix["hits"] += num_cached
-
-    def count_compactions(self, new: KVCacheDetails, old: KVCacheDetails) -> None:
-        self._compactions[new.policy] += new.compactions - old.compactions
-        self._blocks_released[new.policy] += new.blocks_released - old.blocks_released
 
     # ---- families -----------------------------------------------------------------------------
 
@@ -118,6 +139,7 @@ class Metrics:
         yield self._counter("num_preemptions", "Preempted sequences", stats.preemptions_total)
         yield self._counter("prefix_cache_queries", "Tokens looked up", self.prefix["queries"])
         yield self._counter("prefix_cache_hits", "Tokens found", self.prefix["hits"])
+        yield self._iterations(stats)
         info = {
             "block_size": self._config.cache.block_size or "auto",
             "num_gpu_blocks": stats.blocks_total,
@@ -131,14 +153,22 @@ class Metrics:
         family.add_metric([*self._labels, *map(str, info.values())], 1)
         yield family
 
+    def _iterations(self, stats: EngineStats) -> Metric:
+        family = HistogramMetricFamily(
+            "kvserve:iteration_tokens_total", "Tokens per step of the engine", labels=_LABELS
+        )
+        bounds = [*map(floatToGoString, ITERATION_TOKENS), "+Inf"]
+        counts = accumulate(stats.iterations or (0,) * len(bounds))
+        buckets = list(zip(bounds, counts, strict=True))
+        family.add_metric(self._labels, buckets, stats.iteration_tokens_total)
+        return family
+
     def _request_families(self) -> Iterator[Metric]:
         yield self._counter_by(
-            "request_success", "Requests by how they ended", "finished_reason", self._finished
+            "request_success", "Requests by how they ended", ("finished_reason",), self._finished
         )
         for histogram in self._histograms.values():
-            for family in histogram.collect():
-                family.samples = [s for s in family.samples if not s.name.endswith("_created")]
-                yield family
+            yield from _without_created(histogram.collect())
 
     def _compression_families(self, stats: EngineStats) -> Iterator[Metric]:
         held, logical = stats.tokens_held, stats.tokens_logical
@@ -158,17 +188,18 @@ class Metrics:
             "Most bytes that scoring takes at once",
             stats.scoring_workspace_bytes,
         )
-        yield self._counter(
-            "kv_early_compactions",
-            "Compactions before they were due, for want of blocks",
-            stats.early_compactions_total,
-        )
         yield self._counter("kv_swaps", "Preemptions to host memory", stats.swaps_total)
+        policy = self._config.compression.policy
+        events = Counter({(policy, "due"): 0, (policy, "pressure"): 0})
+        released = Counter({(policy,): 0})
+        for counts in stats.compaction_counts:
+            events[counts.policy, counts.reason] += counts.events
+            released[counts.policy,] += counts.blocks_released
         yield self._counter_by(
-            "kv_compactions", "Compactions by policy", "policy", self._compactions
+            "kv_compactions", "Compactions, due or for want of blocks", ("policy", "reason"), events
         )
         yield self._counter_by(
-            "kv_blocks_released", "Released blocks by policy", "policy", self._blocks_released
+            "kv_blocks_released", "Released blocks by policy", ("policy",), released
         )
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
@@ -181,11 +212,19 @@ class Metrics:
         family.add_metric(self._labels, value)
         return family
 
-    def _counter_by(self, name: str, help: str, label: str, counts: Counter[str]) -> Metric:
-        family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, label))
+    def _counter_by(
+        self, name: str, help: str, labels: tuple[str, ...], counts: Counter[Any]
+    ) -> Metric:
+        family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
         for key, value in counts.items():
-            family.add_metric([*self._labels, key], value)
+            family.add_metric([*self._labels, *key], value)
         return family
+
+
+def _without_created(families: Iterable[Metric]) -> Iterator[Metric]:
+    for family in families:
+        family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+        yield family
 
 
 def _renamed(family: Metric, prefix: str) -> Metric:
@@ -206,7 +245,6 @@ class RequestWatch:
         self._started = self._previous = time.monotonic()
         self._first: float | None = None
         self._tokens = 0
-        self._details = KVCacheDetails()
 
     def progress(self, output: RequestOutput) -> None:
         now = time.monotonic()
@@ -218,9 +256,6 @@ class RequestWatch:
             else:
                 self._metrics.observe("inter_token_latency_seconds", now - self._previous)
             self._previous, self._tokens = now, tokens
-        if output.kv_cache_details != self._details:
-            self._metrics.count_compactions(output.kv_cache_details, self._details)
-            self._details = output.kv_cache_details
         if output.finished:
             self._finish(output, now)
 

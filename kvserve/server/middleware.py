@@ -1,4 +1,4 @@
-"""Around every route: the request's id, the API key and the limit on bodies. Plain ASGI, since
+"""Around every route: the request's id, the API key, the limit on bodies, counts. Plain ASGI, since
 Starlette's ``BaseHTTPMiddleware`` hides a client's disconnect from the route.
 """
 
@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Sequence
 
 from starlette._utils import get_route_path
@@ -15,7 +16,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvserve.server.errors import ApiError, as_api_error
+from kvserve.server.metrics import Metrics
 
+_PROBES = frozenset(
+    {"/metrics", "/health", "/ping", "/load", "/version", "/server_info", "/v1/kv/stats"}
+)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -50,6 +55,34 @@ class RequestIdMiddleware:
             if started:
                 raise
             await as_api_error(exc).response()(scope, receive, send_with_id)
+
+
+class MetricsMiddleware:
+    """Counts and times answers by route; probes are left out, and paths nobody serves are one."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or get_route_path(scope) in _PROBES:
+            await self.app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            route = scope.get("route")
+            handler = "none" if route is None else route.path
+            seconds = time.monotonic() - started
+            self._metrics.observe_http(handler, scope["method"], status, seconds)
 
 
 class TurnstileMiddleware:

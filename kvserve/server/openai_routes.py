@@ -13,7 +13,7 @@ from kvserve.log import RequestError
 from kvserve.server.chat import plan_chat
 from kvserve.server.chat_protocol import ChatCompletionRequest
 from kvserve.server.generation import Generation
-from kvserve.server.message_parser import MessageParser, read_message
+from kvserve.server.message_parser import read_message
 from kvserve.server.prompts import check_lengths, decode, encode, truncate
 from kvserve.server.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.response_items import ResponseWriter, response_head
@@ -86,7 +86,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     fingerprint = state.fingerprint(body.kv_policy)
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     if body.stream:
-        chunks = ChatChunks(body, request_id, model, 1, fingerprint, parser=plan.parser)
+        chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
@@ -98,7 +98,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
         choices.append(part)
-    answer = chat_completion(_head(request_id, model, fingerprint), output, choices)
+    answer = chat_completion(
+        _head(request_id, model, fingerprint), output, choices, plan.reasoning_tokens(output)
+    )
     if body.return_token_ids:
         answer["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None:
@@ -117,7 +119,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     plan = await plan_chat(state, chat)
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)
-    writer = ResponseWriter(head, plan.parser() or MessageParser(None, None))
+    writer = ResponseWriter(head, plan)
     if body.stream:
         return await stream_response(
             generation, writer, request.receive, state.options.ping_interval
@@ -128,6 +130,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 @router.get("/models", responses=answers(ModelList))
+@router.get("/models/", include_in_schema=False)
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     state: ServerState = request.app.state.server

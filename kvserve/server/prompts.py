@@ -16,7 +16,15 @@ _THREAD_ABOVE = 20_000
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
-        *("conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *(
+            "messages",
+            "conversation",
+            "tokenize",
+            "tokenizer_kwargs",
+            "padding",
+            "truncation",
+            "max_length",
+        ),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     )
 )
@@ -50,6 +58,12 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
     messages = [message.for_template() for message in request.messages]
+    if request.chat_template is not None and not state.options.trust_request_chat_template:
+        raise RequestError(
+            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+            param="chat_template",
+            code="unsupported_field",
+        )
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not request.continue_final_message
@@ -59,7 +73,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         own: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": bool(request.continue_final_message),
-            "chat_template": state.options.chat_template,
+            "chat_template": request.chat_template or state.options.chat_template,
+            **_effort(state, request),
         }
         if tools := request.tools_for_template():
             own["tools"] = tools
@@ -71,7 +86,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         return tokenizer.apply_chat_template(messages, **own, **kwargs)
 
     try:
-        if sum(len(message["content"]) for message in messages) <= _THREAD_ABOVE:
+        short = sum(len(message["content"]) for message in messages) <= _THREAD_ABOVE
+        if short and request.chat_template is None:
             ids = apply()
         else:
             ids = await asyncio.to_thread(apply)
@@ -82,6 +98,24 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             f"messages: the chat template refuses them: {exc}", param="messages"
         ) from exc
     return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
+
+
+def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
+    """``reasoning_effort`` under the name that the template has for it, or for reasoning at all."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    template = request.chat_template or state.options.chat_template
+    template = template or str(state.require_tokenizer("messages").describe()["chat_template"])
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    raise RequestError(
+        "reasoning_effort is nothing that this model's chat template knows; leave it out",
+        param="reasoning_effort",
+        code="unsupported_field",
+    )
 
 
 def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvserve.outputs import CompletionOutput
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -24,6 +26,14 @@ class ReasoningParser:
         if tail.endswith(CLOSE):
             return False
         return True if tail.endswith(OPEN) or self.name == "deepseek_r1" else None
+
+    def count_tokens(self, choice: CompletionOutput, inside: bool | None) -> int:
+        """Tokens of a choice up to the mark that ends its reasoning."""
+        opened = choice.text.lstrip().startswith(OPEN) if inside is None else inside
+        if not opened:
+            return 0
+        ids = choice.token_ids
+        return ids.index(self.end_id) if self.end_id in ids else len(ids)
 
 
 class ReasoningSplit:

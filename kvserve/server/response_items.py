@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from kvserve.outputs import RequestOutput
+from kvserve.server.chat import ChatPlan
 from kvserve.server.errors import as_api_error
 from kvserve.server.message_parser import MessageParser
 from kvserve.server.responses import Json, usage
@@ -102,9 +103,10 @@ class ResponseItems:
 class ResponseWriter:
     """Turns one request's outputs into events; ``body`` is the response as it is by then."""
 
-    def __init__(self, head: Json, parser: MessageParser) -> None:
+    def __init__(self, head: Json, plan: ChatPlan) -> None:
         self._head = head
-        self._parser = parser
+        self._plan = plan
+        self._parser = plan.parser() or MessageParser(None, None)
         self._items = ResponseItems()
         self._seen = self._sequence = 0
 
@@ -141,12 +143,12 @@ class ResponseWriter:
         body = self._body("incomplete" if cut else "completed")
         if cut:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
-        counts = usage([output])
+        counts = usage([output], self._plan.reasoning_tokens(output))
         body["usage"] = {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": counts["completion_tokens_details"],
             "total_tokens": counts["total_tokens"],
             "kv_cache_details": counts["kv_cache_details"],
         }
@@ -175,6 +177,7 @@ def response_head(request: Any, response_id: str, created: int, model: str) -> J
         "metadata": {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "store": False,
         "temperature": request.temperature,
         "text": {"format": (request.text and request.text.format) or {"type": "text"}},

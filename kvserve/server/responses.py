@@ -21,7 +21,7 @@ def json_response(data: Any) -> Response:
     return Response(orjson.dumps(data, default=str, option=options), media_type="application/json")
 
 
-def usage(outputs: Sequence[RequestOutput]) -> Json:
+def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int = 0) -> Json:
     """Token counts of one HTTP request, and what its policy did to the cache."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -31,6 +31,7 @@ def usage(outputs: Sequence[RequestOutput]) -> Json:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "kv_cache_details": _summed([output.kv_cache_details for output in outputs]),
     }
 
@@ -165,8 +166,11 @@ def completion_choice(
     }
 
 
-def chat_completion(head: Json, output: RequestOutput, choices: list[Json]) -> Json:
-    return {**head, "object": "chat.completion", "choices": choices, "usage": usage([output])}
+def chat_completion(
+    head: Json, output: RequestOutput, choices: list[Json], reasoning_tokens: int
+) -> Json:
+    counts = usage([output], reasoning_tokens)
+    return {**head, "object": "chat.completion", "choices": choices, "usage": counts}
 
 
 def chat_choice(choice: CompletionOutput, top: int, message: Json, reason: str | None) -> Json:

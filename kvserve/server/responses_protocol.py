@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from kvserve.log import RequestError
 from kvserve.server.chat_protocol import ChatCompletionRequest
@@ -14,11 +14,10 @@ from kvserve.server.protocol import parse
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
-    "include": (None, []),
+    "include": (None, [], ["reasoning.encrypted_content"]),  # reasoning comes in plain text
     "max_tool_calls": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
-    "reasoning": (None, {}),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
@@ -28,8 +27,22 @@ _CHAT_NAMES: dict[Any, str] = {
     "messages": "input",
     "response_format": "text",
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _parse_input(value: Any) -> str | list[dict[str, Any]]:
+    items = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if items or isinstance(value, str):
+        return value
+    raise RequestError("input must be a string or a list of items")
+
+
+Input = Annotated[
+    str | list[dict[str, Any]],
+    PlainValidator(_parse_input, json_schema_input_type=str | list[dict[str, Any]]),
+]
 
 
 class ResponseTool(BaseModel):
@@ -43,6 +56,12 @@ class ResponseTool(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
+class ReasoningSettings(BaseModel):
+    """A ``summary`` is never made: the reasoning itself is in the output."""
+
+    effort: str | None = None
+
+
 class TextSettings(BaseModel):
     format: dict[str, Any] | None = None
 
@@ -53,7 +72,7 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: Input
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -61,6 +80,7 @@ class ResponsesRequest(BaseModel):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
+    reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
     stream: bool | None = None
 
@@ -84,6 +104,7 @@ class ResponsesRequest(BaseModel):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": self._response_format(),
             "stream": self.stream,
         }
@@ -104,11 +125,12 @@ class ResponsesRequest(BaseModel):
         for i, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "reasoning":
-                thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+                thought = _thought(item.get("content"))
             elif kind == "function_call":
                 _append_call(messages, item)
             elif kind == "function_call_output":
-                output, call_id = item.get("output"), item.get("call_id")
+                output = _content(item, i, "output")
+                call_id = item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif kind == "message":
                 messages.append({"role": item.get("role"), "content": _content(item, i)})
@@ -149,15 +171,21 @@ def _append_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _content(item: dict[str, Any], index: int) -> Any:
-    content = item.get("content")
+def _thought(content: Any) -> str:
+    """The text of a reasoning item, whatever its parts are called."""
+    parts = content if isinstance(content, list) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
+    content = item.get(name)
     if not isinstance(content, list):
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS:
             raise RequestError(
-                f"input[{index}].content: parts of type {kind!r} are not supported; only text is",
+                f"input[{index}].{name}: parts of type {kind!r} are not supported; only text is",
                 param="input",
             )
     return [{"type": "text", "text": part.get("text")} for part in content]

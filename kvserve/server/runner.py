@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.server.app import create_app
 from kvserve.server.errors import unavailable
+from kvserve.server.http_protocol import LimitedHttpProtocol
 from kvserve.server.metrics import StatsLog
 from kvserve.server.serve import ServeSettings
 from kvserve.server.state import Engine, ServerOptions, ServerState
@@ -49,6 +51,7 @@ def make_engine(config: EngineConfig) -> Engine:
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     options = _options(config, settings)
+    _check_certificate(settings)
     tracer = None
     if settings.otlp_traces_endpoint is not None:
         tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
@@ -69,6 +72,7 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
     try:
         await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
+            serving.result()
             return
         loading.result()
         state.mark_ready()
@@ -106,6 +110,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(state),
+                http=LimitedHttpProtocol,
                 lifespan="off",
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
@@ -174,10 +179,14 @@ def _options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
         guard_metrics=not settings.open_metrics,
         vllm_metrics=settings.vllm_metrics,
         allowed_origins=settings.allowed_origins,
+        allow_credentials=settings.allow_credentials,
+        allowed_methods=settings.allowed_methods,
+        allowed_headers=settings.allowed_headers,
         root_path=settings.root_path.rstrip("/"),
         docs=settings.docs,
         max_body_bytes=settings.max_body_size,
         chat_template=_read_template(settings.chat_template),
+        trust_request_chat_template=settings.trust_request_chat_template,
         reasoning_parser=settings.reasoning_parser,
         tool_parser=settings.tool_call_parser,
         auto_tools=settings.enable_auto_tool_choice,
@@ -191,6 +200,18 @@ def _read_template(path: str | None) -> str | None:
         return None if path is None else Path(path).read_text()
     except OSError as exc:
         raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as exc:  # SSLError is one
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
 
 
 def _bind(settings: ServeSettings) -> socket.socket:
@@ -272,9 +293,12 @@ def _address(settings: ServeSettings, listener: socket.socket) -> str:
 def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
     options = state.options
     keys = len(options.api_keys)
-    overrides = state.config.compression.allow_request_policy == "all"
+    compression = state.config.compression
+    overrides = {"all": "on", "none": "off"}.get(
+        compression.allow_request_policy, ", ".join(compression.request_policies)
+    )
     return [
-        ("kv_policy in requests", _on(overrides), "--allow-request-policy"),
+        ("kv_policy in requests", overrides, "--allow-request-policy"),
         ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
         ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),

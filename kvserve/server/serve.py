@@ -45,6 +45,9 @@ class ServeSettings:
     chat_template: str | None = setting(
         None, "file with a Jinja chat template, instead of the tokenizer's"
     )
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring a chat_template, which may run as long as it likes"
+    )
     reasoning_parser: str | None = setting(
         None, "tell reasoning from content in chat answers", choices=REASONING_PARSERS
     )
@@ -68,6 +71,9 @@ class ServeSettings:
     allowed_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may call the server (CORS; '*' is any)"
     )
+    allow_credentials: bool = setting(False, "let those pages send cookies")
+    allowed_methods: tuple[str, ...] = setting(("*",), "methods that they may use")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers that they may send")
     max_body_size: int = setting(64 * 2**20, "largest request body in bytes (accepts 64MiB)")
     docs: bool = setting(True, "serve the API's documentation at /docs")
     otlp_traces_endpoint: str | None = setting(
@@ -132,7 +138,7 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
     values = resolve(flags, given)
     try:
         return (
-            EngineConfig.from_flat(**{k: v for k, v in values.items() if k not in server}),
+            EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server}),
             ServeSettings(**{k: _plain(v) for k, v in values.items() if k in server}),
         )
     except ConfigError as exc:

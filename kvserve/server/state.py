@@ -73,11 +73,15 @@ class ServerOptions:
     guard_metrics: bool = True
     vllm_metrics: bool = True
     allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
     root_path: str = ""
     docs: bool = True
     max_body_bytes: int = 64 * 2**20
     ping_interval: float = 15.0
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     reasoning_parser: str | None = None
     tool_parser: str | None = None
     auto_tools: bool = False
@@ -110,6 +114,7 @@ class ServerState:
         """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
         if self.options.reasoning_parser is not None:
             self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
+        _check_names(self.config.compression.request_policies)
         self.default_sampling = _usable_defaults(self.engine.default_sampling)
         self.ready = True
 
@@ -138,13 +143,19 @@ class ServerState:
 
     def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
         name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
-        if name in (None, "none") or self.config.compression.allow_request_policy == "all":
+        compression = self.config.compression
+        if name in (None, "none") or compression.allow_request_policy == "all":
             return
-        raise RequestError(
-            'kv_policy: this server allows only "none" (--allow-request-policy none)',
-            param="kv_policy",
-            code="policy_not_allowed",
-        )
+        allowed = ["none"]
+        if compression.allow_request_policy == "listed":
+            allowed += compression.request_policies
+        if name not in allowed:
+            raise RequestError(
+                f"kv_policy: this server allows {', '.join(allowed)} "
+                f"(--allow-request-policy {compression.allow_request_policy})",
+                param="kv_policy",
+                code="policy_not_allowed",
+            )
 
     def check_queue(self, count: int) -> None:
         """Room for ``count`` more sequences."""
@@ -190,6 +201,16 @@ class ServerState:
                 param=param,
             )
         return self.engine.tokenizer
+
+
+def _check_names(policies: Sequence[str]) -> None:
+    if not policies:
+        return
+    from kvserve.engine.policies.registry import policy_names
+
+    if unknown := sorted(set(policies) - set(policy_names())):
+        names = ", ".join(policy_names())
+        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
 
 
 def _canonical(settings: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ Every chunk of a stream has the same id and creation time. An error after the fi
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import CompletionOutput, RequestOutput
+from kvserve.server.chat import ChatPlan
 from kvserve.server.errors import as_api_error
 from kvserve.server.generation import Generation
-from kvserve.server.message_parser import MessageParser
 from kvserve.server.protocol import GenerationRequest
 from kvserve.server.responses import Echo, Json, chat_logprobs, completion_logprobs, usage
 
@@ -84,15 +84,18 @@ class ChunkWriter:
             if cursor.finished:
                 continue
             for part in self._parts(index, cursor, choice, output):
-                counts = usage([output]) if self._continuous_usage else None
+                counts = self._usage([output]) if self._continuous_usage else None
                 written.append(self._event([part], counts))
         return written
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        return self._event([], usage(outputs)) + _DONE if self._include_usage else _DONE
+        return self._event([], self._usage(outputs)) + _DONE if self._include_usage else _DONE
 
     def failure(self, exc: Exception) -> bytes:
         return b"data: %b\n\n" % orjson.dumps(as_api_error(exc).body()) + _DONE
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        return usage(outputs)
 
     def _event(self, choices: list[Json], counts: Json | None) -> bytes:
         chunk = {**self._head, "choices": choices}
@@ -156,11 +159,13 @@ class ChatChunks(ChunkWriter):
 
     object_name = "chat.completion.chunk"
 
-    def __init__(
-        self, *args: Any, parser: Callable[[], MessageParser | None], **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._parsers = [parser() for _ in self._cursors]
+    def __init__(self, *args: Any, plan: ChatPlan) -> None:
+        super().__init__(*args)
+        self._plan = plan
+        self._parsers = [plan.parser() for _ in self._cursors]
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        return usage(outputs, sum(map(self._plan.reasoning_tokens, outputs)))
 
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput

@@ -19,9 +19,11 @@ Json = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--url", default="http://localhost:8000/v1", help="server, up to /v1 (default: %(default)s)"
+        "--url", default="http://localhost:8000", help="the server (default: %(default)s)"
     )
-    parser.add_argument("--model-name", help="served name of the model (default: the first)")
+    parser.add_argument(
+        "--model-name", "--model", help="served name of the model (default: the first)"
+    )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("KVSERVE_API_KEY") or os.environ.get("OPENAI_API_KEY"),
@@ -42,7 +44,8 @@ class Terminal:
     def __init__(self, args: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
         timeout = httpx.Timeout(10.0, read=None)
-        self._http = httpx.Client(base_url=args.url, headers=headers, timeout=timeout)
+        url = args.url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         self._stats = args.stats
         self._fields = _fields(args)
         self._fields["model"] = args.model_name or self._first_model()
@@ -80,6 +83,8 @@ class Terminal:
                 answer(line)
             except RequestError as exc:
                 sys.stderr.write(f"error: {exc}\n")
+            except KeyboardInterrupt:
+                sys.stderr.write("\nstopped; Ctrl-C again leaves\n")
 
     def _first_model(self) -> str:
         try:

@@ -1,4 +1,6 @@
-"""OpenTelemetry: one span per request, part of the trace that its client began (extra ``otel``)."""
+"""OpenTelemetry: one span per request, part of the trace that its client began, with an event for
+each of its compactions (extra ``otel``).
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,16 @@ class Tracer:
 
     def end(self, span: Any, output: RequestOutput | None) -> None:
         """Finish a span with what became of its request."""
+        for event in output.compactions if output is not None else ():
+            span.add_event(
+                "kvserve.compaction",
+                {
+                    "kvserve.reason": event.reason,
+                    "kvserve.evicted_tokens": event.evicted_tokens,
+                    "kvserve.held_tokens": event.held_tokens,
+                },
+                int(event.time * 1e9),
+            )
         if output is not None and output.metrics is not None:
             times, details = output.metrics, output.kv_cache_details
             reasons = [choice.finish_reason or "abort" for choice in output.outputs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,9 @@ import pytest
 import pytest_asyncio
 
 from kvserve import AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
+from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
 Mode = Literal["thread", "process"]
@@ -111,3 +114,42 @@ async def test_a_model_that_cannot_load_is_one_clear_error(mode: Mode) -> None:
     with pytest.raises(ConfigError, match="/no/such/place"):
         await engine.start()
     await engine.shutdown()
+
+
+async def test_a_slow_grammar_stalls_nobody(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_now, may_go = GrammarCompiler.compile, threading.Event()
+
+    def compile_slowly(self: GrammarCompiler, wanted: StructuredOutput) -> Matcher:
+        assert may_go.wait(30)
+        return compile_now(self, wanted)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    config = EngineConfig.from_flat(model=str(directory), dtype="float32")
+    engine = AsyncEngine(config, mode="thread")
+    await engine.start()
+
+    def ask(name: str, spec: dict[str, object]) -> asyncio.Task[tuple[list[int], object]]:
+        return asyncio.create_task(
+            collect(engine, name, structured_outputs=spec, ignore_eos=False, n=2)
+        )
+
+    try:
+        slow, wrong = ask("slow", {"choice": ["yes"]}), ask("wrong", {"regex": "("})
+        gone = ask("gone", {"choice": ["no"]})
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        lengths, _ = await collect(engine, "free")
+        assert lengths[-1] == 30 and not slow.done()
+        may_go.set()
+        _, output = await slow
+        assert [choice.text for choice in output.outputs] == ["yes", "yes"]  # type: ignore[attr-defined]
+        with pytest.raises(RequestError) as refused:
+            await wrong
+        assert refused.value.code == "invalid_grammar"
+        assert (await collect(engine, "after"))[0][-1] == 30
+        await all_free(engine)
+    finally:
+        may_go.set()
+        await engine.shutdown()

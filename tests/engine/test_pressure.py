@@ -96,6 +96,7 @@ def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(
     assert generate(tight) == generate(ample)
     stats = tight.stats()
     assert stats.preemptions_total > 0 and stats.early_compactions_total == 0
+    assert sum(c.blocks_released for c in stats.compaction_counts) == stats.blocks_released_total
     assert bool(stats.swaps_total) == bool(swap_space and policy != "none")
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
@@ -114,6 +115,9 @@ def test_events_that_depend_on_others_leave_what_a_dense_replay_has(
     stats = recorder.llm.stats()
     assert stats.preemptions_total > 0 and stats.compactions_total > len(PROMPTS)
     assert ("preset" in fields) or stats.early_compactions_total > 0
+    counted = {counts.reason: counts.events for counts in stats.compaction_counts}
+    assert counted.get("pressure", 0) == stats.early_compactions_total
+    assert sum(counted.values()) == stats.compactions_total
     model = load_dense(llama_dir)
     for seq_id, (prompt, more) in enumerate(zip(PROMPTS, tokens, strict=True)):
         record = recorder.records[seq_id]

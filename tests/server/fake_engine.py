@@ -16,6 +16,7 @@ from typing import Any
 
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
+    Compaction,
     CompletionOutput,
     EngineStats,
     KVCacheDetails,
@@ -30,8 +31,10 @@ BOS, EOS, END = 1, 2, 3
 
 
 class FakeTokenizer:
+    template = "fake"
+
     def describe(self) -> dict[str, Any]:
-        return {"eos_token": chr(EOS), "chat_template": "fake"}
+        return {"eos_token": chr(EOS), "chat_template": self.template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # refuses lone surrogates, as real tokenizers do
@@ -55,6 +58,7 @@ class FakeTokenizer:
             raise ValueError("no such conversation")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         self.seen = messages, chat_template_kwargs
+        self.template_seen = chat_template
         text += "<assistant>" * add_generation_prompt
         return self.encode(text + "</think>\n" * chat_template_kwargs.get("close", False))
 
@@ -155,6 +159,8 @@ class FakeEngine:
                 compactions=(step + 1) // 8,
                 blocks_released=(step + 1) // 16,
             )
+            if step % 8 == 7:
+                output.compactions.append(Compaction("due", time.time(), 8, step + 1))
             output.finished = step == limit - 1
             yield
 
@@ -162,9 +168,10 @@ class FakeEngine:
         self, choice: CompletionOutput, step: int, params: SamplingParams, text: str
     ) -> None:
         choice.text += text
-        choice.token_ids.append(100 + step)
+        token = END if choice.text.endswith("</think>") else 100 + step
+        choice.token_ids.append(token)
         if params.logprobs is not None:
-            entry = {100 + step: Logprob(-0.5, 1, text)}
+            entry = {token: Logprob(-0.5, 1, text)}
             for rank in range(2, params.logprobs + 1):
                 entry[5000 + rank] = Logprob(-float(rank), rank, f"alt{rank}")
             choice.logprobs = [*(choice.logprobs or []), entry]

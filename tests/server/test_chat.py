@@ -67,6 +67,30 @@ def test_reasoning_content_and_calls(model: RunningServer, stream: bool) -> None
     assert seen.thinking_end == END and seen.structured_output is None
 
 
+@pytest.mark.parametrize(
+    ("says", "body", "count"),
+    [
+        ("<think>ab</think>cd", {}, len("<think>ab</think>") - 1),
+        ("<think>ab", {}, len("<think>ab")),
+        ("cd</think>", {}, 0),
+        ("<think>ab</think>", {"chat_template_kwargs": {"close": True}}, 0),
+        ("<think>ab</think>", {"n": 2}, 2 * (len("<think>ab</think>") - 1)),
+    ],
+)
+def test_reasoning_tokens_are_counted(
+    model: RunningServer, says: str, body: dict[str, Any], count: int
+) -> None:
+    answer = model.chat(f"SAY[{says}]", **body).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    options = {"include_usage": True}
+    lines = model.chat(f"SAY[{says}]", stream=True, stream_options=options, **body).text
+    usage = json.loads(lines.split("data: ")[-2])["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    if not body:
+        whole = model.post("/v1/responses", input=f"SAY[{says}]").json()
+        assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_plain_answer(model: RunningServer, stream: bool) -> None:
     message, reasons = ask(model, "just <b>text", stream, tools=[TOOL])
@@ -139,6 +163,32 @@ def test_a_budget_and_a_template_without_reasoning(model: RunningServer) -> None
     assert answer["choices"][0]["message"]["content"] == "<think> is a word"
     params = model.engine.seen[-1][1]
     assert (params.thinking_end, params.thinking_token_budget) == (None, None)
+
+
+def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServer) -> None:
+    tokenizer = FakeTokenizer()
+    server = start_server(FakeEngine(tokenizer=tokenizer))
+    for template, effort, expected in (
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+    ):
+        tokenizer.template = template
+        assert server.chat("a", max_tokens=1, reasoning_effort=effort).status_code == 200
+        assert tokenizer.seen[1] == expected
+        body = {"input": "a", "max_output_tokens": 16, "reasoning": {"effort": effort}}
+        assert server.post("/v1/responses", **body).json()["reasoning"]["effort"] == effort
+        assert tokenizer.seen[1] == expected
+
+
+def test_templates_of_requests_want_a_flag(start_server: StartServer) -> None:
+    tokenizer = FakeTokenizer()
+    options = {"chat_template": "the file's", "trust_request_chat_template": True}
+    server = start_server(FakeEngine(tokenizer=tokenizer), **options)
+    server.chat("a", max_tokens=1)
+    assert tokenizer.template_seen == "the file's"
+    server.chat("a", max_tokens=1, chat_template="the client's")
+    assert tokenizer.template_seen == "the client's"
 
 
 def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> None:

@@ -82,6 +82,17 @@ def test_wrong_sizes(text: str) -> None:
         read_size(text)
 
 
+def test_lists() -> None:
+    config, server = settings(
+        *("--request-policies", "kara", "snapkv", "--allow-request-policy", "listed"),
+        *("--allowed-origins", "http://a", "http://b"),
+    )
+    assert config.compression.request_policies == ("kara", "snapkv")
+    assert server.allowed_origins == ("http://a", "http://b")
+    with pytest.raises(UsageError, match="one after the other"):
+        settings("--allowed-origins", '["http://a"]')
+
+
 def test_policy_fields() -> None:
     config, _ = settings(
         *("--policy", "kara", "--policy.window", "32", "--policy.ratio=1/3", "--policy.align"),

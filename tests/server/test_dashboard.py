@@ -1,4 +1,4 @@
-"""The dashboard in ``deploy`` asks for series that the server has."""
+"""The dashboard in ``deploy`` and docs/server.md name series that the server has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 
 from tests.server.conftest import RunningServer
 
-DASHBOARDS = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "dashboards"
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
 
 
 def test_every_series_exists(server: RunningServer) -> None:
     server.complete("a", max_tokens=3)
     text = server.http.get("/metrics").text
     served = {line.partition("{")[0] for line in text.splitlines() if not line.startswith("#")}
+    named = set(re.findall(r"kvserve:[a-z]\w+", (ROOT / "docs" / "server.md").read_text()))
+    families = {re.sub("_(bucket|count|sum)$", "", name) for name in served if ":" in name}
+    assert named == {name for name in families if name.startswith("kvserve:")}
     dashboard = json.loads((DASHBOARDS / "kvserve.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15

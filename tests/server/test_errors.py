@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from kvserve.config import EngineConfig
+from kvserve.log import ConfigError
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 
@@ -205,10 +206,11 @@ def test_a_broken_body_says_where(server: RunningServer) -> None:
 
 
 def test_routes_that_do_not_exist(server: RunningServer) -> None:
-    check(server.http.get("/v2/completions"), 404, None, "not_found")
+    message = check(server.http.get("/v2/completions"), 404, None, "not_found")
+    assert "no GET /v2/completions" in message
     check(server.http.get("/"), 404, None, "not_found")
     response = server.http.get("/v1/completions")
-    check(response, 405, None, "method_not_allowed")
+    assert "use POST" in check(response, 405, None, "method_not_allowed")
     assert response.headers["Allow"] == "POST"
     check(server.http.delete("/health"), 405, None, "method_not_allowed")
 
@@ -304,6 +306,22 @@ def test_policies_of_requests_may_be_switched_off(start_server: StartServer) -> 
         assert server.complete("a", kv_policy=policy, max_tokens=1).status_code == 200
 
 
+def test_policies_of_requests_may_be_listed(start_server: StartServer) -> None:
+    config = EngineConfig.from_flat(
+        model=MODEL, allow_request_policy="listed", request_policies=("snapkv",)
+    )
+    server = start_server(FakeEngine(), config=config)
+    policies: list[Any] = ["none", "snapkv", {"name": "snapkv"}]
+    for policy in policies:
+        assert server.complete("a", kv_policy=policy, max_tokens=1).status_code == 200
+    assert "none, snapkv" in check(server.complete("a", kv_policy="kara"), 400, "kv_policy")
+    with pytest.raises(ConfigError, match="--request-policies"):
+        EngineConfig.from_flat(allow_request_policy="listed")
+    wrong = EngineConfig.from_flat(allow_request_policy="listed", request_policies=("krra",))
+    with pytest.raises(ConfigError, match="unknown policy 'krra'"):
+        start_server(config=wrong)
+
+
 class TestApiKeys:
     OPEN = ("/health", "/ping", "/version")
     GUARDED = (
@@ -346,6 +364,14 @@ class TestApiKeys:
         response = keyed.http.get("/v1/models", headers={"Origin": "http://a"})
         assert response.status_code == 401
         assert response.headers["access-control-allow-origin"] == "http://a"
+
+    def test_what_pages_may_do_can_be_narrowed(self, start_server: StartServer) -> None:
+        settings = {"allowed_methods": ("GET",), "allow_credentials": True}
+        server = start_server(allowed_origins=("http://a",), **settings)
+        headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+        response = server.http.options("/v1/completions", headers=headers)
+        assert response.status_code == 400
+        assert response.headers["access-control-allow-credentials"] == "true"
 
     def test_metrics_may_be_open(self, start_server: StartServer) -> None:
         server = start_server(api_keys=("k",), guard_metrics=False)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
-from kvserve.outputs import EngineStats, RequestStats
+from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
 from kvserve.server.metrics import Metrics, StatsLog
 from kvserve.server.state import ServerOptions
 from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
@@ -30,7 +30,13 @@ STATS = EngineStats(
     tokens_evicted_total=750,
     compaction_seconds_total=1.5,
     scoring_workspace_bytes=4096,
-    early_compactions_total=2,
+    compaction_counts=(
+        CompactionCounts("kara", "due", 3, 4),
+        CompactionCounts("kara", "pressure", 1, 1),
+        CompactionCounts("snapkv", "due", 1, 1),
+    ),
+    iterations=(2, 0, 3, *(0,) * 10, 1),
+    iteration_tokens_total=40000,
     swaps_total=1,
     requests=(RequestStats("r", "kara", 1000, 250, 30, 5),),
 )
@@ -44,8 +50,9 @@ def scrape(server: RunningServer) -> dict[str, float]:
             labels = {
                 k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")
             }
-            assert sample.labels["model_name"] == MODEL
-            assert sample.labels["engine"] == "0"
+            if ":" in sample.name:
+                assert sample.labels["model_name"] == MODEL
+                assert sample.labels["engine"] == "0"
             values[sample.name + "".join(f"|{value}" for value in labels.values())] = sample.value
     return values
 
@@ -100,6 +107,8 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         "prefix_cache_hits_total": 0,
         "request_success_total|stop": 0,
         "time_to_first_token_seconds_count": 0,
+        "iteration_tokens_total_sum": 40000,
+        "iteration_tokens_total_count": 6,
         'cache_config_info|auto|100|kara|{"window": 32}': 1,
     }
     for name, value in common.items():
@@ -113,10 +122,12 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         "kv_tokens_evicted_total": 750,
         "kv_compaction_seconds_total": 1.5,
         "kv_scoring_workspace_bytes": 4096,
-        "kv_early_compactions_total": 2,
         "kv_swaps_total": 1,
-        "kv_compactions_total|kara": 0,
-        "kv_blocks_released_total|kara": 0,
+        "kv_compactions_total|kara|due": 3,
+        "kv_compactions_total|kara|pressure": 1,
+        "kv_compactions_total|snapkv|due": 1,
+        "kv_blocks_released_total|kara": 5,
+        "kv_blocks_released_total|snapkv": 1,
     }
     for name, value in own.items():
         assert values[f"kvserve:{name}"] == pytest.approx(value), name
@@ -140,8 +151,10 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
     assert values["kvserve:e2e_request_latency_seconds_count"] == 3
     assert values["kvserve:request_generation_tokens_sum"] == 44
     assert values["kvserve:request_params_max_tokens_sum"] == 44
-    assert values["kvserve:kv_compactions_total|kara"] == 4
-    assert values["kvserve:kv_blocks_released_total|kara"] == 2
+    assert values["kvserve:kv_compactions_total|none|due"] == 0
+    assert values["http_requests_total|/v1/completions|POST|2xx"] == 1
+    assert values["http_requests_total|/v1/completions|POST|4xx"] == 1
+    assert values["http_request_duration_seconds_count|/v1/chat/completions|POST"] == 1
     assert not [name for name in values if name.endswith("_created")]
 
 
@@ -154,6 +167,24 @@ def test_requests_that_do_not_finish_are_counted(start_server: StartServer) -> N
     server.complete("BUG")
     wait_until(lambda: scrape(server)["kvserve:request_success_total|abort"] == 1)
     assert scrape(server)["kvserve:request_success_total|error"] == 1
+
+
+def test_answers_are_counted_by_route(start_server: StartServer) -> None:
+    server = start_server(FakeEngine(), api_keys=("k",))
+    headers = {"Authorization": "Bearer k"}
+    server.http.headers.update(headers)
+    server.http.get("/v1/models/alias")
+    server.http.get("/v1/models/nobody")
+    server.http.get("/v1/nowhere")
+    server.http.get("/v1/nowhere/else")
+    server.http.get("/health")
+    server.http.get("/v1/models", headers={"Authorization": ""})
+    found = {k: v for k, v in scrape(server).items() if k.startswith("http_requests_total")}
+    assert found == {
+        "http_requests_total|/v1/models/{name:path}|GET|2xx": 1,
+        "http_requests_total|/v1/models/{name:path}|GET|4xx": 1,
+        "http_requests_total|none|GET|4xx": 3,
+    }
 
 
 def test_the_mirror_may_be_switched_off(start_server: StartServer) -> None:

@@ -179,11 +179,17 @@ def test_prompts_choices_and_stops(server: Server) -> None:
 
 def test_metrics_count_what_happened(server: Server) -> None:
     text = server.http.get("/metrics").text
-    [compactions] = re.findall(r'kv_compactions_total\{.*policy="kara"\} (\S+)', text)
-    assert float(compactions) == server.stats()["compactions_total"] > 0
+    stats = server.stats()
+    pattern = r'kv_compactions_total\{.*policy="kara",reason="due"\} (\S+)'
+    [compactions] = re.findall(pattern, text)
+    assert float(compactions) == stats["compactions_total"] > 0
+    [released] = re.findall(r'kv_blocks_released_total\{.*policy="kara"\} (\S+)', text)
+    assert float(released) == stats["blocks_released_total"] > 0
+    [steps] = re.findall(r"^vllm:iteration_tokens_total_count\S* (\S+)", text, re.M)
+    assert float(steps) > 200
     for prefix in ("kvserve", "vllm"):
         [generated] = re.findall(rf"^{prefix}:generation_tokens_total\S* (\S+)", text, re.M)
-        assert float(generated) > 800
+        assert float(generated) > 300
     policies = server.http.get("/v1/kv/policies").json()
     assert policies["default"] == "kara"
     assert {"none", "kara"} <= {policy["name"] for policy in policies["data"]}

@@ -108,8 +108,12 @@ def test_parse(server: RunningServer) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "lots"}}, "reasoning"),
         ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": [{"type": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

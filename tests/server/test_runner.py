@@ -74,6 +74,14 @@ def run() -> Iterator[Callable[..., Process]]:
         process.popen.wait()
 
 
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Process]:
+    process = Process({}, "--model", "m", "--port", "0")
+    yield process
+    process.popen.kill()
+    process.popen.wait()
+
+
 def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function()))
@@ -171,6 +179,28 @@ def test_errors_at_the_start(run: Callable[..., Process]) -> None:
         process = run("--port", str(taken.getsockname()[1]))
         assert process.wait() == 1
     assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 1
+    process = run("--port", "0", "--ssl-keyfile", "/none", "--ssl-certfile", "/none")
+    assert process.wait() == 1
+    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n" + b"X-Filler: a\r\n" * 9000, 431),
+        (b"GET /health HTTP/1.1\r\nX-Filler: " + b"a" * 90_000, 431),
+        (b"GET /" + b"a" * 90_000, 431),
+        (b"HALLO\r\n\r\n", 400),
+        (b"POST /health HTTP/1.1\r\nContent-Length: 90000\r\n\r\n" + b"a" * 90_000, 405),
+    ],
+)
+def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
+    address = plain.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=5) as client:
+        client.sendall(data)
+        answer = client.recv(10_000).decode()
+    assert answer.startswith(f"HTTP/1.1 {status} ") and '{"error":{"message":"' in answer
+    assert httpx.get(f"{plain.url}/health").status_code == 200
 
 
 def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
+import threading
 
 import pytest
 
 from kvserve.server import cli
-from tests.server.conftest import RunningServer, StartServer
+from tests.server.conftest import RunningServer, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 
 
@@ -39,11 +41,29 @@ def test_a_conversation(
     assert text == "<system>be brief<user>one<assistant>0 1 <user>two<assistant>"
 
 
+def test_an_answer_that_is_stopped(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("SLOW\ntwo\n"))
+    timer = threading.Timer(0.4, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    assert run(server, "chat", "--max-tokens", "60") == 0
+    timer.join()
+    out, err = capsys.readouterr()
+    assert "stopped" in err and out.endswith("59 \n")
+    wait_until(lambda: not server.state.generations)
+    assert len(server.engine.aborted) == 1
+    assert server.engine.tokenizer is not None
+    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
+    assert text == "<user>two<assistant>"
+
+
 def test_errors(
     server: RunningServer, start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "a"]) == 1
     assert "--url" in capsys.readouterr().err
+    assert cli.run(["chat", "--url", server.url, "-q", "a", "--max-tokens", "1"]) == 0
     assert run(server, "chat", "-q", "a", "--kv-policy", "{") == 1
     assert "--kv-policy" in capsys.readouterr().err
     assert run(server, "complete", "-q", "a", "--model-name", "gpt-9") == 1

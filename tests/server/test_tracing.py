@@ -29,7 +29,12 @@ def test_a_span_per_request(start_server: StartServer) -> None:
         assert span.attributes["gen_ai.usage.completion_tokens"] == 16
         assert span.attributes["gen_ai.request.model"] == MODEL
         assert span.attributes["kvserve.policy"] == "kara"
-        assert span.attributes["kvserve.compactions"] == 2
+        assert span.attributes["kvserve.compactions"] == len(span.events) == 2
+        for event in span.events:
+            assert event.name == "kvserve.compaction"
+            assert span.start_time <= event.timestamp <= span.end_time
+            assert event.attributes["kvserve.reason"] == "due"
+            assert event.attributes["kvserve.evicted_tokens"] == 8
     assert len(answered) == 2
     assert "gen_ai.usage.completion_tokens" not in refused.attributes
 

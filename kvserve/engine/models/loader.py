@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
@@ -29,6 +30,8 @@ def load_model(
         _fill_randomly(model, config.seed)
     else:
         _read_weights(model, Checkpoint(directory), config.model)
+    if can_pack(dtype, device):
+        model.pack()
     return model.eval()
 
 

@@ -45,12 +45,6 @@ class Rotary:
         return torch.cat([x, x], dim=-1)[:, None].mul(self._scale).to(self._dtype)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D], rotated in halves."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
 def _exponents(dim: int) -> Tensor:
     return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
 

@@ -16,16 +16,18 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
 )
-from kvserve.engine.models.rotary import Rotary, apply_rotary
+from kvserve.engine.models.linear import linear, packed
+from kvserve.engine.models.operators import Operators, select_operators
+from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
 
 
 class Layer(nn.Module):
     """Attention and MLP; qkv and gate-up are one matrix each."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, operators: Operators) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.operators = spec, operators
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.input_norm = _empty(spec.hidden_size)
         self.qkv = _empty(width, spec.hidden_size)
@@ -41,12 +43,12 @@ class Layer(nn.Module):
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = F.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
             qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
-        q, k = apply_rotary(qk, cos, sin).split([heads, kv_heads], dim=1)
+        q, k = self.operators.rotate(qk, cos, sin).split([heads, kv_heads], dim=1)
         return q, k, v
 
     def forward(
@@ -61,12 +63,17 @@ class Layer(nn.Module):
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
         cache.store(index, batch, q, k, v)
         attended = attention.forward(index, q, cache)
-        hidden = hidden + F.linear(attended.flatten(1), self.out)
-        gate, up = F.linear(self._norm(hidden, self.post_norm), self.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, self.down)
+        hidden = hidden + linear(attended.flatten(1), self.out)
+        gate_up = linear(self._norm(hidden, self.post_norm), self.gate_up)
+        return hidden + linear(self.operators.silu_and_mul(gate_up), self.down)
+
+    def pack(self) -> None:
+        """Hand the matrices to oneDNN."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(self, name, packed(getattr(self, name)))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _rms_norm(x, weight, self.spec.rms_norm_eps)
+        return self.operators.rms_norm(x, weight, self.spec.rms_norm_eps)
 
 
 class Transformer(nn.Module):
@@ -75,8 +82,9 @@ class Transformer(nn.Module):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.spec = spec
+        self.operators = select_operators(dtype, device)
         self.embedding = _empty(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(Layer(spec, self.operators) for _ in range(spec.num_layers))
         self.norm = _empty(spec.hidden_size)
         self.head = (
             self.embedding if spec.tied_embeddings else _empty(spec.vocab_size, spec.hidden_size)
@@ -88,6 +96,12 @@ class Transformer(nn.Module):
     def decoder_layers(self) -> list[Layer]:
         """The layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def pack(self) -> None:
+        """Hand all matrices to oneDNN. A tied head becomes a copy: lookups need the plain one."""
+        for layer in self.decoder_layers:
+            layer.pack()
+        self.head = packed(self.head)
 
     def forward(
         self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
@@ -102,13 +116,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
-        hidden = _rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
-        return F.linear(hidden, self.head).float()
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rounds before it multiplies by the weight, as transformers does: bfloat16 can tell."""
-    return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
+        hidden = self.operators.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
+        return linear(hidden, self.head).float()
 
 
 def _empty(*shape: int) -> nn.Parameter:

@@ -139,6 +139,10 @@ def test_a_pruned_prompt_takes_nothing_from_the_prefix_cache_and_gives_nothing(
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)
         assert output.num_cached_tokens == cached
         assert output.kv_cache_details.compactions == (policy is None)
+    stats = llm.stats()
+    (counts,) = stats.compaction_counts
+    assert counts.events == stats.compactions_total == 2
+    assert counts.blocks_released == stats.blocks_released_total > 0
 
 
 def test_what_chunks_would_make_undefined_is_refused(llama_dir: Path) -> None:

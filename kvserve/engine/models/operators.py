@@ -1,0 +1,41 @@
+"""What a layer does between its matrix products: compiled on a CPU, torch's operators elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels import elementwise
+from kvserve.kernels.cpu import elementwise as compiled
+from kvserve.kernels.cpu.build import BuildError, load_library
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Functions of ``kvserve.kernels.elementwise``; ``name`` and ``reason`` for the start-up."""
+
+    name: str
+    reason: str
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotate
+    silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
+
+
+def select_operators(dtype: torch.dtype, device: str) -> Operators:
+    """The fastest for this type and device."""
+    if device != "cpu" or dtype not in compiled.DTYPES:
+        return Operators("torch", "compiled ones are for float32 and bfloat16 on a CPU")
+    try:
+        load_library("elementwise")
+    except BuildError as error:
+        return Operators("torch", f"compiled ones are not there: {error}")
+    return Operators(
+        "compiled",
+        "norms, rotation and activation in one pass each",
+        compiled.rms_norm,
+        compiled.rotate,
+        compiled.silu_and_mul,
+    )

@@ -1,0 +1,87 @@
+"""What a decoder layer does between its matrix products, on a CPU: what ``elementwise.cpp`` takes.
+
+The functions of ``kvserve.kernels.elementwise``, for float32 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu.build import load_library
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_WORTH_A_THREAD = 32768  # elements: what torch gives each thread of its own operators
+
+
+class _Call(ctypes.Structure):
+    """``Elementwise`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "a", "b", "out")),
+        *((name, ctypes.c_int64) for name in ("groups", "rows", "width", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("is_bf16", "num_threads")),
+        ("eps", ctypes.c_double),
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [T, N], or [T, heads, N] with dense heads; weight: [N]."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _check("rms_norm", x, weight, fits=weight.shape == x.shape[-1:])
+    _launch("rms_norm", x, x.shape[-1], out, weight, None, eps)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [T, heads, D] with dense heads, cos and sin: [T, 1, D]."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tokens, _, dim = x.shape
+    fits = cos.shape == sin.shape == (tokens, 1, dim) and dim % 2 == 0
+    _check("rotate", x, cos, sin, fits=fits)
+    _launch("rotate", x, dim, out, cos, sin, 0.0)
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up: [T, 2 N]."""
+    tokens, both = gate_up.shape
+    out = torch.empty(tokens, both // 2, dtype=gate_up.dtype)
+    _check("silu_and_mul", gate_up, fits=both % 2 == 0)
+    _launch("silu_and_mul", gate_up, both // 2, out, None, None, 0.0)
+    return out
+
+
+def _launch(
+    name: str, x: Tensor, width: int, out: Tensor, a: Tensor | None, b: Tensor | None, eps: float
+) -> None:
+    groups = len(x)
+    threads = max(1, min(torch.get_num_threads(), out.numel() // _WORTH_A_THREAD))
+    call = _Call(
+        x.data_ptr(),
+        None if a is None else a.data_ptr(),
+        None if b is None else b.data_ptr(),
+        out.data_ptr(),
+        groups,
+        out.numel() // (groups * width) if groups else 1,
+        width,
+        x.stride(0),
+        x.dtype is torch.bfloat16,
+        threads,
+        eps,
+    )
+    getattr(load_library("elementwise"), f"kvserve_{name}")(ctypes.byref(call))
+
+
+def _check(name: str, x: Tensor, *others: Tensor, fits: bool) -> None:
+    """What the kernel takes for granted."""
+    dense = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
+    if not (fits and dense and all(other.is_contiguous() for other in others)):
+        shapes = [list(tensor.shape) for tensor in (x, *others)]
+        raise ValueError(f"{name}: shapes {shapes} do not fit, or rows are not dense")
+    if x.dtype not in DTYPES or any(other.dtype is not x.dtype for other in others):
+        dtypes = [str(tensor.dtype) for tensor in (x, *others)]
+        raise ValueError(f"{name}: dtypes {dtypes}; all float32 or all bfloat16 are needed")

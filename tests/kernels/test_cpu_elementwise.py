@@ -1,0 +1,100 @@
+"""The compiled operators against torch's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels import elementwise as reference
+from kvserve.kernels.cpu import elementwise as compiled
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+tokens = pytest.mark.parametrize("tokens", [0, 1, 5, 700])
+
+
+def assert_alike(one: Tensor, other: Tensor) -> None:
+    """bfloat16 may be off by one rounding where float32 sums differ in their last bit."""
+    tolerance = TOLERANCE[one.dtype]
+    torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 48, 131])
+def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = 3 * torch.randn(tokens, width, dtype=dtype), torch.randn(width, dtype=dtype)
+    assert_alike(compiled.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@dtypes
+def test_rms_norm_of_heads_within_a_wider_row(dtype: torch.dtype) -> None:
+    qkv, weight = torch.randn(5, 4, 32, dtype=dtype), torch.randn(32, dtype=dtype)
+    for heads in (qkv[:, :2], qkv[:, 2:3]):
+        assert_alike(
+            compiled.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6)
+        )
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 32, 70])
+def test_rotate(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(tokens, 4, width, dtype=dtype)
+    cos, sin = torch.randn(2, tokens, 1, width, dtype=dtype)
+    torch.testing.assert_close(
+        compiled.rotate(qkv[:, :3], cos, sin),
+        reference.rotate(qkv[:, :3], cos, sin),
+        atol=1e-6 if dtype == torch.float32 else 0,
+        rtol=0,
+    )
+
+
+@dtypes
+@tokens
+def test_silu_and_mul(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = 4 * torch.randn(tokens, 2 * 37, dtype=dtype)
+    assert_alike(compiled.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@dtypes
+def test_silu_far_from_zero(dtype: torch.dtype) -> None:
+    gates = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 20.0, 200.0, 1e30], dtype=dtype)
+    gate_up = torch.cat([gates, torch.ones_like(gates)])[None]
+    assert_alike(compiled.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+def test_threads_change_no_bit() -> None:
+    torch.manual_seed(0)
+    gate_up, before = torch.randn(512, 2 * 256), torch.get_num_threads()
+    alone = compiled.silu_and_mul(gate_up)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(compiled.silu_and_mul(gate_up), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: compiled.rms_norm(torch.randn(2, 8), torch.randn(9), 1e-5),
+        lambda: compiled.rms_norm(torch.randn(8, 2).t(), torch.randn(8), 1e-5),
+        lambda: compiled.rms_norm(torch.randn(2, 8), torch.randn(8).bfloat16(), 1e-5),
+        lambda: compiled.rotate(torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 8)),
+        lambda: compiled.silu_and_mul(torch.randn(2, 7)),
+        lambda: compiled.silu_and_mul(torch.randn(2, 8).half()),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"needed|do not fit"):
+        call()
