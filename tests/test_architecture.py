@@ -44,6 +44,7 @@ POLICY_IMPORTS = (
     "torch",
     "kvserve.scheduler.trigger",
     "kvserve.scheduler.periodic",
+    "kvserve.scheduler.pruning",
     "kvserve.scheduler.layout",
 )
 # Below these paths nothing else may be imported, the standard library and the package itself aside.

@@ -22,6 +22,7 @@ from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import RowState
 
@@ -86,8 +87,13 @@ class EngineCore:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
+        prunes = isinstance(policy.trigger, Pruned) and bool(
+            policy.trigger.prunes(np.array(prompt))
+        )
+        if prunes:
+            self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
-            _check_exact(prompt, policy)
+            _check_exact(prompt, policy, prunes)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         sequence = Sequence(
@@ -100,9 +106,10 @@ class EngineCore:
             trigger=policy.trigger,
             uneven=policy.granularity is not Granularity.MODEL,
             keeps_blocks=policy.keeps_blocks,
+            prunes_prompt=prunes,
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
-            num_shareable=self.runner.model.spec.num_shareable(prompt),
+            num_shareable=0 if prunes else self.runner.model.spec.num_shareable(prompt),
         )
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
@@ -225,6 +232,18 @@ class EngineCore:
                 code="kv_cache_too_small",
             )
 
+    def _check_whole(self, prompt: int, policy: Policy) -> None:
+        """Layers that compute different tokens cannot be computed chunk by chunk."""
+        limit = self.config.scheduler.max_num_batched_tokens
+        if prompt > limit:
+            raise RequestError(
+                f"policy {policy.name} prunes a prompt between layers and cannot compute it in "
+                f"chunks: this one has {prompt} tokens and a step takes {limit}; raise "
+                "--max-num-batched-tokens or choose another policy",
+                param="prompt",
+                code="policy_not_allowed",
+            )
+
     def _check_tokens(self, new: NewSequence) -> None:
         """Token ids other than the prompt's."""
         named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
@@ -293,11 +312,11 @@ class EngineCore:
         return None
 
 
-def _check_exact(num_prompt: int, policy: Policy) -> None:
+def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
     """A prompt is scored against all of itself: no event may come before its end."""
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
     state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
-    if policy.trigger.next_event(state)[0] < num_prompt:
+    if prunes or policy.trigger.next_event(state)[0] < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',

@@ -115,6 +115,26 @@ class InputBatch:
         )
         return input_ids, batch
 
+    def whole(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+        """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
+        rows, count = self._long(task.rows), int(task.old_lens.max())
+        self.after_compaction(task)
+        self.num_computed[rows] = count
+        positions = torch.arange(count, device=self.device)
+        at = rows.expand(count)
+        entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)
+        return ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            query_slots=self._query_slots(at, positions) if logs_queries else None,
+            last=entries,
+            tables=self.block_tables,
+            rows=task.rows,
+            starts=_starts(np.array([count])),
+            columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+        )
+
     def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
 
@@ -141,7 +161,9 @@ class InputBatch:
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
     def _park_scores(self, output: SchedulerOutput) -> None:
-        """What policies keep of a row goes with it to host memory, and comes back."""
+        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        for place in output.discarded:
+            del self._parked_scores[place]
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}

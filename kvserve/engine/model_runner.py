@@ -19,7 +19,9 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.moves import lanes_of
+from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.engine.transfer import to_device
@@ -112,6 +114,7 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -130,14 +133,14 @@ class ModelRunner:
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if output.num_tokens:
-            self._forward(output, step)
+            self._generate(output, step)
         return step
 
-    def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+    def _generate(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        input_ids, batch = self.batch.build(output)
-        hidden = self.model(input_ids, batch, self.cache, self.attention)
-        ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
+        hidden = self._forward(output)
+        chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
+        ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
         rows = output.sampled_rows
         step.scored = self._score_prompts(output, hidden)
@@ -145,13 +148,14 @@ class ModelRunner:
             return
         at = to_device(last, hidden.device)
         logits = self.model.logits(hidden[at])
-        positions = batch.positions[at] + 1
+        where = to_device(rows, hidden.device)
+        positions = self.batch.num_computed[where]
         if self.group.rank == 0:
             step.sampled = self._sample(output, step, logits, rows, positions)
             token_ids = self.group.broadcast(step.sampled.token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
-        self.batch.last_token[to_device(rows, hidden.device)] = token_ids
+        self.batch.last_token[where] = token_ids
 
     def _sample(
         self,
@@ -174,6 +178,19 @@ class ModelRunner:
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
+
+    def _forward(self, output: SchedulerOutput) -> Tensor:
+        """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
+        hidden = []
+        if output.num_decoding or len(output.prefill.rows):
+            input_ids, batch = self.batch.build(output)
+            hidden.append(self.model(input_ids, batch, self.cache, self.attention))
+        for task in output.pruned:
+            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
+            hidden.append(last)
+            self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
+        return torch.cat(hidden)
 
     def _score_prompts(self, output: SchedulerOutput, hidden: Tensor) -> list[ScoredChunk]:
         """Prompt tokens that follow this step's chunks, where their log-probabilities are asked."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import Trigger
 
 
@@ -61,6 +62,11 @@ class Policy(Protocol):
         Raises ``PolicyError`` where the model rules it out.
         """
         return self
+
+    @property
+    def caution(self) -> str:
+        """What the start-up table says of it on this model, if there is something to say."""
+        return ""
 
     @property
     def trigger(self) -> Trigger:
@@ -134,6 +140,27 @@ class UnevenPolicy(Policy, Protocol):
         scores -inf, and counts never exceed what is there.
         """
         ...
+
+
+class PruningPolicy(UnevenPolicy, Protocol):
+    """A policy that also prunes a prompt from layer to layer, while it is computed.
+
+    Its trigger is a ``Pruned``.
+    """
+
+    def survivors(self, obs: Observation, keep: int) -> Tensor:
+        """The ``keep`` places of a layer's tokens that the next layer computes: ascending int64.
+
+        obs: one event of one layer, with the queries of its recent tokens.
+        """
+        ...
+
+
+def ranks_refusal(policy: Policy, ranks: int) -> str | None:
+    """Why a policy does not run on so many tensor-parallel ranks."""
+    if ranks == 1 or not isinstance(policy.trigger, Pruned):
+        return None
+    return f"policy {policy.name} prunes between layers, by the heads of one rank"
 
 
 def argument(

@@ -68,6 +68,15 @@ class Observation:
             mass[..., : self.earlier.shape[-1]] += self.earlier
         return mass
 
+    def weighted_mass(self, weights: Tensor) -> Tensor:
+        """Attention that earlier keys get from the last W queries, which count ``weights [W]``.
+
+        The mean over these and over all query heads: float32 [E, L, 1, n - W] (PyramidInfer).
+        """
+        mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
+        heads, window = self.queries.shape[-3:-1]
+        return mass[..., : mass.shape[-1] - window].sum(dim=2, keepdim=True) / (heads * window)
+
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""
         return redundancy(self.keys, threshold, self.missing)
