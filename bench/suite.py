@@ -1,46 +1,91 @@
 """The measurements of docs/benchmarks.md: `python -m bench.suite run` makes them on this machine,
 `python -m bench.suite document` writes the page from the newest results in bench/results.
 
-A run of all takes about half an hour of one core, on a machine that does nothing else meanwhile.
+`python -m bench.suite list` says how long each takes on one core of a machine that does nothing
+else meanwhile. What stands in docs/rankings.md is written by hand, and becomes a part of the page.
 """
 
 import argparse
+import importlib
 import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from kvserve.benchmarks.columns import columns
-from kvserve.benchmarks.report import describe_machine, markdown_table
+from kvserve.benchmarks.report import Column, describe_machine, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "plots"
+BY_HAND = ROOT / "docs" / "rankings.md"
 
 KARA = "kara:window=128,buffer=16"
 SNAPKV = "snapkv:trigger=threshold,budget=192,threshold=224"
 PAPER = "kara:preset=paper,window=128,buffer=16,budget=50,period=32"
 CHAINS = "--dataset chain --threads 1"
 
+# Every decoding policy on equal terms: the prompt's 191 entries and a share of the chain's 334.
+RETENTIONS = (0.2, 0.3, 0.4, 0.5, 0.6)
+_PROMPT, _TRACE = 191, 334
+_PROTECTING = ("snapkv", "keydiff", "chunkkv", "pyramidkv", "adakv")
+
+
+def decoding_policies(retention: float) -> list[str]:
+    """Those that know how to leave the prompt alone do; the others count it as any text."""
+    kept = round(retention * _TRACE)
+    bound = f"budget={kept},threshold={kept + 32},protect_prompt=true"
+    return [
+        *(f"{name}:trigger=threshold,{bound}" for name in _PROTECTING),
+        f"rkv:{bound}",
+        *(f"{name}:budget={_PROMPT + kept}" for name in ("streaming_llm", "h2o")),
+    ]
+
+
+def flags(policies: Iterable[str]) -> str:
+    return " ".join(f"--policy {policy}" for policy in policies)
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """A section of the page: one command, and what a reader has to know about its figures."""
+    """A section of the page: one command, and what a reader has to know about its figures.
+
+    The command is kvserve's, or a ``module``'s under bench; ``minutes`` are those of one idle core.
+    """
 
     name: str
     title: str
     text: str
     command: str
+    minutes: float
     plots: bool = False
+    module: str | None = None
+
+    @property
+    def program(self) -> str:
+        return f"python -m {self.module}" if self.module else "kvserve"
+
+    @property
+    def words(self) -> list[str]:
+        """What is run, without where its results go."""
+        return [sys.executable, "-m", self.module or "kvserve", *shlex.split(self.command)]
 
     def argv(self, result: Path) -> list[str]:
         words = shlex.split(self.command)
         plots = ["--save-plots", str((PLOTS / self.name).relative_to(ROOT))]
         return [*words, "--save-result", str(result.relative_to(ROOT)), *plots * self.plots]
+
+    def table(self, keys: Sequence[str]) -> tuple[Column, ...]:
+        """The columns of these keys."""
+        if self.module is None:
+            return columns(*keys)
+        own = {column.key: column for column in importlib.import_module(self.module).COLUMNS}
+        return tuple(own[key] for key in keys)
 
     def newest(self) -> dict[str, Any] | None:
         """The latest complete result; files are named DATE-NAME.json."""
@@ -58,6 +103,7 @@ SUITE = (
         "there are. Ratios are medians over turns, each beside the first row of the same turn.",
         f"bench throughput {CHAINS} --num-prompts 100 --pool-share 0.25 --repeat 3 --policy none "
         f"--policy {SNAPKV} --policy {KARA}",
+        minutes=1.5,
     ),
     Measurement(
         "pool-sweep",
@@ -65,6 +111,7 @@ SUITE = (
         "The same traffic on pools from a fifth of the demand to more than all of it.",
         f"bench sweep {CHAINS} --num-prompts 48 --pool-shares 0.2 0.35 0.5 0.75 1.0 1.5 "
         f"--repeat 3 --policy {SNAPKV} --policy {KARA}",
+        minutes=4,
         plots=True,
     ),
     Measurement(
@@ -73,6 +120,7 @@ SUITE = (
         "Where compression has nothing to give but less attention, and its events to cost.",
         f"bench throughput {CHAINS} --num-prompts 100 --pool-share 2 --repeat 5 --policy none "
         f"--policy {KARA}",
+        minutes=1.5,
     ),
     Measurement(
         "shared-prefixes",
@@ -83,40 +131,61 @@ SUITE = (
         "--prefix-repetition-output-len 128 --num-prompts 100 --pool-share 0.5 --repeat 3 "
         "--threads 1 --compare-prefix-caching --policy none "
         "--policy kara:window=64,buffer=16,ratio=0.3",
+        minutes=1.5,
     ),
     Measurement(
         "batch-sizes",
         "More sequences at once",
-        "The shape of the Kara paper's Tables 2 and 3: the same pool, 16 to 64 sequences allowed.",
-        f"bench sweep {CHAINS} --num-prompts 64 --pool-shares 0.25 --max-num-seqs 16 32 64 "
-        f"--repeat 3 --policy {SNAPKV} --policy {PAPER} --policy {KARA}",
+        "The shape of the Kara paper's Tables 2 and 3: one pool, 16 to 256 sequences allowed at "
+        "once. Up to 64 of them the pool has room for all; beyond, memory is what bounds.",
+        f"bench sweep {CHAINS} --num-prompts 256 --pool-shares 0.25 "
+        f"--max-num-seqs 16 32 64 128 256 --repeat 2 " + flags((SNAPKV, PAPER, KARA)),
+        minutes=12,
+        plots=True,
     ),
     Measurement(
         "chain-accuracy",
         "Accuracy against retention, reasoning step by step",
-        "Policies that compress while decoding, on chains of 30 sums. Budgets in tokens are of the "
-        "whole sequence (525 tokens), ratios of every window.",
-        "eval --tasks chain --num-samples 60 --threads 1 --retention 0.2 0.3 0.4 0.5 0.6 "
-        f"--policy {KARA} "
-        + " ".join(
-            f"--policy {name}:budget={budget}{more}"
-            for budget in (157, 262)
-            for name, more in (
-                ("streaming_llm", ""),
-                ("h2o", ""),
-                ("rkv", ""),
-                ("snapkv", f",trigger=threshold,threshold={budget + 32},protect_prompt=false"),
-            )
-        ),
+        "Every policy that compresses while decoding, on chains of 30 sums: a prompt of about 191 "
+        "tokens, a trace of 334. All but Kara hold the prompt's count and 20 to 60 % of the "
+        "trace's (up to 32 entries more between events); Kara keeps as much of each full window. "
+        "StreamingLLM and H2O cannot leave the prompt alone, and count it in.",
+        "eval --tasks chain --num-samples 100 --threads 1 --retention "
+        f"{' '.join(map(str, RETENTIONS))} "
+        + flags((KARA, *(policy for r in RETENTIONS for policy in decoding_policies(r)))),
+        minutes=8,
         plots=True,
+    ),
+    Measurement(
+        "kara-ablations",
+        "What Kara is made of",
+        "The two ablations of the Kara paper's Table 1 at its retention of 40 %: only the "
+        "buffer's queries score, and no Token2Chunk (`chunk_budget=0`). First with our scores, "
+        "then with the paper's (all heads' queries computed again, attention summed).",
+        "eval --tasks chain redundant-chain --num-samples 100 --threads 1 "
+        + flags(
+            KARA + ",ratio=0.4" + scores + ablation
+            for scores in ("", ",query_source=recompute,query_reduce=heads,query_aggregate=sum")
+            for ablation in ("", ",queries=buffer", ",chunk_budget=0")
+        ),
+        minutes=3,
     ),
     Measurement(
         "needles",
         "Needles by depth and length",
-        "One secret number among eight, at five depths of texts of 256 to 2,048 tokens; policies "
-        "that compress the prompt before the question's answer.",
-        "eval --tasks needle-grid --num-samples 8 --threads 1 --retention 0.1 0.2 0.4 "
-        "--policy snapkv --policy chunkkv --policy keydiff --policy streaming_llm:budget=256",
+        "One secret number among eight, at five depths of texts of 256 to 2,048 tokens, as in "
+        "ChunkKV's tables; policies cut the prompt, question included, to so many entries before "
+        "the answer.",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        + flags(
+            f"{name}:budget={budget}{more}"
+            for budget in (64, 128)
+            for name, more in (
+                *(("chunkkv", ""), ("pyramidkv", ""), ("snapkv", ""), ("keydiff", "")),
+                *(("h2o", ",decode_update=false"), ("streaming_llm", "")),
+            )
+        ),
+        minutes=4,
         plots=True,
     ),
     Measurement(
@@ -125,6 +194,36 @@ SUITE = (
         "No pressure, no queue: what a policy adds to the time of eight requests.",
         "bench latency --input-len 64 --output-len 256 --batch-size 8 --num-iters 10 "
         f"--num-iters-warmup 2 --threads 1 --policy none --policy {SNAPKV} --policy {KARA}",
+        minutes=1,
+    ),
+    Measurement(
+        "cpu-peers",
+        "Other engines on the same CPU",
+        "Output tokens per second of kvserve (compiled attention in each layout of its cache, "
+        "torch's attention) and of its peers, each in an environment of its own "
+        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer. "
+        "transformers' continuous batching takes part if `--contestants` names it.",
+        "--repeat 3",
+        minutes=13,
+        module="bench.cpu_peers",
+    ),
+    Measurement(
+        "kvpress-accuracy",
+        "kvpress's presses on the same prompts",
+        "The same method in kvpress and here, keeping as many entries: at a prompt's end, and "
+        "while decoding every 32 steps. Every turn of a task is a prompt of its own.",
+        "--threads 1",
+        minutes=6,
+        module="bench.kvpress_accuracy",
+    ),
+    Measurement(
+        "repeatability",
+        "The same again",
+        "The first section's command three times over: what was decided must not change, ratios "
+        "of throughputs may spread by 5 %.",
+        "quarter-pool --times 3",
+        minutes=4,
+        module="bench.repeatability",
     ),
 )
 _HEAD = """\
@@ -147,7 +246,10 @@ Yours is measured by the same commands with `--model`:
 | `kvserve bench latency` | one batch from end to end |
 | `kvserve bench policies` | one event, in decode steps |
 | `kvserve bench serve` | a server from outside, open-loop; also another's, as vLLM's |
-| `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER |
+| `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER, LongBench |
+| `python -m bench.cpu_peers` | vLLM, llama.cpp and transformers on the same CPU (`make peers`) |
+| `python -m bench.kvpress_accuracy` | kvpress on the same prompts, as many entries kept |
+| `python -m bench.repeatability` | whether a row of this page comes out the same again |
 
 Datasets (`random`, `prefix_repetition`, `sharegpt`, `custom`, `timed_trace`), their flags, and the
 JSON keys of `bench serve` and `bench latency` are named as vLLM's.
@@ -157,21 +259,29 @@ JSON keys of `bench serve` and `bench latency` are named as vLLM's.
 def run(measurement: Measurement) -> int:
     date = datetime.now(timezone.utc).date().isoformat()
     argv = measurement.argv(RESULTS / f"{date}-{measurement.name}.json")
-    sys.stdout.write(f"\n{measurement.name}: kvserve {shlex.join(argv)}\n")
+    sys.stdout.write(f"\n{measurement.name}: {measurement.program} {shlex.join(argv)}\n")
     sys.stdout.flush()
-    return subprocess.run([sys.executable, "-m", "kvserve", *argv], cwd=ROOT).returncode
+    command = [sys.executable, "-m", measurement.module or "kvserve", *argv]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+def page() -> str:
+    """The whole of docs/benchmarks.md."""
+    by_hand = BY_HAND.read_text().rstrip()
+    return "\n\n".join([_HEAD.rstrip(), *map(section, SUITE), by_hand]) + "\n"
 
 
 def section(measurement: Measurement) -> str:
     """A section of the page; without a result, only the command that would make it."""
     parts = [f"## {measurement.title}", measurement.text]
     result = measurement.newest()
-    command = f"kvserve {measurement.command}" if result is None else result["command"]
+    planned = f"{measurement.program} {measurement.command}"
+    command = planned if result is None else result["command"]
     parts.append(f"```\n{command}\n```")
     if result is None:
         return "\n\n".join([*parts, "Not measured yet."])
     parts += [f"{line}." for line in (*result["about"], describe_machine(result), result["date"])]
-    parts.append(markdown_table(columns(*result["columns"]), result["rows"]))
+    parts.append(markdown_table(measurement.table(result["columns"]), result["rows"]))
     parts += [f"- {note}" for note in result["notes"]]
     if measurement.plots:
         pictures = sorted((PLOTS / measurement.name).glob("*.png"))
@@ -186,9 +296,15 @@ def main() -> None:
     runner = commands.add_parser("run", help="measure")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
     commands.add_parser("document", help="write docs/benchmarks.md")
+    commands.add_parser("list", help="say how long each takes, and whether it was measured")
     args = parser.parse_args()
     if args.command == "document":
-        PAGE.write_text("\n\n".join([_HEAD.rstrip(), *map(section, SUITE)]) + "\n")
+        PAGE.write_text(page())
+        return
+    if args.command == "list":
+        for each in SUITE:
+            measured = "measured" if each.newest() else "not measured yet"
+            sys.stdout.write(f"{each.name:18} {each.minutes:4g} min  {measured}\n")
         return
     unknown = set(args.names) - set(names)
     if unknown:

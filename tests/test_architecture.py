@@ -45,6 +45,7 @@ POLICY_IMPORTS = (
     "kvserve.scheduler.trigger",
     "kvserve.scheduler.code_trigger",
     "kvserve.scheduler.periodic",
+    "kvserve.scheduler.pruning",
     "kvserve.scheduler.layout",
 )
 # Below these paths nothing else may be imported, the standard library and the package itself aside.

@@ -127,7 +127,8 @@ class Evaluation(Benchmark):
         self._workloads = {name: self._workload(name, tokenizer) for name in args.tasks}
         for name, path in args.benchmark:
             given = path, args.num_samples, args.max_new_tokens
-            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer)
+            longest = args.max_model_len or checkpoint.spec.max_position
+            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
         self._rows: dict[tuple[str, str], Row] = {}
 
     def measure(self) -> None:
@@ -162,7 +163,8 @@ class Evaluation(Benchmark):
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         about = [f"{self.checkpoint.name}, greedy; interval: Wilson's"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
-        return Report("eval", about, _COLUMNS, rows, settings, plots=plots)
+        notes = [workload.note for workload in self._workloads.values() if workload.note]
+        return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
 
     def _workload(self, task: str, tokenizer: Tokenizer) -> TaskPrompts:
         args = self.args

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvserve.benchmarks.longbench import longbench_grade, longbench_limit, longbench_sample
 from kvserve.benchmarks.task_text import Sample
 from kvserve.benchmarks.tasks import Grade
 from kvserve.benchmarks.workload import TaskPrompts
@@ -33,13 +34,23 @@ class Format:
     help: str
     sample: Callable[[Mapping[str, Any]], Sample]
     grade: Callable[[Sample, Sequence[str]], Grade]
-    max_new_tokens: int
+    limit: Callable[[Sample], int]
+    shortens: bool = False
+    """Whether a text too long for the model loses its middle; otherwise the engine refuses it."""
 
 
 def read_benchmark(
-    name: str, path: Path, count: int, max_new_tokens: int | None, tokenizer: Tokenizer
+    name: str,
+    path: Path,
+    count: int,
+    max_new_tokens: int | None,
+    tokenizer: Tokenizer,
+    longest: int,
 ) -> TaskPrompts:
-    """The first ``count`` lines of a JSON Lines file, or all of a shorter one."""
+    """The first ``count`` lines of a JSON Lines file, or all of a shorter one.
+
+    ``longest``: tokens that the model takes, prompt and answer together.
+    """
     how, samples = FORMATS[name], []
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -54,8 +65,35 @@ def read_benchmark(
             ) from None
     if not samples:
         raise ConfigError(f"--benchmark: {path} is empty")
-    limit = max_new_tokens or how.max_new_tokens
-    return TaskPrompts(samples, tokenizer, limit, how.grade, score_name="score")
+    if len({sample.task for sample in samples}) > 1:
+        raise ConfigError(f"--benchmark: {path} mixes data sets; give a file of each")
+    limit = max_new_tokens or how.limit(samples[0])
+    note = ""
+    if how.shortens:
+        whole, room = samples, longest - limit
+        samples = [_shortened(sample, tokenizer, room) for sample in whole]
+        if cut := sum(a.turns != b.turns for a, b in zip(samples, whole, strict=True)):
+            note = (
+                f"{path.stem}: {cut} of {len(whole)} texts lost their middle to fit {room} tokens"
+            )
+    return TaskPrompts(samples, tokenizer, limit, how.grade, score_name="score", note=note)
+
+
+def _shortened(sample: Sample, tokenizer: Tokenizer, room: int) -> Sample:
+    """Without as much of the prompt's middle as its chat needs to fit ``room`` tokens."""
+    text = sample.turns[0]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    while (over := len(_chat(tokenizer, text)) - room) > 0:
+        half = (len(ids) - over) // 2
+        if half < 1:
+            raise ConfigError(f"--max-new-tokens: {room} tokens are left for a prompt: too few")
+        ids = ids[:half] + ids[-half:]
+        text = tokenizer.decode(ids[:half]) + tokenizer.decode(ids[half:])
+    return replace(sample, turns=(text,))
+
+
+def _chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 # ---- formats ----------------------------------------------------------------------------------
@@ -136,7 +174,14 @@ def _plain(text: str) -> str:
 
 
 FORMATS = {
-    "gsm8k": Format("question, answer with ####", _gsm8k, _last_number, 512),
-    "math": Format("problem, answer: MATH-500, AIME, AMC", _math, _boxed, 2048),
-    "ruler": Format("input, outputs: RULER and needle files", _ruler, _contained, 128),
+    "gsm8k": Format("question, answer with ####", _gsm8k, _last_number, lambda _: 512),
+    "math": Format("problem, answer: MATH-500, AIME, AMC", _math, _boxed, lambda _: 2048),
+    "ruler": Format("input, outputs: RULER and needle files", _ruler, _contained, lambda _: 128),
+    "longbench": Format(
+        "context, input, answers, dataset: a file of LongBench's English ones",
+        longbench_sample,
+        longbench_grade,
+        longbench_limit,
+        shortens=True,
+    ),
 }

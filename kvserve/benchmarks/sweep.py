@@ -38,7 +38,7 @@ _COLUMNS = columns(
     *("pool_blocks", "pool_share", "max_num_seqs", "policy", "output_tok_s", "ratio_to_none"),
     *("ratio_spread", "mean_running", "peak_running", "held_over_logical", "blocks_released"),
     *("compactions", "early_compactions", "preemptions", "swaps", "itl_p99_ms"),
-    *("exact_match", "correct_prefix"),
+    *("exact_match", "interval_95", "correct_prefix"),
 )
 
 

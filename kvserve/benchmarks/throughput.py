@@ -36,7 +36,7 @@ _COLUMNS = columns(
     *("ratio_to_first", "mean_running", "peak_running", "mean_pool_usage", "held_over_logical"),
     *("blocks_released", "compactions", "early_compactions", "evicted_tokens", "preemptions"),
     *("swaps", "prompt_cached", "steps", "itl_p50_ms", "itl_p99_ms"),
-    *("exact_match", "correct_prefix"),
+    *("exact_match", "interval_95", "correct_prefix"),
 )
 
 

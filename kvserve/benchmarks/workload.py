@@ -90,7 +90,8 @@ class Prompts:
 class TaskPrompts:
     """Samples of a task, each turn a chat request with the engine's earlier answers.
 
-    ``score_name``: what the grades' second number is called.
+    ``score_name``: what the grades' second number is called; ``note``: what a reader of the
+    results has to know.
     """
 
     samples: Sequence[Sample]
@@ -98,6 +99,7 @@ class TaskPrompts:
     limit: int
     grader: Callable[[Sample, Sequence[str]], Grade]
     score_name: str = "correct_prefix"
+    note: str = ""
     ignore_eos = False
     arrivals = ()
 

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from kvserve.engine.code_store import CodeStore, Slots
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
-from kvserve.engine.moves import MovePlan, groups_of, lanes_of
+from kvserve.engine.moves import groups_of, lanes_of
 from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import slots_of
 from kvserve.kernels.codebook import extend, scales
 from kvserve.kernels.gather_kv import entry_rows
@@ -95,7 +96,7 @@ class Coder:
             entries, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
             found, vectors = self._encode(part, policy, entries, coded, tables)
             self._found |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
-            where = torch.as_tensor(at, device=device)
+            where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
         return torch.stack([groups_of(x, self._cache.layout) for x in result.unbind(-1)], dim=-1)
 
@@ -130,7 +131,7 @@ class Coder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The oldest raw entries of coded lanes, whole blocks of them."""
         coded = self._by_lane(tables[4], task.rows)
-        held = torch.as_tensor(lanes_of(task.old_lens, self._cache.layout), device=coded.device)
+        held = to_device(lanes_of(task.old_lens, self._cache.layout), coded.device)
         size = self._cache.layout.block_size
         more = torch.where(coded > 0, (held - coded) // size * size, 0)
         place = torch.arange(policy.flush_every, device=coded.device)
@@ -138,7 +139,7 @@ class Coder:
 
     def _by_lane(self, by_row: Tensor, rows: IntArray) -> Tensor:
         """[LG, rows, R] -> [E, L, H] of ``rows [E]``."""
-        at = torch.as_tensor(rows, device=by_row.device).long()
+        at = to_device(rows, by_row.device)
         return by_row[:, at].transpose(0, 1)
 
     def _encode(
@@ -155,14 +156,14 @@ class Coder:
         there = number < coded[..., None]
         # Entries that no event has taken are the newest tokens, in order.
         held = lanes_of(task.old_lens, self._cache.layout)
-        first = torch.as_tensor(task.plan.run_start[:, None, None] - held, device=entries.device)
+        first = to_device(task.plan.run_start[:, None, None] - held, entries.device)
         position = entries + first[..., None]
         book = self._codebook(task, tables)
         x = torch.stack([self._store.turn(keys, -position), values.float()])
         old = torch.stack([self._store.turn(book.vectors, -book.position), book.vectors.float()])
         exists = torch.arange(old.shape[-2], device=old.device) < book.counts[..., None]
         known = torch.stack([exists & book.of_key, exists & ~book.of_key])
-        theta = x.new_tensor([policy.theta_k, policy.theta_v])
+        theta = to_device([policy.theta_k, policy.theta_v], x.device, torch.float32)
         counts = book.counts.expand(2, -1, -1, -1)
         streams = [y.flatten(0, 3) for y in (x, there.expand(2, *shape), old, known)]
         theta, counts = theta.repeat_interleave(coded.numel()), counts.flatten()
@@ -231,11 +232,9 @@ class Coder:
 
     def _tell(self, task: CompactionTask, found: Found) -> None:
         """Let followers know what a row holds that begins afresh; until then entry is position."""
-        if self._compressor.on_moves is not None and task.plan.window_len[0]:
+        if task.plan.window_len[0]:
             counts = lanes_of(task.new_lens, self._cache.layout)
-            start = torch.zeros(len(counts), dtype=torch.int64)
-            plan = MovePlan(found.slots.position, start, torch.as_tensor(counts).long())
-            self._compressor.on_moves(task, plan)
+            self._compressor.tell(task, found.slots.position, counts)
 
     def _write(self, task: CompactionTask, found: Found) -> None:
         codes, store, size = task.codes, self._store, self._cache.layout.block_size
@@ -243,7 +242,7 @@ class Coder:
         device = store.vectors.device
 
         def lanes(x: IntArray) -> Tensor:
-            return torch.as_tensor(x, device=device).long().transpose(0, 1)
+            return to_device(x, device).transpose(0, 1)
 
         before, after = lanes(codes.coded_before), lanes(codes.coded)
         number = torch.arange(found.slots.ref_k.shape[-1], device=device)

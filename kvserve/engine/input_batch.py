@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.code_store import CodedRows
+from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -61,9 +63,9 @@ class InputBatch:
         self._park_scores(output)
         new = output.admitted
         if new.sequences:
-            rows = torch.tensor([seq.row for seq in new.sequences], device=self.device)
+            rows = self._long([seq.row for seq in new.sequences])
             prompts = [seq.num_prompt_tokens for seq in new.sequences]
-            self.prompt_lens[rows] = torch.tensor(prompts, device=self.device)
+            self.prompt_lens[rows] = self._long(prompts)
             self.kv_lens[:, rows] = self._long(new.kv_lens)
             self.coded[:, rows] = self.num_vectors[:, rows] = 0
             self.num_computed[rows] = self._long(new.num_computed)
@@ -102,6 +104,12 @@ class InputBatch:
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
         return (*tables, self.coded, self.num_vectors)
 
+    def note(self, rows: IntArray, group: RankGroup) -> None:
+        """Let ``group`` compare what these rows hold and what came last."""
+        at = self._long(rows)
+        for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
+            group.note(lengths)
+
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""
         decoding, prefill = output.num_decoding, output.prefill
@@ -129,6 +137,26 @@ class InputBatch:
         )
         return input_ids, batch
 
+    def whole(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+        """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
+        rows, count = self._long(task.rows), int(task.old_lens.max())
+        self.after_compaction(task)
+        self.num_computed[rows] = count
+        positions = torch.arange(count, device=self.device)
+        at = rows.expand(count)
+        entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)
+        return ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            query_slots=self._query_slots(at, positions) if logs_queries else None,
+            last=entries,
+            tables=self.block_tables,
+            rows=task.rows,
+            starts=_starts(np.array([count])),
+            columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+        )
+
     def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
 
@@ -145,6 +173,7 @@ class InputBatch:
             rows=rows,
             starts=_starts(np.full(len(rows), count)),
             columns=entries.max(axis=1) // self.layout.block_size + 1,
+            causal=bool((np.diff(entries) == 1).all()),
         )
 
     def _codes(self, rows: Tensor, most: int) -> CodedRows | None:
@@ -160,14 +189,16 @@ class InputBatch:
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
     def _park_scores(self, output: SchedulerOutput) -> None:
-        """What policies keep of a row goes with it to host memory, and comes back."""
+        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        for place in output.discarded:
+            del self._parked_scores[place]
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
         for task in output.swap_ins:
             for i, scores in self._parked_scores.pop(task.place).items():
                 if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
-                    self._kept_scores[i][task.row] = scores.to(self.device)
+                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -185,14 +216,14 @@ class InputBatch:
             by_group[:, to] = by_group[:, source]
         self.sampling.move_rows(moved, order[moved])
 
-    def _long(self, array: IntArray) -> Tensor:
-        return torch.as_tensor(array, device=self.device).long()
+    def _long(self, array: IntArray | list[int]) -> Tensor:
+        return to_device(array, self.device)
 
 
 def _scatter(tables: Tensor, update: TableUpdate) -> None:
     if len(update.indices):
-        where = torch.as_tensor(update.indices, device=tables.device).long()
-        tables.view(-1)[where] = torch.as_tensor(update.blocks, device=tables.device)
+        where = to_device(update.indices, tables.device)
+        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
 
 
 def _starts(lengths: IntArray) -> IntArray:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch, StoreKV
 from kvserve.engine.code_store import CodeStore
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -54,11 +55,6 @@ class KVCache:
             layout.head_dim,
         )
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.layout.block_elements * self.kv.element_size()
-
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
@@ -86,14 +82,11 @@ class KVCache:
             self.kv[device] = self.host[host].to(self.kv.device)
 
     def _blocks(self, task: SwapTask) -> tuple[Tensor, Tensor]:
-        device = torch.as_tensor(task.device_blocks, device=self.kv.device)
-        return device.long(), torch.as_tensor(task.host_blocks).long()
+        return to_device(task.device_blocks, self.kv.device), to_device(task.host_blocks, "cpu")
 
     def logged(self, entries: Tensor) -> Tensor:
-        """Entries read from ``query_log`` as numbers."""
-        if entries.dtype is torch.uint8:
-            return entries.view(torch.float8_e4m3fn).float()
-        return entries
+        """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""
+        return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
@@ -23,6 +23,7 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
+        self._ranks = config.parallel.tensor_parallel_size
         self._built = built
         self._ids: dict[Policy, int] = {}
 
@@ -40,7 +41,7 @@ class RequestPolicies:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
-        refusal = self._built.runner.model.spec.policy_refusal
+        refusal = self._built.executor.runner.model.spec.policy_refusal
         if policy.name != "none" and refusal is not None:
             raise RequestError(f"{refusal}; use none", param="kv_policy")
         if not policy.granularity.fits(layout.granularity):
@@ -56,6 +57,9 @@ class RequestPolicies:
                 f"start; start the server with --policy {policy.name}, or use codebook false",
                 param="kv_policy",
             )
+        refusal = ranks_refusal(policy, self._ranks)
+        if refusal is not None:
+            raise RequestError(f"{refusal}; choose another", param="kv_policy")
         self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:
@@ -71,7 +75,7 @@ class RequestPolicies:
         """
         if policy not in self._ids:
             self._ids[policy] = self._free_id(sequences)
-            self._built.runner.set_policy(self._ids[policy], policy)
+            self._built.executor.set_policy(self._ids[policy], policy)
         return self._ids[policy]
 
     def _check_log(self, policy: Policy) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.block_table import NO_UPDATE, BlockTable
+from kvserve.scheduler.block_table import NO_UPDATE, BlockTable, Rows
 from kvserve.scheduler.code_tables import CodeTables, Coding
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
@@ -37,8 +37,8 @@ class BlockManager:
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.log_block_tokens = log_block_tokens
-        self.kv = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
-        self.log = BlockTable(pool, layout, max_rows, -(-max_model_len // log_block_tokens))
+        self.kv = BlockTable(pool, layout, max_rows, layout.block_size, max_model_len)
+        self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
         self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
         self.codes: CodeTables | None = None
@@ -54,18 +54,18 @@ class BlockManager:
         self.kv_lens[:, row] = 0
         self._log_from[row] = NOT_LOGGING
 
-    def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
-        kv_end, log_end = self._ends(rows, new, positions)
-        wanted = int(self.kv.wanted(rows, kv_end).sum())
-        return wanted + int(self.log.wanted(rows, log_end).sum()) if log_end.any() else wanted
+        wanted = self.kv.wanted(rows, self.kv_lens[:, rows] + new[:, None])
+        logged = self._logged(rows, positions + new)
+        return wanted + self.log.wanted(rows, logged) if logged.any() else wanted
 
-    def grow(self, rows: IntArray, new: IntArray, positions: IntArray) -> None:
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         """Lend the blocks that ``wanted`` counts."""
-        kv_end, log_end = self._ends(rows, new, positions)
-        self.kv.extend(rows, kv_end)
-        if log_end.any():
-            self.log.extend(rows, log_end)
+        self.kv.extend(rows, self.kv_lens[:, rows] + new[:, None])
+        logged = self._logged(rows, positions + new)
+        if logged.any():
+            self.log.extend(rows, logged)
 
     def advance(self, rows: IntArray, new: IntArray) -> None:
         """Count ``new`` stored entries per row."""
@@ -196,9 +196,9 @@ class BlockManager:
         """Whether any of the first ``num_rows`` rows logs queries."""
         return bool((self._log_from[:num_rows] < NOT_LOGGING).any())
 
-    def columns_in_use(self, rows: IntArray) -> IntArray:
-        """Columns that hold entries of each row, in the longest of its groups."""
-        longest: IntArray = self.kv_lens[:, rows].max(axis=(0, 2), initial=0)
+    def columns_in_use(self, num_rows: int) -> IntArray:
+        """Columns that hold entries of each of the first rows, in the longest of its groups."""
+        longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
         return -(-longest // self.layout.block_size)
 
     def release_row(self, row: int) -> None:
@@ -228,9 +228,9 @@ class BlockManager:
         at = np.array([row])
         self.start_row(row)
         self.kv.adopt(row, columns)
-        self.kv.extend(at, -(-kv_lens[:, None] // self.layout.block_size))
+        self.kv.extend(at, kv_lens[:, None])
         self.log.start(row, log_first)
-        self.log.extend(at, np.full_like(kv_lens, log_end)[:, None])
+        self.log.extend(at, np.array(log_end * self.log_block_tokens))
         self.kv_lens[:, row] = kv_lens
         self._log_from[row] = log_from
 
@@ -268,11 +268,6 @@ class BlockManager:
         owner = np.repeat(np.arange(len(start)), counts)
         return owner, np.repeat(first, counts) + ragged_arange(counts), end_columns[:, owner]
 
-    def _ends(
-        self, rows: IntArray, new: IntArray, positions: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Columns after the last one wanted, keys and values ``[LG, n, R]``, log ``[n, 1]``."""
-        kv_end = -(-(self.kv_lens[:, rows] + new[:, None]) // self.layout.block_size)
-        last = positions + new
-        log_end = np.where(last > self._log_from[rows], -(-last // self.log_block_tokens), 0)
-        return kv_end, log_end[:, None]
+    def _logged(self, rows: Rows, ends: IntArray) -> IntArray:
+        """Logical positions up to which rows log queries: ``[n, 1]``, 0 for those that do not."""
+        return np.where(ends > self._log_from[rows], ends, 0)[:, None]

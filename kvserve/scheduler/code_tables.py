@@ -55,8 +55,8 @@ class CodeTables:
         self.vectors_per_block = 2 * layout.block_size
         self._pool = pool
         self._size = layout.block_size
-        self.index = BlockTable(pool, layout, max_rows, -(-max_model_len // slots_per_block))
-        self.vectors = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
+        self.index = BlockTable(pool, layout, max_rows, slots_per_block, max_model_len)
+        self.vectors = BlockTable(pool, layout, max_rows, self.vectors_per_block, 2 * max_model_len)
         shape = (layout.layer_groups, max_rows, layout.rows)
         self.coded: IntArray = np.zeros(shape, np.int32)
         self.num_vectors: IntArray = np.zeros(shape, np.int32)
@@ -101,7 +101,8 @@ class CodeTables:
             return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)
         coded = entries // self._size * self._size
         if raw_fallback:
-            saved = coded // self._size - self._columns(coded, vectors).sum(axis=0)
+            index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
+            saved = coded // self._size - index - book
             coded = np.where(saved > 0, coded, 0)
             worth = np.where(saved > 0, saved, 0).sum(axis=0) > coded.max(axis=0) // self._size
             coded = np.where(worth, coded, 0)
@@ -110,9 +111,8 @@ class CodeTables:
     def wanted(self, row: int, coding: Coding) -> int:
         """Blocks that an event takes before it gives any back."""
         at, size = np.array([row]), self._size
-        index, vectors = self._columns(coding.coded, coding.num_vectors)
-        codes = self.index.wanted(at, index[:, None]).sum()
-        codes += self.vectors.wanted(at, vectors[:, None]).sum()
+        codes = self.index.wanted(at, coding.coded[:, None])
+        codes += self.vectors.wanted(at, coding.num_vectors[:, None])
         scratch = (coding.coded // size).max(axis=0)
         if not coding.afresh:
             return int(codes + (scratch - (self.coded[:, row] // size).max(axis=0)).sum())
@@ -141,10 +141,9 @@ class CodeTables:
         scratch[missing] = fresh
         kv.name(row, before, after, scratch)
         self._pool.release(fresh)
-        kv.extend(at, -(-coding.kv_lens // size)[:, None])
-        index, vectors = self._columns(coding.coded, coding.num_vectors)
-        self.index.extend(at, index[:, None])
-        self.vectors.extend(at, vectors[:, None])
+        kv.extend(at, coding.kv_lens[:, None])
+        self.index.extend(at, coding.coded[:, None])
+        self.vectors.extend(at, coding.num_vectors[:, None])
         self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
 
     def blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
@@ -156,7 +155,3 @@ class CodeTables:
         )
         now = self.coded[:, rows], self.num_vectors[:, rows]
         return CodeBlocks(before[0], now[0], before[1], now[1], index, vectors)
-
-    def _columns(self, coded: IntArray, vectors: IntArray) -> IntArray:
-        """Index and vector blocks: [2, ...]."""
-        return np.stack([-(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)])

@@ -171,6 +171,8 @@ class SchedulerOutput:
     observations: tuple[ObservationTask, ...]
     """Events whose counts the next step needs; their rows sit this one out."""
     row_swaps: tuple[tuple[int, int], ...]
+    discarded: tuple[int, ...]
+    """Places of rows in host memory that will not come back."""
     swap_outs: tuple[SwapTask, ...]
     swap_ins: tuple[SwapTask, ...]
     admitted: NewRows
@@ -185,11 +187,22 @@ class SchedulerOutput:
     columns: IntArray
     """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
     logs_queries: bool
+    pruned: tuple[CompactionTask, ...]
+    """Prompts that are computed whole, and hold ``new_lens`` then; a task each, of rows as they are
+    after all row swaps."""
     sampled_chunks: IntArray
-    """Which chunks of ``prefill`` are sampled from."""
+    """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
 
     @property
+    def sampled_rows(self) -> IntArray:
+        """The rows of ``sampled``."""
+        decoding = np.arange(self.num_decoding, dtype=np.int32)
+        chunks = np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
+        return np.concatenate([decoding, chunks[self.sampled_chunks]])
+
+    @property
     def num_tokens(self) -> int:
-        return self.num_decoding + len(self.prefill.token_ids)
+        pruned = sum(int(task.old_lens.max()) for task in self.pruned)
+        return self.num_decoding + len(self.prefill.token_ids) + pruned

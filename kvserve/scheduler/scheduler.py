@@ -14,10 +14,11 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.events import Booked, EventBook
+from kvserve.scheduler.event_plans import Booked
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_CHUNKS, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -133,9 +134,10 @@ class Scheduler:
         rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
-        self.blocks.grow(decoding, np.ones_like(decoding), rows.num_computed[decoding])
+        in_front = slice(rows.num_decoding)
+        self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
         self.blocks.advance_first(rows.num_decoding)
-        rows.num_computed[: rows.num_decoding] += 1
+        rows.num_computed[in_front] += 1
         chunks = self._schedule_chunks()
         # Observing what then finds no blocks, again and again, is no progress.
         starving = self.events.starving and rows.num_rows > 1
@@ -148,14 +150,16 @@ class Scheduler:
             self._preempt()
             chunks = self._schedule_chunks()
         admitted = self._admission.take_new_rows()
+        pruned = self._take_pruned(chunks)
         prefill = self._prefill_batch(chunks)
-        complete = rows.num_computed[prefill.rows] == rows.num_tokens[prefill.rows]
-        sampled = np.concatenate([decoding, prefill.rows[complete]])
+        caught_up = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
+        complete = rows.num_computed[caught_up] == rows.num_tokens[caught_up]
+        sampled = np.concatenate([decoding, caught_up[complete]])
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
-        swap_outs, swap_ins = self.swap.take_tasks()
+        discarded, swap_outs, swap_ins = self.swap.take_tasks()
         scheduled = np.concatenate([decoding, prefill.rows])
         index_update, vector_update, most_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
@@ -163,6 +167,7 @@ class Scheduler:
             compactions=booked.compactions,
             observations=booked.observations,
             row_swaps=rows.take_swaps(),
+            discarded=discarded,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
             admitted=admitted,
@@ -173,10 +178,11 @@ class Scheduler:
             most_coded=most_coded,
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self.blocks.columns_in_use(scheduled),
+            columns=self.blocks.columns_in_use(n)[scheduled],
             logs_queries=self.blocks.logs_queries(n),
+            pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
-            sampled=tuple(rows.owner(row) for row in sampled),
+            sampled=tuple(map(rows.owner, sampled.tolist())),
         )
 
     def update(
@@ -314,7 +320,9 @@ class Scheduler:
         """
         rows, at = self.rows, np.array([row], np.int32)
         target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
-        length = self._admission.chunk_length(int(rows.num_computed[row]), target, budget)
+        length = self._admission.chunk_length(
+            rows.owner(row), int(rows.num_computed[row]), target, budget
+        )
         new = np.array([length], np.int32)
         if not length or not self.blocks.have_free(
             self.blocks.wanted(at, new, rows.num_computed[at])
@@ -323,6 +331,18 @@ class Scheduler:
         self.blocks.grow(at, new, rows.num_computed[at])
         self._prefixes.publish_chunk(row, length)
         return length
+
+    def _take_pruned(self, chunks: list[tuple[int, int]]) -> tuple[CompactionTask, ...]:
+        """Take whole prompts that are pruned while they are computed out of ``chunks``."""
+        rows, tasks = self.rows, []
+        for chunk in chunks.copy():
+            row, length = chunk
+            if rows.owner(row).prunes_prompt and not rows.num_computed[row]:
+                chunks.remove(chunk)
+                self.blocks.advance(np.array([row]), np.array([length]))
+                rows.num_computed[row] = length
+                tasks.append(self.events.prune(row))
+        return tuple(tasks)
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
         if not chunks:

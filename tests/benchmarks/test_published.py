@@ -22,7 +22,7 @@ RULER = {"index": 0, "input": "A long text.", "outputs": ["8412", "Blue Whale"],
 def read(tmp_path: Path, name: str, *lines: Any, limit: int | None = None) -> TaskPrompts:
     path = tmp_path / "lines.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)))
-    return read_benchmark(name, path, 10, limit, None)  # type: ignore[arg-type]
+    return read_benchmark(name, path, 10, limit, None, 4096)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         read(tmp_path, "math")
     with pytest.raises(ConfigError, match="cannot read"):
-        read_benchmark("math", tmp_path / "gone", 1, None, None)  # type: ignore[arg-type]
+        read_benchmark("math", tmp_path / "gone", 1, None, None, 9)  # type: ignore[arg-type]

@@ -12,23 +12,33 @@ import pytest
 
 from bench import suite
 from bench.suite import PAGE, SUITE, Measurement
+from kvserve.benchmarks.policy_spec import policy_spec
 from kvserve.server import cli
 
 
 @pytest.mark.parametrize("measurement", SUITE, ids=lambda each: each.name)
 def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
     words, ran = measurement.argv(suite.RESULTS / "r.json"), []
-    name, _ = cli._split(words)
-    module = importlib.import_module(cli.COMMANDS[name].module)
-    monkeypatch.setattr(module, "run_benchmark", lambda kind, *_, **__: ran.append(kind))
-    assert cli.run(words) == 0 and len(ran) == 1
+    if measurement.module is None:
+        name, _ = cli._split(words)
+        module = importlib.import_module(cli.COMMANDS[name].module)
+        monkeypatch.setattr(module, "run_benchmark", lambda kind, *_, **__: ran.append(kind))
+        assert cli.run(words) == 0 and len(ran) == 1
+    else:
+        assert importlib.import_module(measurement.module).make_parser().parse_args(words)
     assert ("--save-plots" in words) == measurement.plots
 
 
 def test_the_page_is_up_to_date() -> None:
-    sections = [suite._HEAD.rstrip(), *map(suite.section, SUITE)]
-    wanted = "\n\n".join(sections) + "\n"
-    assert PAGE.read_text() == wanted, "run `python -m bench.suite document`"
+    assert PAGE.read_text() == suite.page(), "run `python -m bench.suite document`"
+    assert suite.BY_HAND.read_text().strip() in PAGE.read_text()
+
+
+def test_decoding_policies_hold_equally_many_entries() -> None:
+    """The prompt and a share of the trace, whether a policy counts the prompt or not."""
+    for retention, kept in ((0.2, 67), (0.6, 200)):
+        bounds = [policy_spec(text).fields["budget"] for text in suite.decoding_policies(retention)]
+        assert bounds == [kept] * 6 + [191 + kept] * 2
 
 
 def test_sections_show_the_newest_complete_result(
@@ -44,7 +54,8 @@ def test_sections_show_the_newest_complete_result(
         }  # fmt: skip
 
     monkeypatch.setattr(suite, "RESULTS", tmp_path)
-    trial = Measurement("trial", "A trial", "What it is.", "bench throughput --shape '4m'")
+    command = "bench throughput --shape '4m'"
+    trial = Measurement("trial", "A trial", "What it is.", command, minutes=1)
     said = suite.section(trial)
     assert said.endswith("```\nkvserve bench throughput --shape '4m'\n```\n\nNot measured yet.")
     for day, document in (("01", result(5.0)), ("02", result(7.0)), ("03", result(9.0, False))):
@@ -53,3 +64,6 @@ def test_sections_show_the_newest_complete_result(
     assert "| none   |          7.0 |" in shown and "- kara: it paid" in shown
     assert "```\nkvserve as it was run\n```" in shown
     assert shlex.split(trial.command) == trial.argv(suite.ROOT / "x.json")[:-2]
+    peers = Measurement("p", "P", "P.", "--repeat 2", minutes=1, module="bench.cpu_peers")
+    assert "```\npython -m bench.cpu_peers --repeat 2\n```" in suite.section(peers)
+    assert [column.title for column in peers.table(["batch", "vllm"])] == ["batch", "vLLM CPU"]

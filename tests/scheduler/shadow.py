@@ -78,6 +78,8 @@ class ShadowRunner:
         for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
             self._store(row, output.prefill.token_ids[first : first + length].tolist())
             first += length
+        for task in output.pruned:
+            self._prune(task)
         self.check()
         for seq in output.sampled:
             newest = [lane[-1] for lane in self.held[seq.row].values()]
@@ -94,6 +96,7 @@ class ShadowRunner:
                 self._check_codes(row, lane)
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
             self._check_held(row)
+        assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
@@ -183,6 +186,8 @@ class ShadowRunner:
 
     def _swap(self, output: SchedulerOutput) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
+        for place in output.discarded:
+            del self.parked[place]
         for task in output.swap_outs:
             self.parked[task.place] = self.held[task.row]
             self.held[task.row] = self._nothing()
@@ -199,20 +204,34 @@ class ShadowRunner:
     def _filled(self, memory: Mapping[Slot, object], block: int) -> list[int]:
         return [i for i in range(max(self.size, self.log_size)) if (block, i) in memory]
 
-    def _store(self, row: int, tokens: list[int]) -> None:
+    def _store(self, row: int, tokens: list[int], stored: list[Lane] | None = None) -> None:
+        """Keys and values in all lanes, or those of ``stored``; queries in all."""
         for token in tokens:
             position = int(self.computed[row])
             for lane in self.lanes:
                 held = self.held[row][lane]
-                slot = self._slot(row, lane, len(held))
-                assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
-                held.append(content(held, token))
-                self.memory[slot] = held[-1]
+                if stored is None or lane in stored:
+                    slot = self._slot(row, lane, len(held))
+                    assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
+                    held.append(content(held, token))
+                    self.memory[slot] = held[-1]
                 if position >= self.log_from[row]:
                     query_slot = self._query_slot(row, lane, position)
                     assert self.scheduler.pool.ref[query_slot[0]] == 1
                     self.log_memory[query_slot] = (self.owner[row], position)
             self.computed[row] += 1
+
+    def _prune(self, task: CompactionTask) -> None:
+        """A whole prompt, of which each lane stores the newest tokens."""
+        (row,), (count,) = task.rows.tolist(), task.old_lens.max(axis=(0, 2)).tolist()
+        assert task.token_ids is not None and not self.computed[row]
+        tokens, self.log_from[row] = task.token_ids[0].tolist(), task.log_from[0]
+        assert len(tokens) == count
+        kept = {lane: int(task.new_lens[lane[0], 0, lane[1]]) for lane in self.lanes}
+        for token in tokens:
+            left = count - int(self.computed[row])
+            self._store(row, [token], [lane for lane in self.lanes if left <= kept[lane]])
+        self._note_event(row, 1)
 
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
@@ -280,10 +299,13 @@ class ShadowRunner:
                     self.memory[block, i % self.size] = new[i]
                 self.held[row][lane] = new
             self.log_from[row] = task.log_from[e]
-            events, before = self.events[self.owner[row]], self.before[self.owner[row]]
-            events.append((int(self.computed[row]), int(windows)))
-            again = before[: len(events)]
-            assert events[: len(again)] == again, "a recomputation did not replay its events"
+            self._note_event(row, int(windows))
+
+    def _note_event(self, row: int, windows: int) -> None:
+        events, before = self.events[self.owner[row]], self.before[self.owner[row]]
+        events.append((int(self.computed[row]), windows))
+        again = before[: len(events)]
+        assert events[: len(again)] == again, "a recomputation did not replay its events"
 
     def _check_queries(self, task: ObservationTask, e: int) -> None:
         """The queries that score an event's windows are in the log, if this trigger logs them."""

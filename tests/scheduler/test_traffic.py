@@ -22,6 +22,7 @@ def what_happened(traffic: Traffic) -> Counter[str]:
         swaps=scheduler.num_swaps,
         recomputed=scheduler.num_preemptions - scheduler.num_swaps,
         hits=traffic.num_hits,
+        pruned=traffic.num_pruned,
         finished=len(traffic.finished),
     )
 
@@ -34,7 +35,7 @@ def test_20_000_random_operations(half: int) -> None:
         traffic = Traffic(seed)
         traffic.run(OPERATIONS)
         seen += what_happened(traffic)
-    assert len(seen) == 8, seen
+    assert len(seen) == 9, seen
 
 
 def test_a_thousand_coded_requests_leave_nothing_behind() -> None:

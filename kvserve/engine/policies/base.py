@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from kvserve.engine.policies.scoring import Observation
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import Trigger
 
 
@@ -63,6 +65,11 @@ class Policy(Protocol):
         return self
 
     @property
+    def caution(self) -> str:
+        """What the start-up table says of it on this model, if there is something to say."""
+        return ""
+
+    @property
     def trigger(self) -> Trigger:
         """When events are due, and what they do to lengths."""
         ...
@@ -95,6 +102,15 @@ class Policy(Protocol):
         """Entries per head whose scores go on to the next event (0: scores are made anew)."""
         return 0
 
+    @property
+    def couples_heads(self) -> bool:
+        """Whether counts or choices depend on several KV heads.
+
+        Its scores then are those of all tensor-parallel ranks' heads (``Observation.all_heads``),
+        and so are its choices, of which each rank takes its own.
+        """
+        return False
+
     def query_places(self, num_queries: int) -> range:
         """Which of a window's queries score it."""
         return range(num_queries)
@@ -125,6 +141,29 @@ class UnevenPolicy(Policy, Protocol):
         scores -inf, and counts never exceed what is there.
         """
         ...
+
+
+class PruningPolicy(UnevenPolicy, Protocol):
+    """A policy that also prunes a prompt from layer to layer, while it is computed.
+
+    Its trigger is a ``Pruned``.
+    """
+
+    def survivors(self, obs: Observation, keep: int) -> Tensor:
+        """The ``keep`` places of a layer's tokens that the next layer computes: ascending int64.
+
+        obs: one event of one layer, with the queries of its recent tokens.
+        """
+        ...
+
+
+def ranks_refusal(policy: Policy, ranks: int) -> str | None:
+    """Why a policy does not run on so many tensor-parallel ranks."""
+    if ranks > 1 and isinstance(policy.trigger, Pruned):
+        return f"policy {policy.name} prunes between layers, by the heads of one rank"
+    if ranks > 1 and isinstance(policy.trigger, CodeBook):
+        return f"policy {policy.name} with a codebook needs other numbers of blocks on every rank"
+    return None
 
 
 def argument(

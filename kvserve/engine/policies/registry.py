@@ -16,6 +16,7 @@ from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
+from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.schema import describe
@@ -34,6 +35,7 @@ _BUILT_IN = (
     KeyDiff,
     ChunkKV,
     PyramidKV,
+    PyramidInfer,
     DynamicKV,
     WindowKV,
     AdaKV,

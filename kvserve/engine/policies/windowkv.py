@@ -9,7 +9,6 @@ default. As kvserve runs it, ``budget`` counts the observation window, which the
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
@@ -143,14 +142,16 @@ class WindowKV(UnevenPolicy):
         policy = replace(self, task=task, reuse_layers=size)
         if size == num_layers:  # a pyramid of one group is flat
             return replace(policy, pyramid=float(size), rule="released")
-        first, last = policy.group_budgets(2)
         most = f"at most {2 * self.pyramid:g} (twice pyramid): the first group would keep nothing"
-        require(first >= 0, "reuse_layers", size, most)
-        if last > first:
-            warnings.warn(f"windowkv keeps more in upper layers: {policy}", stacklevel=2)
-        elif last < self.chunk_size:
-            warnings.warn(f"windowkv may keep no window in upper layers: {policy}", stacklevel=2)
+        require(policy.group_budgets(2)[0] >= 0, "reuse_layers", size, most)
         return policy
+
+    @property
+    def caution(self) -> str:
+        first, last = self.group_budgets(2)
+        if last > first:
+            return "keeps more in upper layers"
+        return "may keep no window in upper layers" if last < self.chunk_size else ""
 
     @property
     def trigger(self) -> Trigger:
@@ -169,12 +170,17 @@ class WindowKV(UnevenPolicy):
         mean, shape = self.budget - self.protected, Fraction(str(self.pyramid))
         return group_budgets(mean, num_groups, self.reuse_layers, shape, self.rule)
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def score(self, obs: Observation) -> Tensor:
         """Each entry gets what its window counts: float32 [E, L', Hkv, n - window].
 
         The mean of a window's ``best`` entries in each query head, then the mean over those.
         """
-        votes = obs.causal_by_head()
+        votes = obs.all_heads(obs.causal_by_head())
+        kv_heads = votes.shape[2] * obs.keys.shape[2] // obs.queries.shape[2]
         scored, size = votes.shape[-1], self.chunk_size
         votes = torch.nn.functional.pad(votes, (0, -scored % size))
         votes = votes.view(*votes.shape[:-1], -1, size)
@@ -183,7 +189,7 @@ class WindowKV(UnevenPolicy):
         there[-1] = (scored - 1) % size + 1
         worth = votes.topk(best, dim=-1).values.sum(dim=-1) / there.clamp(max=best)
         worth = worth.mean(dim=-2).repeat_interleave(size, dim=-1)[..., :scored]
-        return worth[:, :, None].expand(*obs.keys.shape[:3], scored)
+        return worth[:, :, None].expand(-1, -1, kv_heads, -1)
 
     @property
     def _best(self) -> int:

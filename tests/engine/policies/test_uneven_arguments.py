@@ -108,6 +108,21 @@ for _name in CASES.keys() - {"spindlekv"}:
         ({"budget": 64.0}, "budget"),
         ({"budget": True}, "budget"),
     ]
+CASES["pyramidinfer"] = [
+    ({"recent_ratio": 1}, "recent_ratio"),
+    ({"recent_ratio": NAN}, "recent_ratio"),
+    ({"min_context": -1}, "min_context"),
+    ({"sinks": 1.5}, "sinks"),
+    ({"decay": 1.1}, "decay"),
+    ({"schedule": "steep"}, "schedule"),
+    ({"interval": 0}, "interval"),
+    ({"distance_weight": -1}, "distance_weight"),
+    ({"period": 0}, "period"),
+    ({"decode_ratio": 2}, "decode_ratio"),
+    ({"decode_decay": True}, "decode_decay"),
+    ({"query_reduce": "none"}, "query_reduce"),
+    ({"budget": 64}, "budget"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -165,6 +165,9 @@ def test_chunkkv_heads_vote_together_or_alone(mode: str, kept: list[int]) -> Non
             chunks = torch.tensor([[5.0, 1.0, 0.0], [0.0, 1.0, 4.5]])
             return chunks.repeat_interleave(2, dim=-1)[None, None] / 2
 
+        def all_heads(self, x: Tensor) -> Tensor:
+            return x
+
     policy = ChunkKV(budget=3, window=1, chunk_size=2, head_mode=mode)
     got = policy.select(policy.score(Given()), 7, 3)  # type: ignore[arg-type]
     assert got[0, 0].tolist() == [[2 * chunk, 2 * chunk + 1, 6] for chunk in kept]
@@ -314,7 +317,7 @@ def test_h2o_mass_equals_a_naive_loop_and_adds_up() -> None:
             seen = query[h, i] @ key[h // group, : i + 1].T * 0.5
             expected[h // group, : i + 1] += torch.softmax(seen, dim=-1)
     for block in (1, 3, 100):
-        got = received_mass(query, key, 0.5, block)
+        got = received_mass(query, key, 0.5, block=block)
         torch.testing.assert_close(got, expected)
     torch.testing.assert_close(got.sum(-1), torch.full((heads,), float(group * length)))
     earlier = torch.rand(1, 1, heads, length - 1)

@@ -1,0 +1,265 @@
+"""Output tokens per second of kvserve and of other CPU engines on one CPU, in turns.
+
+    python -m bench.peers.install     # once: about a quarter of an hour
+    python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
+
+Everybody has a process of its own on the same CPU, with one thread, the same random weights and the
+same prompts, and is warmed up. They take turns; a ratio is the median over turns. Every output is
+checked for its length, and those of float32 are compared with kvserve's token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bench.peers.peer import PEERS, PeerError, PeerProcess
+from kvserve.benchmarks.checkpoint import SHAPES, opened_checkpoint
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
+
+_WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One column: an adapter and what it is told at its start."""
+
+    name: str
+    title: str
+    peer: str | None = None  # kvserve itself without one
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, cpu: int) -> PeerProcess:
+        if self.peer is None:
+            return PeerProcess.of_kvserve(cpu)
+        return PeerProcess.of(PEERS[self.peer], cpu=cpu)
+
+
+def _kvserve(backend: str, layout: str) -> Contestant:
+    settings = {"attention_backend": backend, "kv_layout": layout, "max_num_batched_tokens": 4096}
+    title = "kvserve" + (f" {layout.upper()}" if layout != "model" else "")
+    title += f", {backend}" if backend != "cpu" else ""
+    return Contestant(f"kvserve_{backend}_{layout}", title, settings=settings)
+
+
+BASE = "kvserve_cpu_model"
+CONTESTANTS = {
+    each.name: each
+    for each in (
+        *(_kvserve(*both) for both in product(("cpu", "torch"), ("model", "layer", "head"))),
+        Contestant("vllm", "vLLM CPU", "vllm", {"max_num_batched_tokens": 4096}),
+        Contestant("llama_cpp", "llama.cpp", "llama_cpp"),
+        Contestant("transformers", "transformers", "transformers"),
+        Contestant(
+            "transformers_continuous",
+            "transformers, continuous",
+            "transformers",
+            {"continuous": True},
+        ),
+    )
+}
+_LEFT_OUT = ("kvserve_torch_layer", "kvserve_torch_head", "transformers_continuous")
+DEFAULT = [name for name in CONTESTANTS if name not in _LEFT_OUT]
+COLUMNS = (
+    Column("shape", "shape", left=True),
+    Column("dtype", "dtype", left=True),
+    Column("batch", "batch", "d"),
+    *(Column(each.title, each.name, ",.0f") for each in CONTESTANTS.values()),
+    Column("best peer", "best_peer", left=True),
+    Column("kvserve / it", "vs_best_peer", ".2f"),
+    *(
+        Column(f"{layout.upper()} / MODEL", f"{layout}_vs_model", ".2f")
+        for layout in ("layer", "head")
+    ),
+)
+
+
+class Comparison:
+    """The runs of one command: shapes x dtypes x batches, in each of them everybody in turns."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._cpu = args.cpu if args.cpu is not None else max(os.sched_getaffinity(0))
+        self._missing: list[str] = []
+        self._versions: dict[str, str] = {}
+        self._rows: list[Row] = []
+        self._notes: list[str] = []
+        self._present: list[Contestant] = []
+        for name in args.contestants:
+            each = CONTESTANTS[name]
+            missing = each.peer and PEERS[each.peer].missing
+            if missing:
+                self._missing.append(missing)
+            else:
+                self._present.append(each)
+
+    def measure(self) -> None:
+        args = self._args
+        cases = len(args.shapes) * len(args.dtypes) * len(args.batches)
+        silent = True if args.disable_tqdm else None
+        total = cases * args.repeat * len(self._present)
+        with tqdm(total=total, unit="run", disable=silent) as bar:
+            for shape in args.shapes:
+                with _random_checkpoint(shape, args.seed) as model:
+                    for dtype in args.dtypes:
+                        self._measure_with(shape, model, dtype, bar)
+
+    def report(self) -> Report:
+        args = self._args
+        about = [
+            f"output tokens per second, {args.input_len} + {args.output_len} tokens, random "
+            f"weights, one thread on CPU {self._cpu}; medians of {args.repeat} runs in turns",
+            ", ".join(f"{name} {version}" for name, version in self._versions.items()),
+        ]
+        settings = {
+            **{name: getattr(args, name) for name in ("input_len", "output_len", "repeat", "seed")},
+            "cpu": self._cpu,
+            "versions": self._versions,
+            "missing": self._missing,
+        }
+        notes = [*dict.fromkeys([*self._missing, *self._notes])]
+        program = "python -m bench.cpu_peers"
+        return Report("cpu_peers", about, COLUMNS, self._rows, settings, notes, program=program)
+
+    def _measure_with(self, shape: str, model: Path, dtype: str, bar: tqdm) -> None:
+        """One set of processes for all batches."""
+        args = self._args
+        with ExitStack() as stack:
+            processes = {}
+            for each in self._present:
+                bar.set_description(f"{shape} {dtype}, loading {each.name}")
+                try:
+                    process = each.start(self._cpu)
+                    stack.callback(process.close)
+                    self._versions |= process.load(
+                        model=str(model),
+                        dtype=dtype,
+                        max_num_seqs=max(args.batches),
+                        max_model_len=args.input_len + args.output_len,
+                        **each.settings,
+                    )
+                except PeerError as error:
+                    self._give_up(each, error, bar)
+                    continue
+                processes[each.name] = process
+            for batch in args.batches:
+                bar.set_description(f"{shape} {dtype}, batch {batch}")
+                facts = {"shape": shape, "dtype": dtype, "batch": batch}
+                self._rows.append(facts | self._case(processes, batch, facts, bar))
+
+    def _case(
+        self, processes: dict[str, PeerProcess], batch: int, facts: Row, bar: tqdm
+    ) -> dict[str, Any]:
+        args = self._args
+        rng = np.random.default_rng(args.seed)
+        vocab = SHAPES[str(facts["shape"])]["vocab_size"]
+        prompts = rng.integers(3, vocab, (batch, args.input_len)).tolist()
+        rates: dict[str, list[float]] = {name: [] for name in processes}
+        tokens: dict[str, list[list[int]]] = {}
+        for process in processes.values():
+            process.run(prompts=prompts, max_tokens=min(_WARMUP_TOKENS, args.output_len))
+        for _ in range(args.repeat):
+            for name, process in processes.items():
+                result = process.run(prompts=prompts, max_tokens=args.output_len)
+                tokens[name] = result["tokens"]
+                if [len(row) for row in tokens[name]] != [args.output_len] * batch:
+                    raise PeerError(f"{name} gave other lengths than it was asked for")
+                rates[name].append(batch * args.output_len / result["seconds"])
+                bar.update()
+        return case_figures(rates, tokens)
+
+    def _give_up(self, each: Contestant, error: PeerError, bar: tqdm) -> None:
+        """Go on without one that does not start; the table says so."""
+        last = str(error).strip().splitlines()[-1]
+        self._notes.append(f"{each.title} did not start and is left out: {last}")
+        bar.total -= self._args.repeat * len(self._args.batches)
+        bar.refresh()
+
+
+def case_figures(
+    rates: dict[str, list[float]], tokens: dict[str, list[list[int]]]
+) -> dict[str, Any]:
+    """Medians per contestant, and ratios of the same turn: to the peer of the highest median."""
+    row: dict[str, Any] = {name: median(all_) for name, all_ in rates.items()}
+    row["output_tok_s_all"] = rates
+    peers = [name for name in rates if CONTESTANTS[name].peer]
+    if BASE not in rates:
+        return row
+    if peers:
+        best = max(peers, key=lambda name: row[name])
+        row["best_peer"] = CONTESTANTS[best].title
+        row["vs_best_peer"] = _ratio(rates[BASE], rates[best])
+    for layout in ("layer", "head"):
+        if f"kvserve_cpu_{layout}" in rates:
+            row[f"{layout}_vs_model"] = _ratio(rates[f"kvserve_cpu_{layout}"], rates[BASE])
+    row["same_tokens"] = {
+        name: sum(a == b for a, b in zip(rows, tokens[BASE], strict=True)) / len(rows)
+        for name, rows in tokens.items()
+    }
+    return row
+
+
+def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
+    return median(a / b for a, b in zip(own, other, strict=True))
+
+
+@contextmanager
+def _random_checkpoint(shape: str, seed: int) -> Iterator[Path]:
+    """A Llama of this size as transformers writes it, in float32."""
+    where = argparse.Namespace(
+        threads=None, load_format="auto", shape=shape, model=None, tokenizer=None, seed=seed
+    )
+    with opened_checkpoint(where, write_weights=True) as checkpoint:
+        yield checkpoint.path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_report_arguments(parser)
+    count = at_least(1)
+    for name, default in (
+        ("contestants", DEFAULT),
+        ("shapes", list(SHAPES)),
+        ("dtypes", ["float32", "bfloat16"]),
+    ):
+        choices = list(CONTESTANTS) if name == "contestants" else default
+        words = f"some of {', '.join(choices)} (default: {', '.join(default)})"
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=choices, default=default, metavar="NAME", help=words
+        )
+    words = "sequences at once (default: 1 16 64)"
+    parser.add_argument(
+        "--batches", nargs="+", type=count, default=[1, 16, 64], metavar="N", help=words
+    )
+    for name, number, words in (
+        ("input-len", 64, "tokens per prompt"),
+        ("output-len", 64, "tokens per output"),
+        ("repeat", 3, "turns"),
+    ):
+        words = f"{words} (default: {number})"
+        parser.add_argument(f"--{name}", type=count, default=number, metavar="N", help=words)
+    parser.add_argument("--cpu", type=at_least(0), metavar="N", help="default: the last one")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default: 0")
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    torch.set_num_threads(1)  # as everybody else has; the report says so
+    return measure_and_publish(Comparison(args), args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

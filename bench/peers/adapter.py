@@ -1,0 +1,50 @@
+"""The side of a peer: one JSON request per line on stdin, one JSON answer per line on stdout.
+
+    {"load": {"model": "...", "dtype": "float32", "max_num_seqs": 64, "max_model_len": 128}}
+    {"run": {"prompts": [[5, 6, 7]], "max_tokens": 64}}
+
+are answered by `{"result": {...}}` or `{"error": "..."}`. Adapters run under a peer's interpreter,
+so that this file and they import the standard library and that peer, and nothing of kvserve.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Tokens = list[list[int]]
+
+
+class Adapter(Protocol):
+    """`load` comes first and says which versions there are. `run` continues every prompt greedily:
+    `seconds` of the whole call, and the new `tokens`."""
+
+    @property
+    def load(self) -> Callable[..., dict[str, Any]]: ...
+
+    @property
+    def run(self) -> Callable[..., dict[str, Any]]: ...
+
+
+def serve(adapter: Adapter) -> None:
+    """Answer requests until stdin ends. What a peer prints goes to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        ((name, settings),) = json.loads(line).items()
+        call = {"load": adapter.load, "run": adapter.run}[name]
+        try:
+            answer: dict[str, Any] = {"result": call(**settings)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}

@@ -1,0 +1,107 @@
+"""A Llama checkpoint of transformers as a GGUF file, which is what llama.cpp reads.
+
+Without a vocabulary: token ids go in and come out. Tensors keep their numbers, as float32 or
+bfloat16; norms are float32 in any case, as llama.cpp wants them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def write_gguf(model: Path, target: Path, dtype: str) -> None:
+    """Write ``target`` from ``model/config.json`` and its safetensors files."""
+    import gguf
+
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(target, "llama")
+    _write_facts(writer, config)
+    for name, values in tensors(model, config):
+        if dtype == "bfloat16" and values.ndim > 1:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_facts(writer: Any, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or config
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_value_length(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and order of rows as llama.cpp has them, and float32 values."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for file in sorted(model.glob("*.safetensors")):
+        data = np.memmap(file, np.uint8, "r")
+        start = 8 + int(data[:8].view("<u8")[0])
+        for name, about in json.loads(data[8:start].tobytes()).items():
+            if name != "__metadata__":
+                first, last = about["data_offsets"]
+                flat = data[start + first : start + last]
+                values = _float32(flat, about["dtype"]).reshape(about["shape"])
+                name = _renamed(name)
+                part = name.split(".")[-2]
+                yield name, _interleaved(values, heads[part]) if part in heads else values
+
+
+def _renamed(name: str) -> str:
+    module = name.removesuffix(".weight")
+    if module in _WHOLE:
+        return f"{_WHOLE[module]}.weight"
+    layer, _, part = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_NAMES[part]}.weight"
+
+
+def _float32(flat: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "F32":
+        return flat.view("<f4")
+    if dtype != "BF16":
+        raise ValueError(f"tensors of type {dtype} are not converted")
+    return (flat.view("<u2").astype("<u4") << 16).view("<f4")
+
+
+def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp rotates neighbouring rows of a head; transformers, rows half a head apart."""
+    rows, width = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, width)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, width)

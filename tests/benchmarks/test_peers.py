@@ -1,0 +1,196 @@
+"""The peers: the protocol, what is said of one that is missing or fails, and the figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bench import cpu_peers, kvpress_accuracy
+from bench.peers import gguf_file
+from bench.peers import peer as peers
+from bench.peers.peer import PEERS, PeerError, PeerProcess
+from bench.repeatability import compared, repeatable, verdict
+from kvserve.engine.policies.registry import make_policy
+
+ECHO = """
+import os, sys
+from bench.peers.adapter import serve
+
+class Echo:
+    def load(self, **settings):
+        print("noise that is no answer")
+        return {"settings": settings, "threads": os.environ["OMP_NUM_THREADS"]}
+
+    def run(self, prompts, max_tokens):
+        if max_tokens == 13:
+            raise ValueError("thirteen")
+        if max_tokens == 14:
+            sys.stderr.write("about to end")
+            os._exit(1)
+        return {"tokens": [prompt[:max_tokens] for prompt in prompts]}
+
+serve(Echo())
+"""
+
+
+def fake_interpreter(folder: Path) -> Path:
+    """Runs ``ECHO`` in place of the module it is told to."""
+    (folder / "echo.py").write_text(ECHO)
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder}/echo.py"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_requests_are_answered_one_by_one(tmp_path: Path) -> None:
+    process = PeerProcess("echo", fake_interpreter(tmp_path), {}, cpu=None)
+    try:
+        loaded = process.load(model="m", dtype="float32")
+        assert loaded == {"settings": {"model": "m", "dtype": "float32"}, "threads": "1"}
+        assert process.run(prompts=[[1, 2, 3]], max_tokens=2) == {"tokens": [[1, 2]]}
+        with pytest.raises(PeerError, match="ValueError: thirteen"):
+            process.run(prompts=[[1]], max_tokens=13)
+        assert process.run(prompts=[[4]], max_tokens=1) == {"tokens": [[4]]}
+        with pytest.raises(PeerError, match=r"(?s)echo has ended; it said:.*about to end"):
+            process.run(prompts=[[1]], max_tokens=14)
+        with pytest.raises(PeerError, match="has ended"):
+            process.run(prompts=[[1]], max_tokens=1)
+    finally:
+        process.close()
+
+
+class FakeProcess:
+    """So many tokens per second, all of them a prompt's first one."""
+
+    def __init__(self, rate: float, length: int | None = None) -> None:
+        self.rate, self.length, self.closed = rate, length, False
+
+    def load(self, **settings: Any) -> dict[str, str]:
+        return {"fake": "1.0"}
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        tokens = [[prompt[0]] * (self.length or max_tokens) for prompt in prompts]
+        return {"seconds": len(prompts) * max_tokens / self.rate, "tokens": tokens}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    result = tmp_path / "r.json"
+    argv = ["cpu_peers", "--shapes", "4m", "--batches", "1", "2", "--output-len", "4"]
+    monkeypatch.setattr(sys, "argv", [*argv, *flags, "--save-result", str(result)])
+    assert cpu_peers.main() == 0
+    saved: dict[str, Any] = json.loads(result.read_text())
+    return saved
+
+
+def test_ratios_are_to_the_best_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"kvserve_cpu_model": 300.0, "kvserve_cpu_head": 270.0, "vllm": 200.0}
+    rates["llama_cpp"] = 100.0
+    started: list[FakeProcess] = []
+
+    def start(self: cpu_peers.Contestant, cpu: int) -> FakeProcess:
+        if self.name == "transformers":
+            raise PeerError("transformers has ended; it said:\nTraceback\nImportError: no torch")
+        started.append(FakeProcess(rates[self.name]))
+        return started[-1]
+
+    monkeypatch.setattr(cpu_peers.Contestant, "start", start)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)  # where nothing is installed
+    for name in ("vllm", "transformers"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+    names = [*rates, "transformers"]
+    flags = ("--contestants", *names, "--dtypes", "float32", "--repeat", "2", "--disable-tqdm")
+    saved = compare(tmp_path, monkeypatch, *flags)
+    first, second = saved["rows"]
+    assert (first["batch"], second["batch"]) == (1, 2)
+    assert first["kvserve_cpu_model"] == pytest.approx(300)
+    assert first["best_peer"] == "vLLM CPU" and first["vs_best_peer"] == pytest.approx(1.5)
+    assert first["head_vs_model"] == pytest.approx(0.9) and "layer_vs_model" not in first
+    assert first["same_tokens"] == {"kvserve_cpu_model": 1, "kvserve_cpu_head": 1, "vllm": 1}
+    assert len(first["output_tok_s_all"]["vllm"]) == 2
+    assert saved["notes"] == [
+        "llama.cpp is missing: python -m bench.peers.install llama_cpp",
+        "transformers did not start and is left out: ImportError: no torch",
+    ]
+    assert len(started) == 3 and all(process.closed for process in started)
+
+
+def test_outputs_of_other_lengths_are_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: FakeProcess(1.0, length=3))
+    with pytest.raises(PeerError, match="gave other lengths"):
+        compare(tmp_path, monkeypatch, "--contestants", "kvserve_cpu_model", "--disable-tqdm")
+
+
+def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--contestants", "kvserve_cpu_model", "--dtypes", "float32", "--repeat", "1")
+    saved = compare(tmp_path, monkeypatch, *flags, "--input-len", "8", "--disable-tqdm")
+    assert [row["batch"] for row in saved["rows"]] == [1, 2]
+    assert all(row["kvserve_cpu_model"] > 0 for row in saved["rows"])
+    assert saved["settings"]["versions"]["kvserve"] and saved["threads"] == 1
+
+
+def test_every_peer_names_what_pip_needs() -> None:
+    for peer in PEERS.values():
+        assert peer.alone or peer.packages
+        module = Path(cpu_peers.__file__).parent / "peers" / f"{peer.name}_adapter.py"
+        assert module.exists()
+
+
+def test_pairs_of_methods_name_policies_that_there_are() -> None:
+    for pairs in kvpress_accuracy.PAIRS.values():
+        for pair in pairs:
+            assert make_policy(pair.spec(128).as_dict)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_as_llama_cpp_has_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Renamed, and rows of queries and keys so that those that rotate together are neighbours."""
+    values = torch.arange(16).reshape(8, 2).to(dtype)  # two heads of four rows
+    names = {
+        "model.layers.3.self_attn.q_proj.weight": "blk.3.attn_q.weight",
+        "model.layers.3.self_attn.v_proj.weight": "blk.3.attn_v.weight",
+        "model.embed_tokens.weight": "token_embd.weight",
+    }
+    save_file({name: values.clone() for name in names}, tmp_path / "model.safetensors")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    found = dict(gguf_file.tensors(tmp_path, heads))
+    plain = values.float().numpy()
+    assert set(found) == set(names.values())
+    assert (found["blk.3.attn_q.weight"] == plain[[0, 2, 1, 3, 4, 6, 5, 7]]).all()
+    assert (found["blk.3.attn_v.weight"] == plain).all()
+    assert (found["token_embd.weight"] == plain).all()
+
+
+# ---- repeatability ------------------------------------------------------------------------------
+
+
+def run_row(**changes: Any) -> dict[str, Any]:
+    row = {"policy": "kara", "exact": 7, "exact_match": 0.7, "output_tokens": 90}
+    return {**row, "ratio_to_first": 1.1, "output_tok_s": 5.0, **changes}
+
+
+def test_what_was_decided_has_to_be_the_same() -> None:
+    rows = [compared([run_row(), run_row(output_tok_s=9.0, ratio_to_first=1.12), run_row()])]
+    assert rows[0]["decisions"] == "identical" and rows[0]["spread"] == pytest.approx(0.02 / 1.1)
+    assert repeatable(rows)
+    other = compared([run_row(), run_row(exact=8)])
+    assert other["decisions"] == "differ: exact" and not repeatable([*rows, other])
+    assert verdict([*rows, other]).startswith("1 of 2 rows decided the same")
+
+
+def test_ratios_may_spread_by_five_percent() -> None:
+    assert repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.04, 1.02)])])
+    assert not repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.06, 1.02)])])
+    assert repeatable([compared([{"policy": "none", "exact": 1}] * 3)])  # eval has no ratios
