@@ -26,10 +26,12 @@ TORCH_DONE := $(VENV)/.torch-installed
 RUN_DONE := $(VENV)/.kvserve-installed
 DEV_DONE := $(VENV)/.kvserve-dev-installed
 CLIENTS := .venv-acceptance
+# Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
+OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -47,7 +49,7 @@ run: $(RUN_DONE) ## serve the shipped model (PORT, MODEL, POLICY, ARGS)
 test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 	$(PYTEST) $(ARGS)
 
-test-long: $(DEV_DONE) ## run all tests, the slow ones too
+test-long: $(DEV_DONE) $(OTHER_TRITON)/triton ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
@@ -70,12 +72,15 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
 
+bench-gpu: $(RUN_DONE) ## check and time the Triton kernels on a GPU (ARGS)
+	$(BIN)/python -m bench.kernels $(ARGS)
+
 clean: ## remove caches and build outputs
 	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments
-	rm -rf $(VENV) $(CLIENTS)
+	rm -rf $(VENV) $(CLIENTS) $(OTHER_TRITON)
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -104,6 +109,9 @@ $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(call install-torch,$(CLIENTS)/bin/python)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
+
+$(OTHER_TRITON)/triton: | $(BIN)/python
+	$(PIP) install --target $(OTHER_TRITON) --no-deps $(subst .triton-,triton==,$(OTHER_TRITON))
 
 $(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python
 	$(call install-torch,$(BIN)/python)

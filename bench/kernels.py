@@ -1,180 +1,35 @@
 """The Triton kernels on a GPU: right first, then how near to the bandwidth of a plain copy.
 
-    PYTHONPATH=. python bench/kernels.py --save-result bench/results/DATE-kernels-GPU.json
+    python -m bench.kernels --save-result bench/results/DATE-kernels-GPU.json
 
 Needs a CUDA device, torch, Triton and numpy, and nothing else that kvserve depends on. Every kernel
-is compared with its torch reference on fresh random inputs, then timed with a cold L2 cache.
+is compared with its torch reference on fresh random inputs, then timed with a cold L2 cache. What
+was measured is written after each setting: run again, with the same file, to go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
-from kvserve.kernels.gather_kv import gather_keys_torch, gather_keys_triton
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
-from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
-from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
-from kvserve.scheduler.layout import Granularity, KVLayout
+from bench.kernel_cases import BUFFER, SHAPES, WINDOW, Setting, cases
+from bench.kernel_peers import PEERS, peer_case
+from bench.kernel_targets import targets
+from kvserve.scheduler.layout import Granularity
 
-LAYERS = 4  # of a model's, so that a large batch fits; attention and stores are timed on one
-BLOCK = 64
-WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
-# query heads, KV heads, head dim
-SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 COLUMNS = ("kernel", "shape", "layout", "context", "rows", "us", "gb_s", "of_copy", "tflop_s")
-
-
-@dataclass(frozen=True)
-class Case:
-    """``triton`` and ``torch`` give the same from the same inputs; what it moves and computes."""
-
-    kernel: str
-    triton: Callable[[], Tensor]
-    torch: Callable[[], Tensor]
-    num_bytes: int
-    flops: int = 0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model's shape in a layout, and ``rows`` sequences that hold ``context`` entries each."""
-
-    shape: str
-    granularity: Granularity
-    context: int
-    rows: int
-    dtype: torch.dtype
-    device: str
-    layers: int = LAYERS
-
-    @property
-    def layout(self) -> KVLayout:
-        _, kv_heads, dim = SHAPES[self.shape]
-        return KVLayout(self.layers, kv_heads, dim, BLOCK, self.granularity)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.dtype)
-
-    def cache(self) -> tuple[Tensor, Tensor]:
-        """A full cache, and block tables [LG, rows, R, M] in random order."""
-        layout = self.layout
-        columns = -(-self.context // BLOCK)
-        count = self.rows * columns * layout.groups
-        blocks = torch.randperm(count, device=self.device).int() + 1
-        tables = blocks.view(layout.layer_groups, self.rows, layout.rows, columns)
-        cache = torch.empty(layout.cache_shape(count + 1), dtype=self.dtype, device=self.device)
-        return cache.normal_(), tables
-
-
-def cases(setting: Setting) -> Iterator[Case]:
-    """The kernels' work in a step and in an event of Kara's, one after the other."""
-    cache, tables = setting.cache()
-    yield from attention_cases(setting, cache, tables)
-    yield store_case(setting, cache, tables)
-    if setting.context >= WINDOW:
-        yield from event_cases(setting, cache, tables)
-
-
-def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    q_heads, kv_heads, dim = SHAPES[setting.shape]
-    keys, values = cache[:, 0, 0], cache[:, 0, 1]
-    for kernel, chunk in (("decode", 1), ("prefill", max(2, min(512, setting.context // 8)))):
-        # A chunk for as many rows as make a batch of 2,048 tokens.
-        rows = setting.rows if chunk == 1 else max(1, min(setting.rows, 2048 // chunk))
-        own = torch.arange(rows, device=setting.device)
-        q = setting.random(rows * chunk, q_heads, dim)
-        last = torch.arange(chunk, device=setting.device).repeat(rows).int()
-        last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
-        starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        inputs = q, keys, values, tables[0], own, last, dim**-0.5
-        read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
-        read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
-        yield Case(
-            kernel,
-            partial(paged_attention_triton, *inputs, setting.context, starts, chunk),
-            partial(paged_attention_torch, *inputs, starts),
-            read * q.itemsize,
-            4 * q_heads * dim * int((last[0] + 1).sum()),
-        )
-
-
-def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
-    _, kv_heads, dim = SHAPES[setting.shape]
-    key, value = (setting.random(setting.rows, kv_heads, dim) for _ in range(2))
-    rows = torch.arange(setting.rows, device=setting.device)
-    last = torch.full_like(rows, setting.context - 1).expand(1, setting.layout.rows, -1)
-    slots = slot_mapping(tables[:1], rows, last, BLOCK)[0]
-
-    def store(kernel: Callable[..., None]) -> Tensor:
-        kernel(cache, 0, slots, key, value)
-        return cache
-
-    num_bytes = 4 * key.numel() * key.itemsize
-    return Case("store", partial(store, store_kv_triton), partial(store, store_kv_torch), num_bytes)
-
-
-def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """An event of every row: gather a window's keys, score them, move what is kept."""
-    layout, rows = setting.layout, setting.rows
-    _, kv_heads, dim = SHAPES[setting.shape]
-    lanes, seen = (layout.num_layers, kv_heads), WINDOW - BUFFER
-    start, device = setting.context - WINDOW, setting.device
-
-    def slots(entries: Tensor) -> Tensor:
-        owners = torch.arange(rows, device=device).repeat_interleave(entries.shape[-1])
-        return slot_mapping(tables, owners, entries.expand(*lanes, rows, -1).flatten(2), BLOCK)
-
-    window = slots(start + torch.arange(seen, device=device))
-    entry = dim * cache.itemsize
-    yield Case(
-        "gather",
-        partial(gather_keys_triton, cache, window),
-        partial(gather_keys_torch, cache, window),
-        2 * window.numel() * entry,
-    )
-    keys = gather_keys_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
-    query = setting.random(rows, *lanes, WINDOW, dim)
-    inputs = query, keys, dim**-0.5
-    flops = 4 * rows * math.prod(lanes) * WINDOW * seen * dim
-    yield Case(
-        "window scores",
-        partial(window_scores_triton, *inputs),
-        partial(window_scores_torch, *inputs),
-        2 * (query.numel() + keys.numel()) * query.itemsize,
-        flops,
-    )
-    kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
-    buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
-    src = slots(start + torch.cat([kept, buffer], dim=-1))
-    dst = slots(start + torch.arange(KEPT + BUFFER, device=device))
-
-    def compact(kernel: Callable[..., None], *runs: int) -> Tensor:
-        kernel(cache, src, dst, *runs)
-        return cache
-
-    yield Case(
-        "compact",
-        partial(compact, compact_kv_triton, rows),
-        partial(compact, compact_kv_torch),
-        4 * src.numel() * entry,
-    )
 
 
 def differences(setting: Setting) -> dict[str, float]:
@@ -188,7 +43,7 @@ def differences(setting: Setting) -> dict[str, float]:
     torch.manual_seed(seed)
     found = {}
     for case, (kernel, right) in zip(cases(setting), expected, strict=True):
-        poison = torch.full_like(right, math.nan)
+        poison = torch.full_like(right.view(torch.uint8), 0xFF)  # nan, as bytes
         del poison
         # Of a cache without its null block, which takes what nobody wants.
         same = slice(1, None) if kernel in ("store", "compact") else slice(None)
@@ -226,7 +81,12 @@ def copy_bandwidth() -> float:
 
 
 def measure(setting: Setting, copy: float) -> Iterator[dict[str, Any]]:
-    for case in cases(setting):
+    """A row for each kernel, and for each peer that is installed."""
+    peers = [case for name in PEERS if (case := peer_case(name, setting)) is not None]
+    for case in peers:
+        tolerance = TOLERANCE[setting.dtype]
+        torch.testing.assert_close(case.triton(), case.torch(), atol=tolerance, rtol=tolerance)
+    for case in [*cases(setting), *peers]:
         seconds = median_seconds(case.triton)
         yield {
             "kernel": case.kernel,
@@ -234,6 +94,7 @@ def measure(setting: Setting, copy: float) -> Iterator[dict[str, Any]]:
             "layout": setting.granularity.value,
             "context": setting.context,
             "rows": setting.rows,
+            "layers": case.layers,
             "us": seconds * 1e6,
             "gb_s": case.num_bytes / seconds / 1e9,
             "of_copy": case.num_bytes / seconds / copy,
@@ -256,11 +117,50 @@ def machine() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
-def main() -> int:
+class Report:
+    """What was found so far, on paper after every step."""
+
+    def __init__(self, path: Path | None, dtype: str) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "command": " ".join(["python -m bench.kernels", *sys.argv[1:]]),
+            "dtype": dtype,
+            "parity": [],
+            "rows": [],
+        }
+        if path is not None and path.exists():
+            before = json.loads(path.read_text())
+            if before["machine"] != self.found["machine"] or before["dtype"] != dtype:
+                raise SystemExit(f"{path}: of another machine, versions or dtype")
+            self.found = before
+
+    def has(self, part: str, **key: Any) -> bool:
+        return any(key.items() <= row.items() for row in self.found[part])
+
+    def write(self, **changes: Any) -> None:
+        self.found |= changes | {"targets": targets(self.found["rows"], WINDOW - BUFFER)}
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def check_parity(report: Report, grid: list[tuple[str, Granularity]]) -> None:
+    for dtype in DTYPES:
+        for name, granularity in grid:
+            key = {"shape": name, "layout": granularity.value, "dtype": dtype}
+            if report.has("parity", **key):
+                continue
+            found = differences(Setting(name, granularity, 700, 5, DTYPES[dtype], "cuda"))
+            report.found["parity"].append({**key, **found})
+            report.write()
+            sys.stdout.write(f"{' '.join(key.values())}: largest difference {found}\n")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="parity and bandwidth of the Triton kernels")
     names, layouts = list(SHAPES), [g.value for g in Granularity]
     parser.add_argument("--shape", nargs="+", choices=names, default=names, help="default: all")
@@ -271,34 +171,49 @@ def main() -> int:
     )
     words = "entries in all (default: 131072, which is 2 GiB with 8 KV heads)"
     parser.add_argument("--entries", type=int, default=131_072, metavar="N", help=words)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="what is timed")
+    words = "begin no setting after so long (default: 480); run again to go on"
+    parser.add_argument("--seconds", type=float, default=480.0, metavar="S", help=words)
     parser.add_argument("--save-result", type=Path, metavar="FILE", help="write JSON")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
     if not torch.cuda.is_available():
         sys.stderr.write(
             "bench/kernels.py: torch sees no CUDA device, so there is nothing to measure. "
             "`make test` checks the same kernels in Triton's interpreter and compiles them.\n"
         )
         return 2
-    dtype = getattr(torch, args.dtype)
-    result: dict[str, Any] = {"machine": machine(), "dtype": args.dtype, "parity": [], "rows": []}
-    copy = result["copy_bytes_s"] = copy_bandwidth()
-    sys.stdout.write(f"{result['machine']['gpu']}: copies {copy / 1e9:.0f} GB/s\n")
+    began = time.monotonic()
+    report = Report(args.save_result, args.dtype)
+    copy = copy_bandwidth()
+    report.write(copy_bytes_s=copy)
+    sys.stdout.write(f"{report.found['machine']['gpu']}: copies {copy / 1e9:.0f} GB/s\n")
     grid = [(name, Granularity(layout)) for name in args.shape for layout in args.layout]
-    for name, granularity in grid:
-        found = differences(Setting(name, granularity, 700, 5, dtype, "cuda"))
-        result["parity"].append({"shape": name, "layout": granularity.value, **found})
-        sys.stdout.write(f"{name} {granularity.value}: largest difference {found}\n")
+    check_parity(report, grid)
     show(COLUMNS)
-    for name, granularity in grid:
-        for context in args.context:
+    left = 0
+    for context in args.context:
+        for name, granularity in grid:
+            key = {"shape": name, "layout": granularity.value, "context": context}
+            if report.has("rows", **key):
+                continue
+            if time.monotonic() - began > args.seconds:
+                left += 1
+                continue
             rows = max(1, args.entries // context)
-            setting = Setting(name, granularity, context, rows, dtype, "cuda")
-            for row in measure(setting, copy):
-                result["rows"].append(row)
+            setting = Setting(name, granularity, context, rows, DTYPES[args.dtype], "cuda")
+            found = list(measure(setting, copy))
+            report.found["rows"] += found
+            report.write()
+            for row in found:
                 show(row[column] for column in COLUMNS)
-    if args.save_result:
-        args.save_result.write_text(json.dumps(result, indent=1) + "\n")
+    for target in report.found["targets"]:
+        show(target.values())
+    if left:
+        sys.stdout.write(f"{left} settings left: run again with the same --save-result to go on\n")
     return 0
 
 

@@ -14,7 +14,7 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A field with its help text; ``extra`` may hold ``choices``, ``aliases`` and ``metavar``.
+    """A field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -96,8 +96,8 @@ class CacheConfig:
     )
     kv_cache_memory: int | None = setting(
         None,
-        "bytes for the pool (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB and a "
-        "quarter of free memory)",
+        "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
+        "and a quarter of free memory)",
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
@@ -145,7 +145,11 @@ class SchedulerConfig:
 class ParallelConfig:
     """More than one device."""
 
-    tensor_parallel_size: int = setting(1, "devices that share one model", aliases=("-tp", "--tp"))
+    tensor_parallel_size: int = setting(
+        1,
+        "ranks that share one model: each a GPU, or a process where there is none",
+        aliases=("-tp", "--tp"),
+    )
     data_parallel_size: int = setting(1, "replicas of the engine", aliases=("-dp",))
 
 
@@ -187,11 +191,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    device: str = setting(
+        "auto", "auto is a GPU where torch sees one", choices=("auto", "cuda", "cpu")
+    )
     attention_backend: str = setting(
         "auto",
-        "attention implementation; cpu is compiled by g++ at first use, and auto takes it on a CPU "
-        "where it can",
-        choices=("auto", "cpu", "torch"),
+        "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
+        "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
     grammar_backend: str = setting(
         "llguidance",
@@ -212,7 +218,7 @@ class EngineConfig:
             section = _SECTION_OF.get(name)
             if section is not None:
                 sections[section][name] = value
-            elif name in ("attention_backend", "enforce_eager", "grammar_backend"):
+            elif name in _OWN:
                 own[name] = value
             else:
                 raise ConfigError(f"unknown setting {name!r}")
@@ -227,6 +233,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "compression": CompressionConfig,
 }
+_OWN = [f.name for f in fields(EngineConfig) if f.name not in SECTIONS]
 _SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
 
 
@@ -263,7 +270,7 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
-        (config.parallel.tensor_parallel_size == 1, "--tensor-parallel-size: only 1 is built"),
+        (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
         (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,

@@ -22,6 +22,8 @@ from kvserve.log import EngineDeadError, logger
 if TYPE_CHECKING:
     from kvserve.engine.core_process import ParentLink
 
+_IDLE_POLL_S = 0.5
+
 T = TypeVar("T")
 OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[BaseException], None]
@@ -55,7 +57,8 @@ class ThreadClient:
 
         def run() -> None:
             try:
-                run_core(core, _QueueChannel(self._commands, loop, on_outputs))
+                with contextlib.closing(core):
+                    run_core(core, _QueueChannel(self._commands, loop, on_outputs))
             except Exception as error:
                 logger.exception("the engine failed")
                 _call(loop, on_death, EngineDeadError(f"the engine failed: {error}"))
@@ -93,7 +96,7 @@ class _QueueChannel:
     def receive(self, block: bool) -> Iterable[Command]:
         with contextlib.suppress(queue.Empty):
             while True:
-                yield self._commands.get(block=block)
+                yield self._commands.get(block, timeout=_IDLE_POLL_S)
                 block = False
 
     def send(self, outputs: StepOutputs) -> None:

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import MovePlan, groups_of, lanes_of, plan_moves
 from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.recompute import QueryRecomputer
+from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import Windows, slots_of, uneven_lengths
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
@@ -39,6 +41,7 @@ class Compressor:
         scale: float,
         recomputer: QueryRecomputer,
         scratch_bytes: int = _SCRATCH_BYTES,
+        group: RankGroup = ALONE,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for those who follow positions."""
@@ -46,6 +49,7 @@ class Compressor:
         self._scale = scale
         self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
+        self._group = group
 
     @property
     def workspace_bytes(self) -> int:
@@ -95,13 +99,15 @@ class Compressor:
                 windows, policy, leaders, block_tables, log_tables
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
-                entries = _long(windows.entries[some], found.indices)[..., None]
-                chosen = found.indices[:, where] + entries
+                indices, kept_counts = self._own(policy, found.indices, found.counts)
+                self._group.note(kept_counts)
+                entries = _long(windows.entries[some], indices)[..., None]
+                chosen = indices[:, where] + entries
                 if policy.keeps_blocks:
                     columns = chosen[..., ::size] // size
                     result[_long(at[some], result), ..., : columns.shape[-1]] = columns
                 else:
-                    result[_long(at[some], result)] = found.counts[:, where]
+                    result[_long(at[some], result)] = kept_counts[:, where]
                 kept |= dict(zip(part.seq_ids[some].tolist(), chosen, strict=True))
         return groups_of(result, cache.layout), kept
 
@@ -136,7 +142,7 @@ class Compressor:
         place = torch.arange(plan.src.shape[-1], device=plan.src.device)
         first = _long(task.copy_start % size, plan.src)[:, None, None, None]
         ends = torch.where(plan.exists, first + place, 0)
-        dst_tables = torch.as_tensor(np.ascontiguousarray(task.dst_blocks), device=plan.src.device)
+        dst_tables = to_device(task.dst_blocks, plan.src.device, torch.int32)
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
@@ -162,12 +168,20 @@ class Compressor:
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
             scores = policy.score(observed)
-            kept = policy.select(scores, windows.length, keep)
+            chosen = policy.select(scores, windows.length, keep)
+            kept, scores = self._own(policy, chosen, scores)
             if kept_scores is not None:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
         return torch.cat(parts)[:, where]
+
+    def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
+        """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
+        if not policy.couples_heads:
+            return list(tensors)
+        self._group.note(tensors[0])
+        return [self._group.own(tensor, dim=2) for tensor in tensors]
 
     def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:
         """The layers that are scored, and for every layer the place of its own among them."""
@@ -186,7 +200,7 @@ class Compressor:
     ) -> Iterator[tuple[slice, Observation]]:
         """As many windows at a time as the scratch holds: which, and what their scorer sees."""
         cache, layout = self._cache, self._cache.layout
-        layers = torch.tensor(scored, device=block_tables.device)
+        layers = to_device(scored, block_tables.device)
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
         step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
@@ -204,7 +218,10 @@ class Compressor:
             missing = part.missing(keys.device)
             if missing is not None:
                 missing = missing[:, layers]
-            yield some, Observation(queries, keys, self._scale, scores, missing)
+            yield some, Observation(queries, keys, self._scale, scores, missing, self._gather)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._group.gather(x, dim=2)
 
     def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
@@ -264,4 +281,4 @@ def _by_window(x: Tensor, windows: Windows) -> Tensor:
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:
-    return torch.as_tensor(array, device=like.device).long()
+    return to_device(array, like.device)

@@ -37,7 +37,8 @@ class EngineCore:
         built = build_engine(config, model)
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
-        self.runner = built.runner
+        self.executor = built.executor
+        self.runner = built.executor.runner
         self._policies = RequestPolicies(config, built)
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._waiting_since: dict[int, float] = {}
@@ -136,7 +137,8 @@ class EngineCore:
         output = self.scheduler.schedule()
         self._note_admitted(output)
         compactions = self._counts.add(output)
-        result = self.runner.launch(output).collect()
+        with self.executor.together():
+            result = self.executor.launch(output).collect()
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
             self._record_costs(output, time.perf_counter() - started, compacting)
@@ -162,6 +164,14 @@ class EngineCore:
         elif decoding == output.num_tokens > 0:
             entries = int(self.scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
             gate.record_step(decoding, entries, seconds)
+
+    def check(self) -> None:
+        """``EngineDeadError`` if a tensor-parallel rank has ended."""
+        self.executor.check()
+
+    def close(self) -> None:
+        """End the other ranks; this core makes no further step."""
+        self.executor.close()
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""

@@ -63,7 +63,8 @@ class GrammarQueue:
 
     def drop(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
-            self._queue.pop(seq_id, None)
+            if seq_id in self._queue:
+                self._queue.pop(seq_id)[1].cancel()
 
     def take(self, timeout: float) -> list[tuple[NewSequence, Future[Matcher]]]:
         """Those that have been compiled, or refused; waits for one if there is none."""
@@ -88,6 +89,7 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             refused.append(RefusedSequence(new.seq_id, str(error), error.param, error.code))
 
     while True:
+        core.check()
         ended: list[FinishedSequence] = []
         reset = False
         refused.clear()

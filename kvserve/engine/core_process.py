@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -122,9 +123,9 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
     configure_logging(log_level)
     channel = _SocketChannel(commands, outputs)
     try:
-        core = EngineCore(config)
-        channel.send_frames(_pack(core.info))
-        run_core(core, channel)
+        with closing(EngineCore(config)) as core:
+            channel.send_frames(_pack(core.info))
+            run_core(core, channel)
     except ConfigError as error:
         channel.send_frames([_REFUSED, str(error).encode()])
     except Exception as error:

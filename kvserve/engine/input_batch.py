@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -52,9 +54,9 @@ class InputBatch:
         self._park_scores(output)
         new = output.admitted
         if new.sequences:
-            rows = torch.tensor([seq.row for seq in new.sequences], device=self.device)
+            rows = self._long([seq.row for seq in new.sequences])
             prompts = [seq.num_prompt_tokens for seq in new.sequences]
-            self.prompt_lens[rows] = torch.tensor(prompts, device=self.device)
+            self.prompt_lens[rows] = self._long(prompts)
             self.kv_lens[:, rows] = self._long(new.kv_lens)
             self.num_computed[rows] = self._long(new.num_computed)
             self.log_from[rows] = self._long(new.log_from)
@@ -80,6 +82,12 @@ class InputBatch:
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
+
+    def note(self, rows: IntArray, group: RankGroup) -> None:
+        """Let ``group`` compare what these rows hold and what came last."""
+        at = self._long(rows)
+        for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
+            group.note(lengths)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""
@@ -143,6 +151,7 @@ class InputBatch:
             rows=rows,
             starts=_starts(np.full(len(rows), count)),
             columns=entries.max(axis=1) // self.layout.block_size + 1,
+            causal=bool((np.diff(entries) == 1).all()),
         )
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -161,7 +170,7 @@ class InputBatch:
         for task in output.swap_ins:
             for i, scores in self._parked_scores.pop(task.place).items():
                 if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
-                    self._kept_scores[i][task.row] = scores.to(self.device)
+                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -179,14 +188,14 @@ class InputBatch:
             by_group[:, to] = by_group[:, source]
         self.sampling.move_rows(moved, order[moved])
 
-    def _long(self, array: IntArray) -> Tensor:
-        return torch.as_tensor(array, device=self.device).long()
+    def _long(self, array: IntArray | list[int]) -> Tensor:
+        return to_device(array, self.device)
 
 
 def _scatter(tables: Tensor, update: TableUpdate) -> None:
     if len(update.indices):
-        where = torch.as_tensor(update.indices, device=tables.device).long()
-        tables.view(-1)[where] = torch.as_tensor(update.blocks, device=tables.device)
+        where = to_device(update.indices, tables.device)
+        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
 
 
 def _starts(lengths: IntArray) -> IntArray:

@@ -110,6 +110,8 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
     Raises ``RequestError`` if they do not fit the context or the pool.
     """
     runner, total = llm.engine.core.runner, len(prompt) + len(continuation)
+    if runner.group.size > 1:
+        raise RequestError("positions are followed on one rank only; use --tensor-parallel-size 1")
     _check(llm, continuation, total)
     layout = runner.cache.layout
     kept = KeptPositions(layout.num_layers, layout.num_kv_heads)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch, StoreKV
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -76,14 +77,11 @@ class KVCache:
             self.kv[device] = self.host[host].to(self.kv.device)
 
     def _blocks(self, task: SwapTask) -> tuple[Tensor, Tensor]:
-        device = torch.as_tensor(task.device_blocks, device=self.kv.device)
-        return device.long(), torch.as_tensor(task.host_blocks).long()
+        return to_device(task.device_blocks, self.kv.device), to_device(task.host_blocks, "cpu")
 
     def logged(self, entries: Tensor) -> Tensor:
-        """Entries read from ``query_log`` as numbers."""
-        if entries.dtype is torch.uint8:
-            return entries.view(torch.float8_e4m3fn).float()
-        return entries
+        """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""
+        return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""

@@ -21,6 +21,9 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model with its engine, in this process. Settings are those of the command line.
 
+    With ``tensor_parallel_size`` the other ranks are processes that end with this one, or with
+    ``close``.
+
     ``policy`` is a name or ``{"name": ..., **fields}``. Raises ``ConfigError`` if it cannot start.
     """
 
@@ -38,6 +41,10 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
+
+    def close(self) -> None:
+        """End the other ranks; nothing can be generated afterwards."""
+        self.engine.close()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

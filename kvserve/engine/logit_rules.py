@@ -7,6 +7,7 @@ vocabulary of 128 k tokens are half a megabyte a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.messages import NewSequence
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 
@@ -73,13 +75,14 @@ class LogitRules:
         if self._slot[row] < 0:
             self._slot[row] = self._take_slot()
         slot, output = int(self._slot[row]), seq.token_ids[seq.num_prompt_tokens :]
-        self._settings[slot] = torch.tensor([rules.presence, rules.frequency, rules.repetition])
+        settings = rules.presence, rules.frequency, rules.repetition
+        self._settings[slot] = self._on_device(settings, torch.float32)
         counts = np.bincount(output, minlength=self._vocab_size)
-        self._counts[slot] = torch.as_tensor(counts, dtype=torch.int32)
+        self._counts[slot] = self._on_device(counts, torch.int32)
         self._in_prompt[slot] = False
         prompt = np.unique(seq.token_ids[: seq.num_prompt_tokens])
-        self._in_prompt[slot, torch.as_tensor(prompt).long()] = True
-        self._bias[slot] = self._bias_of(rules)
+        self._in_prompt[slot, self._on_device(prompt)] = True
+        self._bias[slot] = self._on_device(self._bias_of(rules), torch.float32)
         self._set_words(slot, rules.bad_words, output)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
@@ -114,11 +117,10 @@ class LogitRules:
         """Places in ``at`` that have rules, and their slots."""
         slots = self._slot[at]
         places = np.flatnonzero(slots >= 0)
-        device = self._settings.device
-        return (
-            torch.as_tensor(places, device=device),
-            torch.as_tensor(slots[places], device=device).long(),
-        )
+        return self._on_device(places), self._on_device(slots[places])
+
+    def _on_device(self, array: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(array, self._settings.device, dtype)
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -150,11 +152,11 @@ class LogitRules:
         self._history = F.pad(self._history, (longer, 0), value=-1)
         self._words[slot] = -1
         for i, word in enumerate(words):
-            self._words[slot, i, -len(word) :] = torch.tensor(word)
+            self._words[slot, i, -len(word) :] = self._on_device(word)
         kept = self._history.shape[1]
         self._history[slot] = -1
         if kept and len(output):
-            tail = torch.as_tensor(output[-kept:]).long()
+            tail = self._on_device(output[-kept:])
             self._history[slot, -len(tail) :] = tail
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.compressor import Compressor
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
@@ -23,6 +24,8 @@ from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
 from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
+from kvserve.engine.transfer import to_device
+from kvserve.log import EngineDeadError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity
@@ -52,8 +55,15 @@ class LaunchedStep:
     kept_counts: list[Tensor]
     scored: list[ScoredChunk] = field(default_factory=list)
     grammars: list[tuple[int, SequenceGrammar]] = field(default_factory=list)
+    agreed: Tensor | None = None
+    """Whether all ranks hold and keep the same, where this step had events."""
 
     def collect(self) -> ModelRunnerOutput:
+        if self.agreed is not None and not self.agreed:
+            raise EngineDeadError(
+                "the tensor-parallel ranks no longer hold the same entries, so their answers would "
+                "be wrong; please report it"
+            )
         counts = [tensor.to(torch.int32).cpu().numpy() for tensor in self.kept_counts]
         prompts = [chunk.collect() for chunk in self.scored]
         if self.sampled is None:
@@ -81,7 +91,10 @@ class ScoredChunk:
 
 
 class ModelRunner:
-    """Owns the model, the cache and the device's rows."""
+    """Owns the model, the cache and the device's rows of one rank.
+
+    All ranks of ``group`` launch the same steps. The first one samples and tells the others.
+    """
 
     def __init__(
         self,
@@ -89,7 +102,9 @@ class ModelRunner:
         cache: KVCache,
         batch: InputBatch,
         attention: AttentionBackend,
+        group: RankGroup = ALONE,
     ) -> None:
+        self.group = group
         self.model = model
         self.cache = cache
         self.batch = batch
@@ -98,8 +113,8 @@ class ModelRunner:
         """By ``CompactionTask.policy_id``."""
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
-        self.compressor = Compressor(cache, model.scale, recomputer)
-        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention)
+        self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -113,37 +128,58 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        counts = self._run_events(output)
+        step = LaunchedStep(None, np.zeros(0, np.int32), self._run_events(output))
+        step.agreed = self.group.agree()
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
-        if not output.num_tokens:
-            return LaunchedStep(None, np.zeros(0, np.int32), counts)
-        hidden = self._forward(output)
+        if output.num_tokens:
+            self._forward(output, step)
+        return step
+
+    def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+        """The step's tokens through the model, and whoever has caught up gets a new one."""
+        hidden = self._hidden(output)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
-        rows = np.array([seq.row for seq in output.sampled], np.int32)
-        scored = self._score_prompts(output, hidden)
+        rows = output.sampled_rows
+        step.scored = self._score_prompts(output, hidden)
         if not len(rows):
-            return LaunchedStep(None, rows, counts, scored)
-        at = torch.as_tensor(last, device=hidden.device).long()
+            return
+        at = to_device(last, hidden.device)
         logits = self.model.logits(hidden[at])
-        where = torch.as_tensor(rows, device=hidden.device).long()
+        where = to_device(rows, hidden.device)
         positions = self.batch.num_computed[where]
-        grammars = [
+        if self.group.rank == 0:
+            step.sampled = self._sample(output, step, logits, rows, positions)
+            token_ids = self.group.broadcast(step.sampled.token_ids)
+        else:
+            token_ids = self.group.broadcast(torch.empty_like(positions))
+        self.batch.last_token[where] = token_ids
+
+    def _sample(
+        self,
+        output: SchedulerOutput,
+        step: LaunchedStep,
+        logits: Tensor,
+        rows: IntArray,
+        positions: Tensor,
+    ) -> SampledTokens:
+        """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
+        step.grammars = [
             (int(place), output.sampled[place].sampling.grammar)
             for place in self.batch.sampling.with_grammar(rows)
         ]
         # On a GPU the forward is still running while the host works out the masks.
-        allowed = allowed_tokens(grammars, *logits.shape).to(logits.device) if grammars else None
+        allowed = None
+        if step.grammars:
+            masks = allowed_tokens(step.grammars, *logits.shape)
+            allowed = to_device(masks, logits.device, torch.bool)
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
-        if self.force is not None:
-            sampled = SampledTokens(self.force(positions))
-        self.batch.last_token[where] = sampled.token_ids
-        wanted = self.batch.sampling.wants_logprobs(rows)
-        return LaunchedStep(sampled, wanted, counts, scored, grammars)
+        step.wanted = self.batch.sampling.wants_logprobs(rows)
+        return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _forward(self, output: SchedulerOutput) -> Tensor:
+    def _hidden(self, output: SchedulerOutput) -> Tensor:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
         if output.num_decoding or len(output.prefill.rows):
@@ -166,9 +202,9 @@ class ModelRunner:
             targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
             # In pieces: the logits of a whole chunk may take more memory than the model.
             for at in range(0, len(targets), _SCORED_AT_ONCE):
-                ids = torch.as_tensor(targets[at : at + _SCORED_AT_ONCE], device=hidden.device)
+                ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
                 logits = self.model.logits(hidden[first + at : first + at + len(ids)])
-                tokens = with_logprobs(logits, ids.long(), prompt.count)
+                tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
 
@@ -188,6 +224,7 @@ class ModelRunner:
             else:
                 self.compressor.run_observed(task, policy, found, tables[0])
             self.batch.after_compaction(task)
+            self.batch.note(task.rows, self.group)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
             kept_counts, kept = self.compressor.observe(events, policy, *tables)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
@@ -41,7 +42,7 @@ def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVL
     counts = new - task.copy_start[:, None, None]
     place = torch.arange(int(counts.max()), device=kept.device)
     start, before, last_chosen, evicted = (
-        torch.as_tensor(x, device=kept.device).long()[..., None]
+        to_device(x, kept.device)[..., None]
         for x in (
             task.copy_start[:, None, None],
             (task.plan.region_start - task.copy_start)[:, None, None],
@@ -54,7 +55,7 @@ def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVL
     if kept.shape[-1]:
         src = torch.where(place < last_chosen, kept.gather(-1, rank), src)
     src = torch.where(place < before, start + place, src)
-    plan = MovePlan(src, start.view(-1), torch.as_tensor(counts, device=kept.device).long())
+    plan = MovePlan(src, start.view(-1), to_device(counts, kept.device))
     return MovePlan(torch.where(plan.exists, src, 0), plan.copy_start, plan.counts)
 
 

@@ -13,6 +13,7 @@ from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache, reduce_queries
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
 
@@ -29,8 +30,8 @@ class QueryRecomputer:
 
     @property
     def heads(self) -> int:
-        """Hq: query heads of the model."""
-        return self._model.spec.num_heads
+        """Hq: query heads of this rank."""
+        return self._model.part.num_heads
 
     def queries(
         self,
@@ -46,7 +47,7 @@ class QueryRecomputer:
         [P, L, heads, Q, D].
         """
         recorder = _QueryRecorder(self._cache, heads)
-        input_ids = torch.as_tensor(token_ids, device=self._batch.device).long().view(-1)
+        input_ids = to_device(token_ids, self._batch.device).view(-1)
         batch = self._batch.revisit(rows, positions, entries)
         self._model(input_ids, batch, recorder, self._attention)
         by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)

@@ -39,7 +39,7 @@ class RequestPolicies:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
-        refusal = self._built.runner.model.spec.policy_refusal
+        refusal = self._built.executor.runner.model.spec.policy_refusal
         if policy.name != "none" and refusal is not None:
             raise RequestError(f"{refusal}; use none", param="kv_policy")
         if not policy.granularity.fits(layout.granularity):
@@ -64,7 +64,7 @@ class RequestPolicies:
         """
         if policy not in self._ids:
             self._ids[policy] = self._free_id(sequences)
-            self._built.runner.set_policy(self._ids[policy], policy)
+            self._built.executor.set_policy(self._ids[policy], policy)
         return self._ids[policy]
 
     def _check_log(self, policy: Policy) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvserve.engine.grammar import SequenceGrammar
 from kvserve.engine.logit_rules import LogitRules, RowRules
 from kvserve.engine.messages import NewSequence
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 
@@ -92,9 +93,8 @@ class SamplingRows:
         """Take over the settings of newly admitted sequences (``Sequence.sampling``)."""
         for seq in sequences:
             s: RowSampling = seq.sampling
-            self._settings[seq.row] = torch.tensor(
-                [max(s.temperature, 1e-5), s.top_p, float(s.top_k), s.min_p]
-            )
+            settings = max(s.temperature, 1e-5), s.top_p, float(s.top_k), s.min_p
+            self._settings[seq.row] = to_device(settings, self._settings.device, torch.float32)
             self._seeds[seq.row] = s.seed
             self._min_len[seq.row] = s.min_len
             filtered = s.top_p < 1.0 or s.top_k > 0 or s.min_p > 0.0
@@ -118,7 +118,7 @@ class SamplingRows:
         self._host[to] = self._host[source]
         self._prompts[to] = self._prompts[source]
         device = self._settings.device
-        dst, src = (torch.as_tensor(x, device=device).long() for x in (to, source))
+        dst, src = (to_device(x, device) for x in (to, source))
         self._rules.move_rows(to, source)
         for tensor in (
             *(self._settings, self._seeds, self._min_len, self._stop_ids),
@@ -134,7 +134,7 @@ class SamplingRows:
         ``allowed`` [S, V], boolean, is what the rows' grammars let pass.
         """
         host = self._host[at]
-        rows = torch.as_tensor(at, device=logits.device).long()
+        rows = to_device(at, logits.device)
         raw = logits
         if host[:, 4].any():
             logits = self._rules.apply(logits, at)
@@ -145,7 +145,7 @@ class SamplingRows:
         tokens = logits.argmax(dim=-1)
         random = np.flatnonzero(host[:, 0])
         if len(random):
-            picked = torch.as_tensor(random, device=logits.device)
+            picked = to_device(random, logits.device)
             tokens[picked] = self._draw(
                 logits[picked], rows[picked], positions[picked], bool(host[:, 1].any())
             )
@@ -199,7 +199,7 @@ class SamplingRows:
         if missing > 0:
             self._stop_ids = torch.nn.functional.pad(self._stop_ids, (0, missing), value=-1)
         self._stop_ids[row] = -1
-        self._stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids)
+        self._stop_ids[row, : len(stop_ids)] = to_device(stop_ids, self._stop_ids.device)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Needs, select_backend
-from kvserve.engine.input_batch import InputBatch
-from kvserve.engine.kv_cache import KVCache, log_block_tokens
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.executor import Executor, OtherRanks
+from kvserve.engine.kv_cache import log_block_tokens
+from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
 from kvserve.engine.messages import EngineInfo
-from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.linear import can_pack
@@ -24,6 +24,7 @@ from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
@@ -31,7 +32,6 @@ from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GIB = 1024**3
 _LAYOUT_MEANS = {
     Granularity.MODEL: "all layers and heads hold equally many entries",
     Granularity.LAYER: "layers may hold different numbers of entries",
@@ -44,7 +44,7 @@ class BuiltEngine:
     """The parts of one engine, and what was decided about them."""
 
     scheduler: Scheduler
-    runner: ModelRunner
+    executor: Executor
     info: EngineInfo
     policy: Policy
     query_reduce: str
@@ -58,8 +58,14 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     """
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = [("cpu threads", *limit_threads())] if device == "cpu" else []
+    device = _device(config)
+    ranks = config.parallel.tensor_parallel_size
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    threads = [("cpu threads", *limit_threads(ranks))] if device == "cpu" else []
     directory = find_model(
         config.model.model,
         config.model.revision,
@@ -75,52 +81,13 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
-    query_reduce = policy.query_reduction or "group_mean"
-    fp8 = _fp8_log(policy, dtype, device)
-    layout = KVLayout(
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
-        block_size,
-        _granularity(config, policy),
-    )
-    log_heads = spec.num_heads if query_reduce == "heads" else spec.num_kv_heads
-    try:
-        log_tokens = log_block_tokens(layout, log_heads, dtype.itemsize if fp8 else 1)
-    except ValueError as error:
-        raise ConfigError(f"--block-size: {error}") from None
-    needs = Needs(device, dtype, spec.head_dim, layout.block_size, spec.head_dim**-0.5)
-    attention = select_backend(config.attention_backend, needs)
-    model = model or load_model(directory, config.model, spec, dtype, device)
-    num_blocks = _num_blocks(config, layout, max_len, dtype, device)
-    num_host_blocks = _num_host_blocks(config, layout.block_elements * dtype.itemsize, num_blocks)
-    scheduler = Scheduler(
-        layout,
-        num_blocks,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=max_len,
-        log_block_tokens=log_tokens,
-        chunked_prefill=config.scheduler.enable_chunked_prefill,
-        prefix_caching=config.cache.enable_prefix_caching,
-        num_host_blocks=num_host_blocks,
-        max_observed_tokens=config.scheduler.max_num_observed_tokens,
-        gate=BreakEvenGate() if config.compression.gate == "on" else None,
-    )
-    tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    max_rows = config.scheduler.max_num_seqs
-    batch = InputBatch(layout, max_rows, *tables, log_tokens, spec.vocab_size, device)
-    cache = KVCache(
-        layout,
-        num_blocks,
-        log_heads,
-        dtype,
-        device,
-        fp8_log=fp8,
-        num_host_blocks=num_host_blocks,
-        store_kv=attention.store_kv,
-    )
-    runner = ModelRunner(model, cache, batch, attention.backend)
+    plan = _plan(config, policy, spec, directory, dtype, device)
+    attention = plan.attention(config.attention_backend)
+    with ExitStack() as on_failure:
+        others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
+        scheduler, executor, pool = _start(plan, max_len, attention, others, model)
+        on_failure.pop_all()
+    num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -129,20 +96,80 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         vocab_size=spec.vocab_size,
         eos_token_ids=defaults.eos_token_ids,
         policy_name=policy.name,
-        block_size=layout.block_size,
-        num_blocks=num_blocks - 1,
+        block_size=block_size,
+        num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
-            *_summary(config, policy, spec, layout, num_blocks, max_len, dtype, device),
+            *_summary(config, policy, plan, num_blocks, max_len),
+            *_ranks_summary(plan, ranks),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             ("linear layers", *_linear_layers(dtype, device)),
-            ("operators", model.operators.name, model.operators.reason),
+            ("operators", operators.name, operators.reason),
             *threads,
-            *_scheduling_summary(config, num_host_blocks),
+            *_scheduling_summary(config, pool.num_host_blocks),
             _sampling_row(config, defaults),
         ],
     )
-    return BuiltEngine(scheduler, runner, info, policy, query_reduce, "fp8" if fp8 else "model")
+    reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
+    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype)
+
+
+def _plan(
+    config: EngineConfig,
+    policy: Policy,
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    device: str,
+) -> RankPlan:
+    """What every rank builds."""
+    part = spec.part(config.parallel.tensor_parallel_size)
+    block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
+    heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
+    layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
+    fp8 = _fp8_log(policy, dtype, device)
+    try:
+        log_block_tokens(layout, heads, dtype.itemsize if fp8 else 1)
+    except ValueError as error:
+        raise ConfigError(f"--block-size: {error}") from None
+    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8)
+
+
+def _start(
+    plan: RankPlan,
+    max_len: int,
+    attention: Choice,
+    others: OtherRanks,
+    model: Transformer | None,
+) -> tuple[Scheduler, Executor, Pool]:
+    """Load every rank's part of the model, size the pool, and build scheduler and runners."""
+    config, group = plan.config, others.join()
+    if model is None:
+        weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
+        model = load_model(*weights, group)
+    free = others.least_memory(free_memory(plan.device, config.cache.gpu_memory_utilization))
+    layout, itemsize = plan.layout, plan.dtype.itemsize
+    num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
+    layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
+    num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
+    per_number = itemsize if plan.fp8_log else 1
+    scheduler = Scheduler(
+        layout,
+        num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_len,
+        log_block_tokens=log_block_tokens(plan.layout, plan.log_heads, per_number),
+        chunked_prefill=config.scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        max_observed_tokens=config.scheduler.max_num_observed_tokens,
+        gate=BreakEvenGate() if config.compression.gate == "on" else None,
+    )
+    tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
+    pool = Pool(num_blocks, num_host_blocks, *tables)
+    others.build(pool)
+    return scheduler, Executor(plan.runner(model, attention, pool, group), others), pool
 
 
 @contextmanager
@@ -153,6 +180,15 @@ def _naming_flags() -> Iterator[None]:
     except PolicyError as error:
         flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
         raise ConfigError(f"{flag}: {error}") from None
+
+
+def _device(config: EngineConfig) -> str:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
+    return config.device
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
@@ -197,69 +233,39 @@ def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
 
-def _granularity(config: EngineConfig, policy: Policy) -> Granularity:
-    """The layout that was asked for, or what the policy needs."""
-    if config.cache.kv_layout == "auto":
-        return policy.granularity
-    layout = Granularity(config.cache.kv_layout)
+def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that was asked for, or what the policy needs; ``ConfigError`` if it cannot be."""
+    auto = config.cache.kv_layout == "auto"
+    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
     if not policy.granularity.fits(layout):
         raise ConfigError(
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
+    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size: with --kv-layout head (policy adakv) every rank would need "
+            "another number of blocks, and there is one pool; use 1, or another policy"
+        )
     return layout
+
+
+def _query_reduction(policy: Policy) -> str:
+    """How this engine logs queries, for the policies of requests too."""
+    return policy.query_reduction or "group_mean"
 
 
 def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
     """Whether queries are logged in one byte a number."""
-    if policy.logged_dtype != "auto":
-        return policy.logged_dtype == "fp8"
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    return has_it and dtype is not torch.float32
-
-
-def _num_blocks(
-    config: EngineConfig, layout: KVLayout, max_len: int, dtype: torch.dtype, device: str
-) -> int:
-    """Blocks of the pool, the null block included; never more than could be used at once."""
-    if config.cache.num_gpu_blocks_override is not None:
-        return config.cache.num_gpu_blocks_override + 1
-    memory = config.cache.kv_cache_memory
-    if memory is None:
-        memory = _default_memory(config, device)
-    block_bytes = layout.block_elements * dtype.itemsize
-    affordable = memory // block_bytes
-    if affordable < 2:
+    if policy.logged_dtype == "auto":
+        return has_it and dtype is not torch.float32
+    if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
         raise ConfigError(
-            f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
+            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
+            "choose model or auto"
         )
-    usable = config.scheduler.max_num_seqs * layout.blocks_for(max_len) * 2
-    return int(min(affordable, usable + 1))
-
-
-def _num_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
-    """Blocks of the swap space, the null block aside."""
-    space = config.cache.swap_space
-    if space is None:
-        return min(num_blocks - 1, 4 * _GIB // block_bytes)
-    return int(space * _GIB) // block_bytes
-
-
-def _default_memory(config: EngineConfig, device: str) -> int:
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return int(free - (1.0 - config.cache.gpu_memory_utilization) * total)
-    return min(_GIB, _available_memory() // 4)
-
-
-def _available_memory() -> int:
-    """Bytes the machine could still give; where it does not say, assume 4 GiB."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        return kib * 1024
-    except (OSError, StopIteration):
-        return 4 * _GIB
+    return policy.logged_dtype == "fp8"
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
@@ -297,19 +303,14 @@ def _context_reason(spec: ModelSpec) -> str:
 
 
 def _summary(
-    config: EngineConfig,
-    policy: Policy,
-    spec: ModelSpec,
-    layout: KVLayout,
-    num_blocks: int,
-    max_len: int,
-    dtype: torch.dtype,
-    device: str,
+    config: EngineConfig, policy: Policy, plan: RankPlan, num_blocks: int, max_len: int
 ) -> list[tuple[str, str, str]]:
     """Rows (feature, state, why) of the start-up table."""
+    spec, layout, dtype, device = plan.spec, plan.layout, plan.dtype, plan.device
     block_bytes = layout.block_elements * dtype.itemsize
-    pool = (num_blocks - 1) * block_bytes
-    full = (num_blocks - 1) / layout.blocks_for(max_len)
+    pool = num_blocks * block_bytes
+    full = num_blocks / layout.blocks_for(max_len)
+    each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
     return [
@@ -326,13 +327,22 @@ def _summary(
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
         (
             "kv pool",
-            f"{num_blocks - 1} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB",
+            f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
             f"{full:.1f} sequences of full length; --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
     ]
+
+
+def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
+    """The row of the start-up table on ranks, where there are several."""
+    if ranks == 1:
+        return []
+    part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
+    state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
+    return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
 
 
 def _linear_layers(dtype: torch.dtype, device: str) -> tuple[str, str]:

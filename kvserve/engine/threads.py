@@ -17,10 +17,11 @@ _IDLE = (3, 4)
 """Columns of /proc/stat in which a core does nothing, or waits for a disk."""
 
 
-def limit_threads() -> tuple[str, str]:
+def limit_threads(ranks: int = 1) -> tuple[str, str]:
     """Set torch's threads, which the compiled kernels share: how many, and why.
 
-    Never more than torch would take, and what OMP_NUM_THREADS says is left alone.
+    Never more than torch would take, and what OMP_NUM_THREADS says is left alone. ``ranks``
+    processes share the cores, and each gets so many.
     """
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -31,7 +32,7 @@ def limit_threads() -> tuple[str, str]:
     before = _core_times()
     time.sleep(_SECONDS)
     idle = _idle_cores(before, _core_times(), cores)
-    threads = max(1, min(threads, _quota(), round(idle)))
+    threads = max(1, min(threads, _quota(), round(idle)) // ranks)
     torch.set_num_threads(threads)
     return str(threads), f"{idle:.1f} of {len(cores)} cores were idle at start-up; OMP_NUM_THREADS"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.moves import lanes_of
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -77,7 +78,7 @@ class Windows:
         begin = self.begin[:, None, None]
         if (self.entries >= begin).all():
             return None
-        return torch.as_tensor(self.held < begin[..., None], device=device)
+        return to_device(self.held < begin[..., None], device, torch.bool)
 
     def part(self, at: slice) -> Windows:
         """The windows ``at`` alone."""
@@ -107,9 +108,9 @@ def slots_of(
     block_tokens: int,
 ) -> Tensor:
     """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]."""
-    at = torch.as_tensor(entries, device=tables.device).long().clamp(min=0)
-    by_lane = at.expand(-1, *lanes, -1).permute(1, 2, 0, 3).reshape(*lanes, -1)
-    owners = torch.as_tensor(np.repeat(rows, entries.shape[-1]), device=tables.device).long()
+    at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
+    by_lane = at.clamp(min=0).expand(-1, *lanes, -1).permute(1, 2, 0, 3).reshape(*lanes, -1)
+    owners = to_device(np.repeat(rows, entries.shape[-1]), tables.device)
     return slot_mapping(tables, owners, by_lane, block_tokens)
 
 

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
 # Arguments that change from step to step: no code is compiled for particular values of them.
 VARYING = {"columns", "inner", "length", "places", "splits", "tokens", "window"}
 
@@ -96,14 +93,3 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def check_head_dim(*tensors: torch.Tensor) -> None:
-    """Raises ``ValueError`` unless all end in one supported, contiguous dimension."""
-    dim = tensors[0].shape[-1]
-    for x in tensors:
-        if x.shape[-1] != dim or dim not in HEAD_DIMS or x.stride(-1) != 1:
-            raise ValueError(
-                f"the last dimension has to be head_dim, one of {HEAD_DIMS}, contiguous and the "
-                f"same for all; got shape {list(x.shape)}, strides {list(x.stride())}"
-            )

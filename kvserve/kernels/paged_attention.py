@@ -8,12 +8,13 @@ strided observation pass sets them as it likes. Decoding is chunks of one token.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.dispatch import Kernel, Tile, check_head_dim, num_processors, tile_of
+from kvserve.kernels.checks import check_head_dim, check_tables
+from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,43 +22,30 @@ if TYPE_CHECKING:
 _MAX_SPLITS = 64
 
 
-def paged_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    scale: float,
-    max_held: int,
-    starts: Tensor | None = None,
-    max_chunk: int = 1,
-) -> Tensor:
-    """q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0.
+class Chunks(NamedTuple):
+    """P chunks of consecutive tokens, T in all; tensors of integers on the device.
 
-    keys, values: [num_blocks, B, Hb, D], strided; tables: int32 [num_rows, R, M] with R * Hb KV
-    heads; rows: [P], each chunk's row of them. Token t sees entries 0 to ``last[r, t]`` (integers
-    [R, T], below ``max_held``) of its row, save those in blocks outside of the cache. starts:
-    [P + 1], the first token of every chunk of at most ``max_chunk``; ``None``: P = T chunks of one.
+    ``rows [P]`` of the block tables; token t sees entries 0 to ``last[r, t]`` (``[R, T]``, below
+    ``max_held``) of table r of its row. ``starts [P + 1]`` are the first tokens of chunks of at
+    most ``max_chunk``; ``None``: P = T chunks of one.
     """
-    if q.is_cuda:
-        return paged_attention_triton(
-            q, keys, values, tables, rows, last, scale, max_held, starts, max_chunk
-        )
-    return paged_attention_torch(q, keys, values, tables, rows, last, scale, starts)
+
+    rows: Tensor
+    last: Tensor
+    max_held: int
+    starts: Tensor | None = None
+    max_chunk: int = 1
 
 
 def paged_attention_torch(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    scale: float,
-    starts: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks, scale: float
 ) -> Tensor:
-    """The reference, in float32: every token gathers all entries of its rows."""
+    """The reference, in float32: every token gathers all entries of its rows.
+
+    q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
+    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads.
+    """
+    rows, starts = chunks.rows, chunks.starts
     if starts is not None:
         rows = rows.repeat_interleave(starts.diff())
     own = tables[rows].long()
@@ -67,7 +55,7 @@ def paged_attention_torch(
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
     place = torch.arange(logits.shape[-1], device=q.device)
-    seen = (place <= last.T[..., None])[:, :, None, None]
+    seen = (place <= chunks.last.T[..., None])[:, :, None, None]
     probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
@@ -79,20 +67,18 @@ def paged_attention_triton(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    rows: Tensor,
-    last: Tensor,
+    chunks: Chunks,
     scale: float,
-    max_held: int,
-    starts: Tensor | None = None,
-    max_chunk: int = 1,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Query heads of a KV head share its loads; few long rows are split over the context.
+    """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen.
 
+    Query heads of a KV head share its loads; few long rows are split over the context.
     ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    _check(q, keys, values, tables, rows, last, starts)
+    _check(q, keys, values, tables, chunks)
+    rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
@@ -161,16 +147,9 @@ def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> i
     return 1 << (max(1, most).bit_length() - 1)
 
 
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    starts: Tensor | None,
-) -> None:
+def _check(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:
     check_head_dim(q, keys, values)
+    rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
@@ -182,12 +161,13 @@ def _check(
     if last.shape != (per_row, tokens):
         raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
     if len(rows) != (tokens if starts is None else len(starts) - 1):
-        chunks = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
+        wanted = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
         raise ValueError(
-            f"rows {list(rows.shape)} do not go with the {chunks} of q {list(q.shape)}"
+            f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
         )
     if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
         raise ValueError("tables, rows and last have to be contiguous")
+    check_tables(tables, rows, last, starts, keys)
 
 
 @Kernel

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvserve.kernels.checks import check_slots
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _launch(
     """blocks: [num_blocks, tokens, Hb, D], a strided view; x: [T, R * Hb, D]; ``more`` likewise."""
     num_blocks, block, heads, dim = blocks.shape
     rows, tokens = slots.shape
+    check_slots(slots, num_blocks, block)
     for new in (x, x if more is None else more):
         fits = new.shape == (tokens, rows * heads, dim) and new.dtype == blocks.dtype
         if not fits or not new[:1].is_contiguous():

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import dispatch
-from kvserve.kernels.dispatch import Kernel, check_head_dim, tile_of
+from kvserve.kernels.checks import check_head_dim
+from kvserve.kernels.dispatch import Kernel, tile_of
 
 if TYPE_CHECKING:
     import triton.language as tl

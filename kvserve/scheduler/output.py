@@ -169,6 +169,13 @@ class SchedulerOutput:
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
 
     @property
+    def sampled_rows(self) -> IntArray:
+        """The rows of ``sampled``."""
+        decoding = np.arange(self.num_decoding, dtype=np.int32)
+        chunks = np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
+        return np.concatenate([decoding, chunks[self.sampled_chunks]])
+
+    @property
     def num_tokens(self) -> int:
         pruned = sum(int(task.old_lens.max()) for task in self.pruned)
         return self.num_decoding + len(self.prefill.token_ids) + pruned

@@ -9,8 +9,9 @@ from typing import Any
 from kvserve.config import EngineConfig
 from kvserve.engine.core import EngineCore
 from kvserve.engine.messages import NewSequence
-from kvserve.engine.policies.registry import describe_policies
-from kvserve.log import RequestError
+from kvserve.engine.policies.registry import describe_policies, make_policy
+from kvserve.engine.startup import choose_granularity
+from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import StructuredOutput
 
 _INTRO = """\
@@ -34,6 +35,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "structured output, tools": {"structured_output": StructuredOutput("json_object", "")},
     "thinking budget": {"thinking_end": 5, "thinking_token_budget": 9},
 }
+_RANKS = "tensor parallel"
 _VARIANTS = (
     {"name": "keydiff", "mode": "block"},
     {"name": "kara", "protect_prompt": False},
@@ -45,12 +47,12 @@ def markdown() -> str:
     """The page."""
     policies = _policies()
     reasons: dict[str, int] = {}
-    features = [["server's policy", *_FEATURES]]
+    features = [["server's policy", *_FEATURES, _RANKS]]
     choices = [["server's policy", *map(_label, policies)]]
     for policy in policies:
         core = _core(policy)
         cells = [_ask(core, fields, reasons) for fields in _FEATURES.values()]
-        features.append([f"`{_label(policy)}`", *cells])
+        features.append([f"`{_label(policy)}`", *cells, _ask_for_ranks(policy, reasons)])
         cells = [_ask(core, {"kv_policy": other}, reasons) for other in policies]
         choices.append([f"`{_label(policy)}`", *cells])
     parts = [
@@ -82,13 +84,24 @@ def _label(policy: Mapping[str, Any]) -> str:
     return " ".join([policy["name"], *more])
 
 
-def _core(policy: Mapping[str, Any]) -> EngineCore:
+def _config(policy: Mapping[str, Any], **settings: Any) -> EngineConfig:
     args = {name: value for name, value in policy.items() if name != "name"}
-    return EngineCore(
-        EngineConfig.from_flat(
-            model="kvserve/tiny", policy=policy["name"], policy_args=args, max_num_seqs=4
-        )
+    return EngineConfig.from_flat(
+        model="kvserve/tiny", policy=policy["name"], policy_args=args, **settings
     )
+
+
+def _core(policy: Mapping[str, Any]) -> EngineCore:
+    return EngineCore(_config(policy, max_num_seqs=4))
+
+
+def _ask_for_ranks(policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
+    """What an engine of two ranks would say, without starting one."""
+    try:
+        choose_granularity(_config(policy, tensor_parallel_size=2), make_policy(policy))
+    except ConfigError as refused:
+        return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
+    return "yes"
 
 
 def _ask(core: EngineCore, fields: Mapping[str, Any], reasons: dict[str, int]) -> str:

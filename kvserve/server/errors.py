@@ -116,11 +116,10 @@ def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
     """Routing errors: no such route, or not with this method."""
     where, message = f"{request.method} {request.url.path:.100}", str(exc.detail)
     if exc.status_code == 404:
-        message = f"there is no {where} here; /openapi.json lists what there is"
+        listed = "; /openapi.json lists what there is" if request.app.openapi_url else ""
+        message = f"there is no {where} here{listed}"
     elif exc.status_code == 405:
-        message = (
-            f"{where} is not allowed; use {(exc.headers or {}).get('Allow', 'another method')}"
-        )
+        message = f"{where} is not allowed; use {(exc.headers or {}).get('Allow', 'another')}"
     return ApiError(
         exc.status_code,
         message,

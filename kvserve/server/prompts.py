@@ -16,16 +16,8 @@ _THREAD_ABOVE = 20_000
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
-        *(
-            "messages",
-            "conversation",
-            "tokenize",
-            "tokenizer_kwargs",
-            "padding",
-            "truncation",
-            "max_length",
-        ),
-        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("messages", "conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     )
 )
 """Arguments of transformers' ``apply_chat_template`` that a template never sees."""

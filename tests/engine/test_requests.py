@@ -152,7 +152,11 @@ def test_a_request_may_bring_its_own_policy(llm: LLM) -> None:
         ({"block_size": 0}, "--block-size"),
         ({"num_gpu_blocks_override": 1}, "--num-gpu-blocks-override"),
         ({"kv_cache_memory": 100}, "--kv-cache-memory"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size: 3 ranks .* 2 KV heads"),
+        (
+            {"tensor_parallel_size": 2, "policy": {"name": "adakv", "budget": 64}},
+            "--tensor-parallel-size: with --kv-layout head",
+        ),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-batched-tokens"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "--max-num-batched"),
         ({"windowing": 3}, "windowing"),

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from kvserve.kernels import dispatch
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
-from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.window_scores import window_scores_triton
 
@@ -72,9 +72,8 @@ def attend(
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
-    paged_attention_triton(
-        q, kv[:, 0], kv[:, 1], tables, slots(8), last, 0.1, 32_768, starts, chunk, splits
-    )
+    chunks = Chunks(slots(8), last, 32_768, starts, chunk)
+    paged_attention_triton(q, kv[:, 0], kv[:, 1], tables, chunks, 0.1, splits)
 
 
 def score(

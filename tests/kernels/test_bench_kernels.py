@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from bench import kernel_cases, kernel_peers
 from bench import kernels as bench
+from bench.kernel_cases import Setting
+from bench.kernel_peers import Run
+from bench.kernel_targets import EVENT, targets
+from kvserve.kernels.paged_attention import Chunks, paged_attention_torch
 from kvserve.scheduler.layout import Granularity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,12 +29,89 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_cases_agree_with_their_references(
     granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(bench.SHAPES, "tiny", (4, 2, 16))
-    for name, value in (("BLOCK", 16), ("WINDOW", 40), ("KEPT", 12), ("BUFFER", 8)):
-        monkeypatch.setattr(bench, name, value)
-    setting = bench.Setting("tiny", granularity, 70, 2, torch.float32, device, layers=2)
-    kernels = {"decode", "prefill", "store", "gather", "window scores", "compact"}
-    assert set(bench.differences(setting)) == kernels
+    setting = tiny(granularity, device, monkeypatch)
+    assert set(bench.differences(setting)) == {
+        *("decode", "prefill", "store", "window scores e4m3"),
+        *EVENT,
+    }
+
+
+def tiny(granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setitem(kernel_cases.SHAPES, "tiny", (4, 2, 16))
+    sizes = {"BLOCK": 16, "WINDOW": 40, "KEPT": 12, "BUFFER": 8, "CHUNK_BUDGET": 4}
+    for name, value in sizes.items():
+        monkeypatch.setattr(kernel_cases, name, value)
+    return Setting("tiny", granularity, 70, 2, torch.float32, device, layers=2)
+
+
+def test_a_peer_gets_the_same_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = tiny(Granularity.MODEL, device, monkeypatch)
+
+    def attend(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Run:
+        last = torch.full((1, len(q)), setting.context - 1, device=device)
+        chunks = Chunks(torch.arange(len(q), device=device), last, setting.context)
+        inputs = q, keys, values, table[:, None], chunks, q.shape[-1] ** -0.5
+        return lambda: paged_attention_torch(*inputs)
+
+    monkeypatch.setitem(kernel_peers.PEERS, "torch", attend)
+    case = kernel_peers.peer_case("torch", setting)
+    assert case is not None and case.kernel == "decode by torch"
+    torch.testing.assert_close(case.triton(), case.torch())
+    assert kernel_peers.peer_case("no_such_peer", setting) is None
+    head = replace(setting, granularity=Granularity.HEAD)
+    assert kernel_peers.peer_case("torch", head) is None
+
+
+def test_targets_name_the_worst() -> None:
+    def row(kernel: str, context: int, us: float, of_copy: float, layers: int = 1) -> Any:
+        place = {"shape": "llama-8b", "layout": "model", "context": context}
+        return {"kernel": kernel, **place, "us": us, "of_copy": of_copy, "layers": layers}
+
+    rows = [row("decode", 1024, 100.0, 0.8), row("decode", 4096, 100.0, 0.9)]
+    rows += [row("decode by flashinfer", 1024, 95.0, 0.84), row("compact", 4096, 400.0, 0.9, 4)]
+    rows += [row(name, 4096, 4000.0, 0.5, 4) for name in EVENT if name != "compact"]
+    decode, compact, peers, event = targets(rows, 100)
+    assert decode["worst"] == 0.8 and decode["at"] == "llama-8b model 1024" and not decode["met"]
+    assert compact["met"] and peers["worst"] == 0.95 and peers["met"]
+    # Four kernels of 1,000 us a layer and one of 100, every hundred steps of 100 us.
+    assert event["worst"] == pytest.approx(0.41) and not event["met"]
+    assert [target["met"] for target in targets([], 100)] == [None] * 4
+
+
+def test_a_run_goes_on_where_it_stopped(
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setting, timed = tiny(Granularity.MODEL, device, monkeypatch), []
+
+    def seconds(run: Callable[[], Any]) -> float:
+        timed.append(run)
+        return 1e-3
+
+    def small(shape: str, granularity: Granularity, context: int, *_: Any) -> Setting:
+        return replace(setting, granularity=granularity, context=context)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(bench, "DTYPES", {"bfloat16": torch.float32})
+    monkeypatch.setattr(bench, "median_seconds", seconds)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(bench, "differences", lambda setting: {"decode": 0.0})
+    monkeypatch.setattr(bench, "Setting", small)
+    path = tmp_path / "result.json"
+    settings = ["--shape", "tiny", "--layout", "model", "--context", "50", "70"]
+    for limit, new, left in (("-1", 0, 2), ("480", 18, 0), ("480", 0, 0)):
+        timed.clear()
+        arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
+        monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
+        assert bench.main() == 0
+        assert len(timed) == new
+        assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 18 and len(found["parity"]) == 1
+    assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvserve.kernels import store_kv as reference
 from kvserve.kernels.cpu import store_kv
 from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
+from kvserve.kernels.paged_attention import Chunks as PagedChunks
 from kvserve.kernels.paged_attention import paged_attention_torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -42,9 +43,8 @@ def reference_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks, group: int
 ) -> Tensor:
     last, table = chunks.last[group], tables[group]
-    return paged_attention_torch(
-        query, keys, values, table, chunks.rows, last, SCALE, chunks.starts
-    )
+    paged = PagedChunks(chunks.rows, last, int(last.max()) + 1, chunks.starts)
+    return paged_attention_torch(query, keys, values, table, paged, SCALE)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,14 @@ BUDGET = BUDGETS[triton.__version__]
 NAMES = ["compact_kv", "store_kv", "gather_keys", "decode/split", "prefill", "window_scores"]
 
 
-def compiled(tmp_path: Path, *arguments: str) -> Any:
-    """In a process of its own: the interpreter's kernels, which tests run, cannot be compiled."""
+def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> Any:
+    """In a process of its own: the interpreter's kernels, which tests run, cannot be compiled.
+
+    ``triton_at``: a folder with another Triton than the installed one.
+    """
     without = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if triton_at is not None:
+        without["PYTHONPATH"] = os.pathsep.join([str(triton_at), without.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_kernels.py"), *arguments, "--ptx", str(tmp_path)],
         env=without | {"TRITON_CACHE_DIR": str(tmp_path)},
@@ -43,13 +48,14 @@ def compiled(tmp_path: Path, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def assert_within_budget(costs: Any) -> None:
+def assert_within_budget(costs: Any, version: str = triton.__version__) -> None:
+    budget = BUDGETS[version]
     over = [
-        f"{name} {arch}: {what} {count}, budget {BUDGET[name][arch][what]}"
+        f"{name} {arch}: {what} {count}, budget {budget[name][arch][what]}"
         for name, archs in costs.items()
         for arch, cost in archs.items()
         for what, count in cost.items()
-        if count > BUDGET[name][arch][what]
+        if count > budget[name][arch][what]
     ]
     assert not over, "\n".join(over)
 
@@ -84,7 +90,14 @@ def ptx(folder: Path, kernel: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
-def test_all_variants(tmp_path: Path, arch: str) -> None:
-    costs = compiled(tmp_path, "--arch", arch)
-    assert set(costs) == {name for name, archs in BUDGET.items() if f"sm_{arch}" in archs}
-    assert_within_budget(costs)
+@pytest.mark.parametrize("version", list(BUDGETS))
+def test_all_variants(tmp_path: Path, version: str, arch: str) -> None:
+    folder = None
+    if version != triton.__version__:
+        folder = HERE.parents[1] / f".triton-{version}"
+        if not folder.is_dir():
+            pytest.skip(f"pip install --target {folder.name} --no-deps triton=={version}")
+    costs = compiled(tmp_path, "--arch", arch, triton_at=folder)
+    budget = BUDGETS[version]
+    assert set(costs) == {name for name, archs in budget.items() if f"sm_{arch}" in archs}
+    assert_within_budget(costs, version)

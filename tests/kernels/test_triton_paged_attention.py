@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from kvserve.kernels.paged_attention import (
+    Chunks,
+    paged_attention_torch,
+    paged_attention_triton,
+)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -62,14 +66,17 @@ class Case:
         q_heads = tables * heads * group
         self.q = torch.randn(len(self.owner), q_heads + 2, dim).to(dtype)[:, :q_heads]
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Chunks, float]:
+        most = int(self.last.max()) + 1
+        chunks = Chunks(self.rows, self.last, most, self.starts, self.max_chunk)
+        return self.q, self.keys, self.values, self.tables, chunks, self.scale
+
     def torch(self) -> Tensor:
-        inputs = self.q, self.keys, self.values, self.tables, self.rows, self.last, self.scale
-        return paged_attention_torch(*inputs, self.starts)
+        return paged_attention_torch(*self.inputs)
 
     def triton(self, num_splits: int | None = None) -> Tensor:
-        inputs = self.q, self.keys, self.values, self.tables, self.rows, self.last, self.scale
-        most = int(self.last.max()) + 1
-        return paged_attention_triton(*inputs, most, self.starts, self.max_chunk, num_splits)
+        return paged_attention_triton(*self.inputs, num_splits)
 
     def assert_same(self, num_splits: int | None = None) -> None:
         tolerance = TOLERANCE[self.q.dtype]
@@ -138,6 +145,24 @@ def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     case.tables[row, 0, 1:] = 0
     torch.testing.assert_close(found, case.torch())
     torch.testing.assert_close(found[1], expected[1])
+
+
+def test_addresses_are_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    case = Case(2, 1, 2, 16, 16, torch.float32, [40, 40], [3, 1])
+    case.assert_same()
+    freed = case.tables.clone()
+    freed[case.rows[1], 1, 2] = 0
+    freed, case.tables = case.tables, freed
+    with pytest.raises(IndexError, match=r"block 0 in tables \[3, 2, 3\] .* a cache \[40, 16, 1, "):
+        case.triton()
+    case.tables = freed
+    case.last[0, 0] = 48
+    with pytest.raises(IndexError, match=r"entry 48 is not in tables \[3, 2, 3\] of blocks of 16"):
+        case.triton()
+    case.rows = torch.tensor([1, 3])
+    with pytest.raises(IndexError, match=r"rows \[1, 3\] are not all in tables \[3, 2, 3\]"):
+        case.triton()
 
 
 def test_refusals() -> None:

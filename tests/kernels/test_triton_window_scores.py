@@ -49,6 +49,15 @@ def test_queries_of_another_type_than_the_keys(query_dtype: torch.dtype) -> None
     torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
 
 
+def test_every_e4m3_number_is_widened_exactly() -> None:
+    """Also by the interpreter, which is wrong about arithmetic in it and casts to it."""
+    codes = torch.arange(256, dtype=torch.uint8) % 0x7F  # the two codes of nan are left out
+    codes[128:] += 128
+    q, k = codes.view(torch.float8_e4m3fn).view(1, 16, 16), torch.eye(16)[None] / 64
+    found = window_scores_triton(q, k, 1.0, "max")
+    torch.testing.assert_close(found, window_scores_torch(q.float(), k, 1.0, "max"))
+
+
 def test_nothing_to_score() -> None:
     assert window_scores_triton(torch.randn(2, 4, 16), torch.randn(2, 0, 16), 1.0).shape == (2, 0)
 

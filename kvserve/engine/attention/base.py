@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
@@ -25,7 +27,8 @@ class ForwardBatch:
     R, M]``.
 
     On the host: ``rows [S]`` of the tables; ``starts [S + 1]``, the chunks' first tokens and T;
-    ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups).
+    ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups); ``causal``,
+    whether every token of a chunk sees one entry more than the token before it.
     """
 
     positions: Tensor
@@ -37,6 +40,50 @@ class ForwardBatch:
     rows: IntArray
     starts: IntArray
     columns: IntArray
+    causal: bool = True
+
+    @property
+    def num_decoding(self) -> int:
+        """Chunks of one token in front."""
+        longer = np.diff(self.starts) > 1
+        return int(longer.argmax()) if longer.any() else len(self.rows)
+
+    def part(self, first: int, end: int) -> ForwardBatch:
+        """The chunks ``[first, end)`` alone, as attention sees them: nothing of them is stored."""
+        tokens = slice(int(self.starts[first]), int(self.starts[end]))
+        return replace(
+            self,
+            positions=self.positions[tokens],
+            prompt_lens=self.prompt_lens[tokens],
+            slots=self.slots[..., :0],
+            query_slots=None,
+            last=self.last[..., tokens],
+            rows=self.rows[first:end],
+            starts=self.starts[first : end + 1] - self.starts[first],
+            columns=self.columns[first:end],
+        )
+
+    def by_token(self) -> ForwardBatch:
+        """The same with every token a chunk, for what knows no limits but a causal chunk's."""
+        lengths = np.diff(self.starts)
+        return replace(
+            self,
+            rows=self.rows.repeat(lengths),
+            starts=np.arange(self.starts[-1] + 1),
+            columns=self.columns.repeat(lengths),
+            causal=True,
+        )
+
+    def chunk_rows(self) -> tuple[Tensor, Tensor]:
+        """Of every causal chunk's row with one table: blocks in use, and entries it may see.
+
+        int32 ``[LG, S, columns]`` and ``[LG, S]``, on the device.
+        """
+        device = self.tables.device
+        ends = to_device(self.starts[1:] - 1, device)
+        used = self.tables[:, :, 0, : int(self.columns.max())]
+        tables = used.index_select(1, to_device(self.rows, device))
+        return tables, (self.last[:, 0].index_select(1, ends) + 1).int()
 
 
 class LayerCache(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
 
 
@@ -19,7 +19,7 @@ class CpuAttention:
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
-        rows, starts = (torch.as_tensor(x).long() for x in (batch.rows, batch.starts))
+        rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
         return _Planned(Chunks(rows, starts, batch.last.contiguous()), batch.tables, self._scale)
 
 

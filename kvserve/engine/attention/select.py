@@ -1,36 +1,47 @@
-"""Which attention backends there are, what each can do, and which one an engine takes."""
+"""Which attention backends there are, what each can do, and which ones an engine takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 
+from kvserve.engine.attention import triton
 from kvserve.engine.attention.base import AttentionBackend, StoreKV
+from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
+from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.engine.attention.triton import TritonAttention
+from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.kernels import store_kv
 from kvserve.kernels.cpu import paged_attention
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.log import ConfigError, logger
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an engine asks of its attention."""
+    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own."""
 
     device: str
     dtype: torch.dtype
     head_dim: int
     block_size: int
     scale: float
+    per_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend taken; ``reason`` says how it works and why those before it were refused."""
+    """What was taken: its name, or ``PREFILL,DECODE``; ``reason`` says how it works and why not
+    others."""
 
     name: str
     backend: AttentionBackend
@@ -40,22 +51,30 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """``None`` among devices or dtypes: all of them. ``head_dim`` says why one is refused."""
+    """``None`` among dtypes: all of them. ``refuse`` says why not, where the other fields do not.
+
+    ``only_named``: devices where ``auto`` leaves it alone.
+    """
 
     name: str
     how: str
+    devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_kv: StoreKV = store_kv.store_kv
-    devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
-    head_dim: Callable[[int], str | None] = lambda dim: None
+    only_named: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ("prefill", "decode")
+    refuse: Callable[[Needs], str | None] = lambda needs: None
 
-    def refusal(self, needs: Needs) -> str | None:
-        if self.devices is not None and needs.device not in self.devices:
-            return f"device {needs.device} is not {' or '.join(self.devices)}"
+    def refusal(self, needs: Needs, phase: str, named: bool) -> str | None:
+        devices = self.devices + (self.only_named if named else ())
+        if needs.device not in devices:
+            return f"device {needs.device} is not {' or '.join(devices)}"
+        if phase not in self.phases:
+            return f"no {phase}; name another for that, as in xformers,triton"
         if self.dtypes is not None and needs.dtype not in self.dtypes:
             return f"dtype {_name(needs.dtype)} is not {' or '.join(map(_name, self.dtypes))}"
-        return self.head_dim(needs.head_dim)
+        return self.refuse(needs)
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
@@ -64,43 +83,123 @@ def _make_cpu(needs: Needs) -> AttentionBackend:
     return CpuAttention(needs.scale)
 
 
-def _make_torch(needs: Needs) -> AttentionBackend:
-    return TorchAttention(needs.scale, needs.block_size, needs.dtype)
+def _make_triton(needs: Needs) -> AttentionBackend:
+    attention = TritonAttention(needs.scale, needs.block_size)
+    return ByPhase(attention, attention)
 
 
-# In the order of preference.
+def _make_flash(needs: Needs) -> AttentionBackend:
+    attention = FlashAttention(needs.scale)
+    return ByPhase(attention, attention)
+
+
+def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
+    """What holds for both packages that kvserve adapts."""
+    if find_spec(package) is None:
+        return f"not installed: pip install 'kvserve[{extra}]'"
+    if needs.per_head:
+        return "tables per KV head (--kv-layout head)"
+    if needs.head_dim % 8 or needs.head_dim > 256:
+        return f"head_dim {needs.head_dim} is not a multiple of 8 up to 256"
+    if needs.block_size % block_multiple:
+        return f"--block-size {needs.block_size} is not a multiple of {block_multiple}"
+    return None
+
+
+# In the order of preference. What no GPU has run yet comes behind what the interpreter has.
 _CANDIDATES = (
     _Candidate(
         name="cpu",
         how="compiled, reads blocks where they lie",
+        devices=("cpu",),
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
-        devices=("cpu",),
         dtypes=paged_attention.DTYPES,
-        head_dim=paged_attention.refusal,
+        refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
-    _Candidate(name="torch", how="gathered blocks and torch's SDPA", make=_make_torch),
+    _Candidate(
+        name="triton",
+        how="Triton kernels, read blocks where they lie",
+        devices=("cuda",),
+        make=_make_triton,
+        store_kv=store_kv.store_kv_triton,
+        only_named=("cpu",),
+        refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
+    ),
+    _Candidate(
+        name="flash-attn",
+        how="the flash-attn package, reads blocks where they lie",
+        devices=("cuda",),
+        make=_make_flash,
+        dtypes=_HALF,
+        refuse=partial(_refuse_package, "flash_attn", "flash-attn", 256),
+    ),
+    _Candidate(
+        name="xformers",
+        how="gathered blocks and the xformers package",
+        devices=("cuda",),
+        make=lambda needs: XformersAttention(needs.scale, needs.block_size),
+        dtypes=_HALF,
+        phases=("prefill",),
+        refuse=partial(_refuse_package, "xformers", "xformers", 1),
+    ),
+    _Candidate(
+        name="torch",
+        how="gathered blocks and torch's SDPA",
+        devices=("cpu", "cuda"),
+        make=lambda needs: TorchAttention(needs.scale, needs.block_size, needs.dtype),
+    ),
 )
+NAMES = ("auto", *(candidate.name for candidate in _CANDIDATES))
 
 
 def select_backend(wanted: str, needs: Needs) -> Choice:
-    """The first that can (``auto``), or the one named. ``ConfigError`` if that one cannot."""
-    refused: list[str] = []
+    """``NAME`` for both, or ``PREFILL,DECODE``; ``auto`` is the first that can.
+
+    ``ConfigError`` if one that is named cannot.
+    """
+    names = wanted.split(",")
+    if len(names) > 2 or not set(names) <= set(NAMES):
+        raise ConfigError(
+            f"--attention-backend {wanted}: NAME or PREFILL,DECODE expected, of {', '.join(NAMES)}"
+        )
+    refused: dict[str, list[str]] = {}
+    prefill, chunks = _take(names[0], "prefill", needs, refused)
+    decode, tokens = prefill, chunks
+    if names[0] != names[-1] or "decode" not in prefill.phases:
+        decode, tokens = _take(names[-1], "decode", needs, refused)
+    refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
+    if prefill is decode:
+        return Choice(decode.name, tokens, decode.store_kv, "; ".join([decode.how, *refusals]))
+    how = f"prefill: {prefill.how}", f"decode: {decode.how}"
+    name = f"{prefill.name},{decode.name}"
+    return Choice(name, ByPhase(chunks, tokens), decode.store_kv, "; ".join([*how, *refusals]))
+
+
+def _take(
+    name: str, phase: str, needs: Needs, refused: dict[str, list[str]]
+) -> tuple[_Candidate, AttentionBackend]:
+    """The candidate of this name or, for ``auto``, the first that does not refuse.
+
+    Adds to ``refused`` why each other does.
+    """
+    taken, named = None, name != "auto"
     for candidate in _CANDIDATES:
-        if wanted not in ("auto", candidate.name):
+        if named and name != candidate.name:
             continue
-        refusal = candidate.refusal(needs)
-        if refusal is None:
+        why = candidate.refusal(needs, phase, named)
+        if why is None and taken is None:
             try:
-                backend = candidate.make(needs)
-            except BuildError as error:
-                refusal = str(error)
-                logger.warning("attention backend %s is not there: %s", candidate.name, refusal)
-            else:
-                reason = "; ".join([candidate.how, *refused])
-                return Choice(candidate.name, backend, candidate.store_kv, reason)
-        refused.append(f"not {candidate.name}: {refusal}")
-    raise ConfigError(f"--attention-backend {wanted}: {', '.join(refused)}")
+                taken = candidate, candidate.make(needs)
+            except (BuildError, ImportError) as error:
+                why = str(error)
+                logger.warning("attention backend %s is not there: %s", candidate.name, why)
+        if why is not None and named:
+            raise ConfigError(f"--attention-backend {name}: {why}")
+        if why is not None and candidate.name not in refused.setdefault(why, []):
+            refused[why].append(candidate.name)
+    assert taken is not None, "torch's SDPA runs anywhere"
+    return taken
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
 
@@ -44,15 +45,15 @@ def _span(
     device = batch.tables.device
     width, columns = int(lengths[at].max()), int(batch.columns[at].max())
     place = np.minimum(np.arange(width), lengths[at][:, None] - 1)
-    tokens = torch.as_tensor(batch.starts[at][:, None] + place, device=device).long()
-    rows = torch.as_tensor(batch.rows[at], device=device).long()
+    tokens = to_device(batch.starts[at][:, None] + place, device)
+    rows = to_device(batch.rows[at], device)
     last = batch.last[..., tokens].transpose(1, 2).flatten(1, 2)
     entries = torch.arange(columns * block_size, device=device)
     seen = torch.zeros((), dtype=dtype, device=device)
     mask = torch.where(entries <= last[..., None], seen, -torch.inf)[:, :, None]
     valid = None
     if lengths[at].min() < width:
-        valid = torch.as_tensor(np.arange(width) < lengths[at][:, None], device=device)
+        valid = to_device(np.arange(width) < lengths[at][:, None], device, torch.bool)
     tables = batch.tables[..., :columns][:, rows].contiguous()
     leading = width == 1 and at[-1] == len(at) - 1
     return Span(None if leading else tokens, valid, tables, mask)

@@ -46,13 +46,18 @@ class Checkpoint:
         with _opened(self._file_of[name]) as file:
             return file.get_tensor(name).clone()
 
-    def pieces(self, name: str, rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """The tensor, ``rows`` at a time; each piece is gone when the next one is asked for."""
-        total = self.shape(name)[0]
-        for start in range(0, total, rows):
-            part = slice(start, min(start + rows, total))
+    def pieces(
+        self, name: str, rows: int, region: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """A region of the tensor, and nothing else of it, ``rows`` at a time.
+
+        Each piece comes with its rows' place in the tensor, and is gone when the next one is asked
+        for.
+        """
+        for start in range(region[0].start, region[0].stop, rows):
+            part = slice(start, min(start + rows, region[0].stop))
             with _opened(self._file_of[name]) as file:
-                yield part, file.get_slice(name)[part]
+                yield part, file.get_slice(name)[(part, *region[1:])]
 
 
 def _shards(directory: Path) -> list[Path]:

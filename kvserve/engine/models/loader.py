@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from kvserve.config import ModelConfig
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.spec import ModelSpec
@@ -21,13 +22,18 @@ from kvserve.log import ConfigError
 
 
 def load_model(
-    directory: Path, config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: str
+    directory: Path,
+    config: ModelConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    group: RankGroup = ALONE,
 ) -> Transformer:
-    """The decoder with its weights (random ones for ``load_format="dummy"``)."""
+    """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, dtype, device)
+        model = Transformer(spec, dtype, device, group)
     if config.load_format == "dummy":
-        _fill_randomly(model, config.seed)
+        _fill_randomly(model, config.seed + group.rank)
     else:
         _read_weights(model, Checkpoint(directory), config.model)
     if can_pack(dtype, device):
@@ -39,15 +45,16 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
     targets, dtype = weight_targets(model), model.embedding.dtype
     stored = {weight: _storage(checkpoint, model.spec, weight) for weight in targets}
     _check_names(model, checkpoint, stored)
-    for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=None):
+    hidden = None if model.group.rank == 0 else True
+    for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=hidden):
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
-        shape, wanted = storage.shape(checkpoint, weight), tuple(target.tensor.shape)
-        if shape != wanted:
+        shape = storage.shape(checkpoint, weight)
+        if shape != target.shape:
             raise ConfigError(
-                f"--model: {weight} in {file} has shape {shape}, config.json says {wanted}; they "
-                "are not of one model"
+                f"--model: {weight} in {file} has shape {shape}, config.json says "
+                f"{target.shape}; they are not of one model"
             )
-        for place, values in storage.pieces(checkpoint, weight):
+        for place, values in storage.pieces(checkpoint, weight, target.region):
             values = values.to(dtype)
             if not all(bound.isfinite() for bound in values.aminmax()):
                 raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
-from kvserve.engine.models.storage import Piece, Storage, rows_per_piece
+from kvserve.engine.models.storage import Piece, Region, Storage, rows_per_piece
 from kvserve.log import ConfigError
 
 _READ = "kvserve reads compressed-tensors (FP8) and awq (4 bits, version gemm)"
@@ -69,7 +69,7 @@ class Fp8:
     def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
         return checkpoint.shape(name)
 
-    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]:
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
         scale_name = f"{name}_scale"
         rows, columns = checkpoint.shape(name)
         scale = checkpoint.tensor(scale_name).float()
@@ -79,7 +79,7 @@ class Fp8:
                 f"{tuple(scale.shape)}; kvserve reads one scale per tensor or per output channel"
             )
         scale = scale.view(-1, 1).expand(rows, 1)
-        for part, values in checkpoint.pieces(name, rows_per_piece((columns,))):
+        for part, values in checkpoint.pieces(name, rows_per_piece((columns,)), region):
             if values.dtype is not torch.float8_e4m3fn:
                 raise ConfigError(
                     f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]} beside "
@@ -141,7 +141,7 @@ class Awq:
         rows, packed = checkpoint.shape(self.parts(name)[0])
         return (8 * packed, rows)
 
-    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]:
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
         packed, zeros_name, scales_name = self.parts(name)
         outputs, inputs = self.shape(checkpoint, name)
         zeros = _unpack(checkpoint.tensor(zeros_name))
@@ -152,11 +152,19 @@ class Awq:
                 f"{tuple(zeros.shape)} (unpacked) and {tuple(scales.shape)} for a weight of "
                 f"{(outputs, inputs)}; fetch it again"
             )
+        wanted, columns = region
+        if wanted.start % 8 or wanted.stop % 8:
+            raise ConfigError(
+                f"--tensor-parallel-size: {packed} packs eight outputs together, and a rank would "
+                f"need those from {wanted.start} to {wanted.stop}"
+            )
         size = inputs // len(scales)
-        for part, values in checkpoint.pieces(packed, rows_per_piece((size, outputs)) * size):
+        rows = rows_per_piece((size, outputs)) * size
+        words = slice(wanted.start // 8, wanted.stop // 8)
+        for part, values in checkpoint.pieces(packed, rows, (columns, words)):
             group = torch.arange(part.start, part.stop) // size
-            weights = (_unpack(values) - zeros[group]) * scales[group]
-            yield (slice(None), part), weights.T
+            weights = (_unpack(values) - zeros[group, wanted]) * scales[group, wanted]
+            yield (wanted, part), weights.T
 
 
 def _unpack(packed: Tensor) -> Tensor:

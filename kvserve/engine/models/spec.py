@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,28 @@ class ModelSpec:
         return (
             f"the model has sliding-window layers ({self.window} tokens): they forget by position, "
             "and a compacted cache no longer says which entries those are"
+        )
+
+    def part(self, ranks: int) -> ModelSpec:
+        """What each of so many ranks computes: its heads and its part of the MLP.
+
+        ``ConfigError`` where they cannot be shared out equally.
+        """
+        shared = {
+            "KV heads (they are not copied to several ranks)": self.num_kv_heads,
+            "columns of the MLP (intermediate_size)": self.intermediate_size,
+        }
+        for what, count in shared.items():
+            if count % ranks:
+                raise ConfigError(
+                    f"--tensor-parallel-size: {ranks} ranks cannot have equally many of the "
+                    f"model's {count} {what}"
+                )
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
         )
 
     def num_shareable(self, num_prompt: int) -> int:

@@ -15,8 +15,10 @@ from kvserve.log import ConfigError
 _PIECE_BYTES = 32 * 2**20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-Piece = tuple[tuple[slice, ...], Tensor]
-"""Where a part of a weight belongs in it, and its values."""
+Region = tuple[slice, ...]
+"""A part of a weight: from where to where along each of its dimensions."""
+Piece = tuple[Region, Tensor]
+"""A part of a weight (dimensions left out at the end are the wanted region's), and its values."""
 
 
 class Storage(Protocol):
@@ -28,7 +30,9 @@ class Storage(Protocol):
 
     def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]: ...
 
-    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]: ...
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
+        """The weight's ``region``, and no other part of it, in pieces."""
+        ...
 
 
 class Plain:
@@ -40,8 +44,9 @@ class Plain:
     def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
         return checkpoint.shape(name)
 
-    def pieces(self, checkpoint: Checkpoint, name: str) -> Iterator[Piece]:
-        for rows, values in checkpoint.pieces(name, rows_per_piece(checkpoint.shape(name)[1:])):
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
+        size = rows_per_piece(tuple(part.stop - part.start for part in region[1:]))
+        for rows, values in checkpoint.pieces(name, size, region):
             if values.dtype not in _FLOATS:
                 raise ConfigError(
                     f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]}, but "

@@ -16,6 +16,7 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
 )
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
@@ -23,11 +24,11 @@ from kvserve.engine.models.spec import ModelSpec
 
 
 class Layer(nn.Module):
-    """Attention and MLP; qkv and gate-up are one matrix each."""
+    """One rank's heads and part of the MLP (``spec``); qkv and gate-up are one matrix each."""
 
-    def __init__(self, spec: ModelSpec, operators: Operators) -> None:
+    def __init__(self, spec: ModelSpec, operators: Operators, group: RankGroup) -> None:
         super().__init__()
-        self.spec, self.operators = spec, operators
+        self.spec, self.operators, self.group = spec, operators, group
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.input_norm = _empty(spec.hidden_size)
         self.qkv = _empty(width, spec.hidden_size)
@@ -63,9 +64,10 @@ class Layer(nn.Module):
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
         cache.store(index, batch, q, k, v)
         attended = attention.forward(index, q, cache)
-        hidden = hidden + linear(attended.flatten(1), self.out)
+        hidden = hidden + self.group.sum(linear(attended.flatten(1), self.out))
         gate_up = linear(self._norm(hidden, self.post_norm), self.gate_up)
-        return hidden + linear(self.operators.silu_and_mul(gate_up), self.down)
+        activated = self.operators.silu_and_mul(gate_up)
+        return hidden + self.group.sum(linear(activated, self.down))
 
     def pack(self) -> None:
         """Hand the matrices to oneDNN."""
@@ -77,18 +79,27 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token ids in, hidden states out; ``logits`` is separate, since few positions need it."""
+    """Token ids in, hidden states out; ``logits`` is separate, since few positions need it.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    ``spec`` is the whole model, ``part`` what this rank has of each layer. The vocabulary is shared
+    out too, in equal parts; behind the last token the last rank's rows mean nothing.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: str, group: RankGroup = ALONE
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.part = spec.part(group.size)
+        self.group = group
         self.operators = select_operators(dtype, device)
-        self.embedding = _empty(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Layer(spec, self.operators) for _ in range(spec.num_layers))
-        self.norm = _empty(spec.hidden_size)
-        self.head = (
-            self.embedding if spec.tied_embeddings else _empty(spec.vocab_size, spec.hidden_size)
+        rows = -(-spec.vocab_size // group.size)
+        self.embedding = _empty(rows, spec.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(self.part, self.operators, group) for _ in range(spec.num_layers)
         )
+        self.norm = _empty(spec.hidden_size)
+        self.head = self.embedding if spec.tied_embeddings else _empty(rows, spec.hidden_size)
         self.rotary = Rotary(spec, dtype, device)
         self.scale = spec.head_dim**-0.5
 
@@ -107,7 +118,7 @@ class Transformer(nn.Module):
         self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
     ) -> Tensor:
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
-        hidden = F.embedding(input_ids, self.embedding)
+        hidden = self.embed(input_ids)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
         planned = attention.plan(batch)
         for index, layer in enumerate(self.layers):
@@ -117,7 +128,18 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
         hidden = self.operators.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
-        return linear(hidden, self.head).float()
+        logits = self.group.gather(linear(hidden, self.head), dim=1)
+        return logits[:, : self.spec.vocab_size].float()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]: each token from the rank that has it, nothing from the others."""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.embedding)
+        rows = len(self.embedding)
+        place = input_ids - self.group.rank * rows
+        found = F.embedding(place.clamp(0, rows - 1), self.embedding)
+        elsewhere = (place < 0) | (place >= rows)
+        return self.group.sum(found.masked_fill(elsewhere[:, None], 0))
 
 
 def _empty(*shape: int) -> nn.Parameter:

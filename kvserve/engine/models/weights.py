@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvserve.engine.distributed import RankGroup
+from kvserve.engine.models.storage import Region
 from kvserve.engine.models.transformer import Layer, Transformer
 
 _LLAMA = {
@@ -33,41 +35,72 @@ _INTERNLM2 = {
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter or a part of one; row i of the checkpoint's tensor is its row ``order[i]``."""
+    """A parameter or a part of one, and the ``region`` of a checkpoint's tensor that belongs there.
+
+    ``shape`` is the whole tensor's. Row i of the region is row ``order[i]`` here.
+    """
 
     tensor: Tensor
+    shape: tuple[int, ...]
+    region: Region
     order: Tensor | None = None
 
-    def write(self, place: tuple[slice, ...], values: Tensor) -> None:
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Target:
+        """All of a tensor, on every rank."""
+        shape = tuple(tensor.shape)
+        return cls(tensor, shape, tuple(slice(0, size) for size in shape))
+
+    @classmethod
+    def shared(
+        cls, tensor: Tensor, group: RankGroup, dim: int = 0, total: int | None = None
+    ) -> Target:
+        """This rank's equal part of ``total`` (default: just as many as there are) along ``dim``.
+
+        Where the total is smaller, the last rows here belong to nothing.
+        """
+        size = tensor.shape[dim]
+        total = total or size * group.size
+        start, stop = (min(rank * size, total) for rank in (group.rank, group.rank + 1))
+        whole = cls.whole(tensor.narrow(dim, 0, stop - start))
+        shape, region = list(whole.shape), list(whole.region)
+        shape[dim], region[dim] = total, slice(start, stop)
+        return cls(whole.tensor, tuple(shape), tuple(region))
+
+    def write(self, place: Region, values: Tensor) -> None:
         """Store one piece, ``values`` being ``[place]`` of the checkpoint's tensor."""
-        rows = place[0] if self.order is None else self.order[place[0]]
-        self.tensor[(rows, *place[1:])] = values.to(self.tensor.device)
+        rows, *others = (
+            slice(part.start - region.start, part.stop - region.start)
+            for part, region in zip(place, self.region, strict=False)
+        )
+        at = rows if self.order is None else self.order[rows]
+        self.tensor[(at, *others)] = values.to(self.tensor.device)
 
 
 def weight_targets(model: Transformer) -> dict[str, Target]:
     """Every tensor that the checkpoint must have, by its name there."""
-    spec = model.spec
+    spec, group, vocab = model.spec, model.group, model.spec.vocab_size
     fused = spec.architecture == "InternLM2ForCausalLM"
     names = _INTERNLM2 if fused else _LLAMA
     targets = {
-        f"{names['embedding']}.weight": Target(model.embedding),
-        "model.norm.weight": Target(model.norm),
+        f"{names['embedding']}.weight": Target.shared(model.embedding, group, total=vocab),
+        "model.norm.weight": Target.whole(model.norm),
     }
     if not spec.tied_embeddings:
-        targets[f"{names['head']}.weight"] = Target(model.head)
+        targets[f"{names['head']}.weight"] = Target.shared(model.head, group, total=vocab)
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"model.layers.{index}."
         targets |= _grouped_qkv(layer, prefix) if fused else _separate_qkv(layer, prefix)
         gate, up = layer.gate_up.chunk(2)
         parts = {
-            "out": layer.out,
-            "input_norm": layer.input_norm,
-            "post_norm": layer.post_norm,
-            "gate": gate,
-            "up": up,
-            "down": layer.down,
+            "out": Target.shared(layer.out, group, dim=1),
+            "input_norm": Target.whole(layer.input_norm),
+            "post_norm": Target.whole(layer.post_norm),
+            "gate": Target.shared(gate, group),
+            "up": Target.shared(up, group),
+            "down": Target.shared(layer.down, group, dim=1),
         }
-        targets |= {f"{prefix}{names[part]}.weight": Target(to) for part, to in parts.items()}
+        targets |= {f"{prefix}{names[part]}.weight": target for part, target in parts.items()}
     return targets
 
 
@@ -87,10 +120,10 @@ def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
         if fused is not None:
             for part, rows in zip("qkv", fused.split([q_size, kv_size, kv_size]), strict=True):
-                targets[f"{attention}{part}_proj.{kind}"] = Target(rows)
+                targets[f"{attention}{part}_proj.{kind}"] = Target.shared(rows, layer.group)
     if layer.q_norm is not None and layer.k_norm is not None:
-        targets[attention + "q_norm.weight"] = Target(layer.q_norm)
-        targets[attention + "k_norm.weight"] = Target(layer.k_norm)
+        targets[attention + "q_norm.weight"] = Target.whole(layer.q_norm)
+        targets[attention + "k_norm.weight"] = Target.whole(layer.k_norm)
     return targets
 
 
@@ -100,4 +133,5 @@ def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     rows = torch.arange(len(layer.qkv), device=layer.qkv.device).view(-1, spec.head_dim)
     q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
     order = torch.cat([q.unflatten(0, (spec.num_kv_heads, -1)), k[:, None], v[:, None]], dim=1)
-    return {prefix + "attention.wqkv.weight": Target(layer.qkv, order.flatten())}
+    target = replace(Target.shared(layer.qkv, layer.group), order=order.flatten())
+    return {prefix + "attention.wqkv.weight": target}

@@ -154,9 +154,13 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
     def query_reduction(self) -> str | None:
         return self.scores_by.query_reduction
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def score(self, obs: Observation) -> Tensor:
         """The scorer's."""
-        return self.scores_by.score(obs)
+        return obs.all_heads(self.scores_by.score(obs))
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best entries of each head, as many as its share, and the protected ones."""

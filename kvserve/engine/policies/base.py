@@ -100,6 +100,15 @@ class Policy(Protocol):
         """Entries per head whose scores go on to the next event (0: scores are made anew)."""
         return 0
 
+    @property
+    def couples_heads(self) -> bool:
+        """Whether counts or choices depend on several KV heads.
+
+        Its scores then are those of all tensor-parallel ranks' heads (``Observation.all_heads``),
+        and so are its choices, of which each rank takes its own.
+        """
+        return False
+
     def query_places(self, num_queries: int) -> range:
         """Which of a window's queries score it."""
         return range(num_queries)

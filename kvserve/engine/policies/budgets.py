@@ -80,4 +80,6 @@ def share_out(counts: Tensor, base: Tensor, alpha: Fraction, exact: bool) -> Ten
 
 def layers(budgets: Sequence[int], like: Tensor) -> Tensor:
     """One number per layer as int64 [L, 1], to be compared with [E, L, Hkv]."""
-    return torch.tensor(budgets, device=like.device)[:, None]
+    # Pinned, or the host would wait for the device.
+    host = torch.tensor(budgets, pin_memory=like.is_cuda)
+    return host.to(like.device, non_blocking=True)[:, None]

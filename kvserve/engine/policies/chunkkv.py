@@ -106,10 +106,15 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
         """The first layer of each group of ``reuse_layers``."""
         return [layer - layer % self.reuse_layers for layer in range(num_layers)]
 
+    @property
+    def couples_heads(self) -> bool:
+        return self.head_mode == "shared"
+
     def score(self, obs: Observation) -> Tensor:
         """Attention to each entry before the window: float32 [E, L', Hkv, n - window]."""
         mass = obs.causal("sum")
-        if self.head_mode == "shared":
+        if self.couples_heads:
+            mass = obs.all_heads(mass)
             mass = mass.sum(dim=-2, keepdim=True).expand_as(mass)
         return pool_scores(mass, self.kernel_size, self.pooling)
 

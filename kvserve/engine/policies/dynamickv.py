@@ -90,9 +90,14 @@ class DynamicKV(WindowVotes, PromptPolicy, UnevenPolicy):
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
         self.check_budget(f"above window ({self.window})")
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
-        return pool_scores(obs.causal(self.gqa_reduce), self.kernel_size, self.pooling)
+        votes = pool_scores(obs.causal(self.gqa_reduce), self.kernel_size, self.pooling)
+        return obs.all_heads(votes)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best of each layer and the window: counts equal over heads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ from kvserve.kernels.window_scores import (
 __all__ = ["AGGREGATES", "GQA_REDUCTIONS", "POOLINGS", "Observation", "pool_scores"]
 
 
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
@@ -29,6 +34,8 @@ class Observation:
     ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
     for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
     a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
+
+    Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
 
     queries: Tensor
@@ -36,6 +43,7 @@ class Observation:
     scale: float
     earlier: Tensor | None = None
     missing: Tensor | None = None
+    gather: Callable[[Tensor], Tensor] = _alone
 
     def mass(self, aggregate: str) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4)."""
@@ -63,11 +71,16 @@ class Observation:
     def weighted_mass(self, weights: Tensor) -> Tensor:
         """Attention that earlier keys get from the last W queries, which count ``weights [W]``.
 
-        The mean over these and over all query heads: float32 [E, L, 1, n - W] (PyramidInfer).
+        The mean over these and over the query heads of all ranks, for each of their KV heads:
+        float32 [E, L, H, n - W], -inf where no entry is; lanes of a layer are equally long.
         """
+        (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
         mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
-        heads, window = self.queries.shape[-3:-1]
-        return mass[..., : mass.shape[-1] - window].sum(dim=2, keepdim=True) / (heads * window)
+        mass = self.all_heads(mass[..., : mass.shape[-1] - window])
+        mean = mass.mean(dim=2, keepdim=True) / (heads // kv_heads * window)
+        if self.missing is not None:
+            mean = mean.masked_fill(self.missing[:, :, :1, : mean.shape[-1]], -torch.inf)
+        return mean.expand_as(mass)
 
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""
@@ -76,6 +89,10 @@ class Observation:
     def anchor_similarity(self) -> Tensor:
         """Each key's cosine with the mean direction: float32 [E, L, Hkv, n] (KeyDiff)."""
         return anchor_similarity(self.keys, self.missing)
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """``x [E, L, H, ...]`` of this rank's heads (KV or query) as that of every rank's."""
+        return self.gather(x)
 
     def there(self, scores: Tensor) -> Tensor:
         """``scores [E, L, Hkv, S']`` of the first S' places, -inf where no entry is."""

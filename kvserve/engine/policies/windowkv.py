@@ -170,12 +170,17 @@ class WindowKV(UnevenPolicy):
         mean, shape = self.budget - self.protected, Fraction(str(self.pyramid))
         return group_budgets(mean, num_groups, self.reuse_layers, shape, self.rule)
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def score(self, obs: Observation) -> Tensor:
         """Each entry gets what its window counts: float32 [E, L', Hkv, n - window].
 
         The mean of a window's ``best`` entries in each query head, then the mean over those.
         """
-        votes = obs.causal_by_head()
+        votes = obs.all_heads(obs.causal_by_head())
+        kv_heads = votes.shape[2] * obs.keys.shape[2] // obs.queries.shape[2]
         scored, size = votes.shape[-1], self.chunk_size
         votes = torch.nn.functional.pad(votes, (0, -scored % size))
         votes = votes.view(*votes.shape[:-1], -1, size)
@@ -184,7 +189,7 @@ class WindowKV(UnevenPolicy):
         there[-1] = (scored - 1) % size + 1
         worth = votes.topk(best, dim=-1).values.sum(dim=-1) / there.clamp(max=best)
         worth = worth.mean(dim=-2).repeat_interleave(size, dim=-1)[..., :scored]
-        return worth[:, :, None].expand(*obs.keys.shape[:3], scored)
+        return worth[:, :, None].expand(-1, -1, kv_heads, -1)
 
     @property
     def _best(self) -> int:

@@ -67,17 +67,17 @@ inline float exp_bounded(float x) {
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t width) {
-  float squares[kLanes] = {};
+  double squares[kLanes] = {};  // so that the mean is right to its last bit
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const float v = widen(x[i + lane]);
+      const double v = widen(x[i + lane]);
       squares[lane] += v * v;
     }
-  float sum = 0;
-  for (; i < width; ++i) sum += widen(x[i]) * widen(x[i]);
-  for (float square : squares) sum += square;
-  const float scale = 1.0f / std::sqrt(sum / width + eps);
+  double sum = 0;
+  for (; i < width; ++i) sum += static_cast<double>(widen(x[i])) * widen(x[i]);
+  for (double square : squares) sum += square;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(sum / width) + eps);
   for (i = 0; i < width; ++i)
     round_to(&out[i], widen(weight[i]) * rounded<T>(widen(x[i]) * scale));
 }

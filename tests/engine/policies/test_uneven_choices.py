@@ -342,11 +342,14 @@ class Votes:
     """An observation in which each query head [E, L', Hq, n] has voted already."""
 
     def __init__(self, votes: Tensor, kv_heads: int, window: int) -> None:
-        self.votes = votes
+        self.votes = self.queries = votes
         self.keys = torch.zeros(*votes.shape[:2], kv_heads, votes.shape[-1] + window, 1)
 
     def causal_by_head(self) -> Tensor:
         return self.votes
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        return x
 
 
 def windowkv(review: int, **fields: Any) -> WindowKV:

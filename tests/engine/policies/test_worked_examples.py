@@ -165,6 +165,9 @@ def test_chunkkv_heads_vote_together_or_alone(mode: str, kept: list[int]) -> Non
             chunks = torch.tensor([[5.0, 1.0, 0.0], [0.0, 1.0, 4.5]])
             return chunks.repeat_interleave(2, dim=-1)[None, None] / 2
 
+        def all_heads(self, x: Tensor) -> Tensor:
+            return x
+
     policy = ChunkKV(budget=3, window=1, chunk_size=2, head_mode=mode)
     got = policy.select(policy.score(Given()), 7, 3)  # type: ignore[arg-type]
     assert got[0, 0].tolist() == [[2 * chunk, 2 * chunk + 1, 6] for chunk in kept]

@@ -1,0 +1,198 @@
+"""What bench/kernels.py runs: each kernel's work in a step, and in an event of Kara's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
+from kvserve.kernels.dispatch import capability
+from kvserve.kernels.gather_kv import (
+    gather_keys_torch,
+    gather_keys_triton,
+    gather_queries_torch,
+    gather_queries_triton,
+)
+from kvserve.kernels.paged_attention import (
+    Chunks,
+    paged_attention_torch,
+    paged_attention_triton,
+)
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
+from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
+from kvserve.scheduler.layout import Granularity, KVLayout
+
+LAYERS = 4  # of a model's, so that a large batch fits; attention and stores are timed on one
+BLOCK = 64
+WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
+CHUNK_BUDGET, MAX_CHUNK = 16, 8
+# query heads, KV heads, head dim
+SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``triton`` and ``torch`` give the same from the same inputs; what it moves and computes.
+
+    Of ``layers`` layers: attention and stores run once in each, an event's kernels once for all.
+    """
+
+    kernel: str
+    triton: Callable[[], Tensor]
+    torch: Callable[[], Tensor]
+    num_bytes: int
+    flops: int = 0
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model's shape in a layout, and ``rows`` sequences that hold ``context`` entries each."""
+
+    shape: str
+    granularity: Granularity
+    context: int
+    rows: int
+    dtype: torch.dtype
+    device: str
+    layers: int = LAYERS
+
+    @property
+    def layout(self) -> KVLayout:
+        _, kv_heads, dim = SHAPES[self.shape]
+        return KVLayout(self.layers, kv_heads, dim, BLOCK, self.granularity)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def cache(self) -> tuple[Tensor, Tensor]:
+        """A full cache, and block tables [LG, rows, R, M] in random order."""
+        layout = self.layout
+        columns = -(-self.context // BLOCK)
+        count = self.rows * columns * layout.groups
+        blocks = torch.randperm(count, device=self.device).int() + 1
+        tables = blocks.view(layout.layer_groups, self.rows, layout.rows, columns)
+        cache = torch.empty(layout.cache_shape(count + 1), dtype=self.dtype, device=self.device)
+        return cache.normal_(), tables
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """The kernels' work in a step and in an event of Kara's, one after the other."""
+    cache, tables = setting.cache()
+    yield from attention_cases(setting, cache, tables)
+    yield store_case(setting, cache, tables)
+    if setting.context >= WINDOW:
+        yield from event_cases(setting, cache, tables)
+
+
+def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    keys, values = cache[:, 0, 0], cache[:, 0, 1]
+    for kernel, chunk in (("decode", 1), ("prefill", max(2, min(512, setting.context // 8)))):
+        # A chunk for as many rows as make a batch of 2,048 tokens.
+        rows = setting.rows if chunk == 1 else max(1, min(setting.rows, 2048 // chunk))
+        own = torch.arange(rows, device=setting.device)
+        q = setting.random(rows * chunk, q_heads, dim)
+        last = torch.arange(chunk, device=setting.device).repeat(rows).int()
+        last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
+        starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
+        chunks = Chunks(own, last, setting.context, starts, chunk)
+        inputs = q, keys, values, tables[0], chunks, dim**-0.5
+        read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
+        yield Case(
+            kernel,
+            partial(paged_attention_triton, *inputs),
+            partial(paged_attention_torch, *inputs),
+            read * q.itemsize,
+            4 * q_heads * dim * int((last[0] + 1).sum()),
+        )
+
+
+def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
+    _, kv_heads, dim = SHAPES[setting.shape]
+    key, value = (setting.random(setting.rows, kv_heads, dim) for _ in range(2))
+    rows = torch.arange(setting.rows, device=setting.device)
+    last = torch.full_like(rows, setting.context - 1).expand(1, setting.layout.rows, -1)
+    slots = slot_mapping(tables[:1], rows, last, BLOCK)[0]
+
+    def store(kernel: Callable[..., None]) -> Tensor:
+        kernel(cache, 0, slots, key, value)
+        return cache
+
+    num_bytes = 4 * key.numel() * key.itemsize
+    return Case("store", partial(store, store_kv_triton), partial(store, store_kv_torch), num_bytes)
+
+
+def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    """An event of every row: gather a window's keys, score them, move what is kept."""
+    layout, rows, layers = setting.layout, setting.rows, setting.layers
+    _, kv_heads, dim = SHAPES[setting.shape]
+    lanes, seen = (layout.num_layers, kv_heads), WINDOW - BUFFER
+    start, device = setting.context - WINDOW, setting.device
+
+    def slots(entries: Tensor) -> Tensor:
+        owners = torch.arange(rows, device=device).repeat_interleave(entries.shape[-1])
+        return slot_mapping(tables, owners, entries.expand(*lanes, rows, -1).flatten(2), BLOCK)
+
+    window = slots(start + torch.arange(seen, device=device))
+    entry = dim * cache.itemsize
+    yield Case(
+        "gather",
+        partial(gather_keys_triton, cache, window),
+        partial(gather_keys_torch, cache, window),
+        2 * window.numel() * entry,
+        layers=layers,
+    )
+    # One byte a number, as queries are logged on a GPU that has e4m3.
+    log = cache.view(torch.uint8).view(len(cache), layout.layers_per_block, -1, cache.shape[4], dim)
+    logged = torch.randint(
+        log.shape[2], log.shape[2] * len(log), (*lanes, rows * WINDOW), device=device
+    )
+    yield Case(
+        "gather queries",
+        partial(gather_queries_triton, log, logged),
+        partial(gather_queries_torch, log, logged),
+        2 * logged.numel() * dim,
+        layers=layers,
+    )
+    keys = gather_keys_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
+    query = setting.random(rows, *lanes, WINDOW, dim)
+    logged_queries = {"window scores": query}
+    if capability(query.device) >= (8, 9):
+        logged_queries["window scores e4m3"] = query.to(torch.float8_e4m3fn)
+    for kernel, queries in logged_queries.items():
+        inputs = queries, keys, dim**-0.5
+        yield Case(
+            kernel,
+            partial(window_scores_triton, *inputs),
+            partial(window_scores_torch, *inputs),
+            2 * (queries.nbytes + keys.nbytes),
+            4 * rows * math.prod(lanes) * WINDOW * seen * dim,
+            layers,
+        )
+    scores = torch.rand(rows, *lanes, seen, device=device)
+    select = partial(token_to_chunk, scores, KEPT, CHUNK_BUDGET, MAX_CHUNK)
+    yield Case("select", select, select, scores.nbytes, layers=layers)
+    kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
+    buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
+    src = slots(start + torch.cat([kept, buffer], dim=-1))
+    dst = slots(start + torch.arange(KEPT + BUFFER, device=device))
+
+    def compact(kernel: Callable[..., None], *runs: int) -> Tensor:
+        kernel(cache, src, dst, *runs)
+        return cache
+
+    yield Case(
+        "compact",
+        partial(compact, compact_kv_triton, rows),
+        partial(compact, compact_kv_torch),
+        4 * src.numel() * entry,
+        layers=layers,
+    )

@@ -1,0 +1,47 @@
+"""Decoding tokens and chunks apart: two shapes of work, maybe by two backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import (
+    AttentionBackend,
+    BatchAttention,
+    ForwardBatch,
+    LayerCache,
+)
+
+
+class ByPhase:
+    """Chunks by ``prefill``, the tokens in front of them by ``decode``."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        decoding, chunks = batch.num_decoding, len(batch.rows)
+        if decoding == chunks:
+            return self.decode.plan(batch)
+        if not decoding:
+            return self.prefill.plan(batch)
+        return _Planned(
+            self.prefill.plan(batch.part(decoding, chunks)),
+            self.decode.plan(batch.part(0, decoding)),
+            decoding,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    prefill: BatchAttention
+    decode: BatchAttention
+    decoding: int
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        front, chunks = q[: self.decoding], q[self.decoding :]
+        parts = self.decode.forward(layer, front, cache), self.prefill.forward(layer, chunks, cache)
+        return torch.cat(parts)

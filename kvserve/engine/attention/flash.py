@@ -1,0 +1,65 @@
+"""Attention by the flash-attn package, which reads blocks of a multiple of 256 entries in place.
+
+Not run on a GPU yet: tested against a stand-in with its signature (flash-attn 2.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.transfer import to_device
+
+
+class FlashAttention:
+    """Logits are scaled by ``scale``."""
+
+    def __init__(self, scale: float) -> None:
+        from flash_attn import flash_attn_varlen_func
+
+        self._attend: Callable[..., Tensor] = flash_attn_varlen_func
+        self._scale = scale
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """It knows causal chunks alone: tokens with limits of their own are chunks of one."""
+        batch = batch if batch.causal else batch.by_token()
+        tables, held = batch.chunk_rows()
+        return _Planned(
+            attend=self._attend,
+            tables=tables,
+            starts=to_device(batch.starts, tables.device, torch.int32),
+            held_starts=F.pad(held.cumsum(1, dtype=torch.int32), (1, 0)),
+            max_chunk=int(np.diff(batch.starts).max()),
+            scale=self._scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    attend: Callable[..., Tensor]
+    tables: Tensor
+    starts: Tensor
+    held_starts: Tensor
+    max_chunk: int
+    scale: float
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        keys, values, group = cache.keys_values(layer)
+        return self.attend(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=self.starts,
+            cu_seqlens_k=self.held_starts[group],
+            max_seqlen_q=self.max_chunk,
+            max_seqlen_k=self.tables.shape[-1] * keys.shape[1],
+            softmax_scale=self.scale,
+            causal=True,
+            block_table=self.tables[group],
+        )

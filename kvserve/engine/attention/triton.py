@@ -1,0 +1,57 @@
+"""Attention by the Triton kernel: blocks are read where they lie, whatever the layout."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+from torch import Tensor
+
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.transfer import to_device
+from kvserve.kernels.checks import HEAD_DIMS
+from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
+
+
+def refusal(device: str, head_dim: int) -> str | None:
+    """Why the kernels cannot run here, if they cannot."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on a CPU it needs Triton's interpreter: TRITON_INTERPRET=1"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+class TritonAttention:
+    """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
+
+    def __init__(self, scale: float, block_size: int) -> None:
+        self._scale = scale
+        self._block_size = block_size
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """Bounds from what the host knows, so that nothing waits for the device."""
+        device, max_chunk = batch.tables.device, int(np.diff(batch.starts).max())
+        rows = to_device(batch.rows, device)
+        starts = None if max_chunk == 1 else to_device(batch.starts, device)
+        max_held = int(batch.columns.max()) * self._block_size
+        chunks = [
+            Chunks(rows, last, max_held, starts, max_chunk) for last in batch.last.contiguous()
+        ]
+        return _Planned(chunks, batch.tables, self._scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    chunks: list[Chunks]
+    tables: Tensor
+    scale: float
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        keys, values, group = cache.keys_values(layer)
+        tables, chunks = self.tables[group], self.chunks[group]
+        return paged_attention_triton(q, keys, values, tables, chunks, self.scale)

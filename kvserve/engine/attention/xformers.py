@@ -1,0 +1,62 @@
+"""Attention by the xformers package over gathered blocks, for chunks of new tokens.
+
+Not run on a GPU yet: tested against a stand-in with its signature (xformers 0.0.35).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+
+
+class XformersAttention:
+    """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
+
+    def __init__(self, scale: float, block_size: int) -> None:
+        from xformers.ops import fmha
+
+        self._fmha: Any = fmha
+        self._scale = scale
+        self._block_size = block_size
+
+    def plan(self, batch: ForwardBatch) -> BatchAttention:
+        """It knows causal chunks alone: tokens with limits of their own are chunks of one."""
+        batch = batch if batch.causal else batch.by_token()
+        tables, held = batch.chunk_rows()
+        room = tables.shape[-1] * self._block_size
+        mask = self._fmha.attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+            q_seqlen=np.diff(batch.starts).tolist(),
+            kv_padding=room,
+            kv_seqlen=[room] * len(batch.rows),
+            device=tables.device,
+        )
+        # The host knows bounds alone: what the rows hold is put in on the device.
+        masks = [replace(mask, k_seqinfo=replace(mask.k_seqinfo, seqlen=seqlen)) for seqlen in held]
+        return _Planned(self._fmha.memory_efficient_attention_forward, masks, tables, self._scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    attend: Any
+    masks: list[Any]
+    tables: Tensor
+    scale: float
+
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+        keys, values, group = cache.keys_values(layer)
+        tokens, q_heads, dim = q.shape
+        heads = keys.shape[2]
+        blocks, shape = self.tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)
+        # One row after the other, and the query heads of a KV head share its keys.
+        k, v = (
+            x.index_select(0, blocks).view(1, -1, heads, 1, dim).expand(shape)
+            for x in (keys, values)
+        )
+        folded = q.reshape(1, tokens, heads, -1, dim)
+        out = self.attend(folded, k, v, attn_bias=self.masks[group], scale=self.scale)
+        return out.reshape(q.shape)

@@ -1,0 +1,81 @@
+"""An engine on the Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine import compressor, kv_cache
+from kvserve.engine.policies import scoring
+from kvserve.kernels.compact_kv import compact_kv_triton
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.store_kv import store_queries_triton
+from kvserve.kernels.window_scores import window_scores_triton
+from tests.checkpoints import random_prompts, write_checkpoint
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+KARA = {"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5, "chunk_budget": 0, "period": 2}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = random_prompts([3, 13])
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, two KV heads of two query heads each."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint("llama", tmp_path_factory.mktemp("tiny"), **shape)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Kernels that ran. What looks at the device to choose one would choose torch's on a CPU."""
+    names: set[str] = set()
+    launch = Kernel.launch
+
+    def record(kernel: Kernel, *args: Any, **options: Any) -> None:
+        names.add(kernel.source.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", record)
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
+    monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
+    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
+    monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
+    return names
+
+
+def generate(directory: Path, backend: str, layout: str) -> list[list[int]]:
+    """Greedy tokens of two sequences, each of which compacts its cache."""
+    llm = LLM(
+        str(directory),
+        policy=KARA,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        kv_layout=layout,
+        block_size=8,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        num_gpu_blocks_override=64,
+    )
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
+    assert all(output.kv_cache_details.compactions for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+def test_tokens_equal_those_of_torch(
+    tiny_dir: Path, layout: str, request: pytest.FixtureRequest
+) -> None:
+    """Chunks over held context mixed with decodes, and an event of each sequence."""
+    expected = generate(tiny_dir, "torch", layout)
+    launched = request.getfixturevalue("launched")
+    assert generate(tiny_dir, "triton", layout) == expected
+    assert launched == {"_store", "_attend", "_gather", "_log_sums", "_shares", "_compact"}
