@@ -20,6 +20,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.moves import lanes_of
 from kvserve.engine.policies.base import PruningPolicy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.output import CompactionTask
 
 
@@ -51,7 +52,7 @@ class PrunedPrefill:
         assert task.token_ids is not None
         model, layout = self._model, self._cache.layout
         whole = self._batch.whole(task, logs_queries)
-        tokens = torch.as_tensor(task.token_ids[0], device=self._batch.device).long()
+        tokens = to_device(task.token_ids[0], self._batch.device)
         hidden = model.embed(tokens)
         rope = model.rotary.at(whole.positions, whole.prompt_lens)
         recent = int(task.plan.num_queries[0])
