@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
+from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.startup import BuiltEngine
@@ -22,7 +22,6 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
-        self._ranks = config.parallel.tensor_parallel_size
         self._built = built
         self._ids: dict[Policy, int] = {}
 
@@ -50,9 +49,6 @@ class RequestPolicies:
                 f"{layout.granularity.value})",
                 param="kv_policy",
             )
-        refusal = ranks_refusal(policy, self._ranks)
-        if refusal is not None:
-            raise RequestError(f"{refusal}; choose another", param="kv_policy")
         self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:
