@@ -44,7 +44,7 @@ class Layer(nn.Module):
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, spec.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
