@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.coder import Coder
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
@@ -21,6 +22,7 @@ from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.moves import lanes_of
 from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
@@ -114,6 +116,9 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        self.coder: Coder | None = None
+        if cache.codes is not None:
+            self.coder = Coder(cache, cache.codes, self.compressor)
         self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
@@ -212,13 +217,17 @@ class ModelRunner:
         """Carry out compactions, then observe what the next step's will keep: counts per task."""
         # What was observed in the last step is carried out now or observed again.
         found, self._found = self._found, {}
+        coded = {} if self.coder is None else self.coder.take()
         if not (output.compactions or output.observations):
             return []
         started, counts = time.perf_counter(), []
         tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
-            if policy.granularity is Granularity.MODEL:
+            if task.codes is not None:
+                assert self.coder is not None
+                self.coder.run(task, coded)
+            elif policy.granularity is Granularity.MODEL:
                 scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
                 self.compressor.run(task, policy, *tables, scores)
             else:
@@ -227,6 +236,10 @@ class ModelRunner:
             self.batch.note(task.rows, self.group)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            if writes_codes(policy):
+                assert self.coder is not None
+                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
+                continue
             kept_counts, kept = self.compressor.observe(events, policy, *tables)
             counts.append(kept_counts)
             self._found |= kept
