@@ -119,7 +119,7 @@ class ModelRunner:
         self.coder: Coder | None = None
         if cache.codes is not None:
             self.coder = Coder(cache, cache.codes, self.compressor)
-        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -138,12 +138,12 @@ class ModelRunner:
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if output.num_tokens:
-            self._generate(output, step)
+            self._forward(output, step)
         return step
 
-    def _generate(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+    def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        hidden = self._forward(output)
+        hidden = self._hidden(output)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
@@ -184,7 +184,7 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _forward(self, output: SchedulerOutput) -> Tensor:
+    def _hidden(self, output: SchedulerOutput) -> Tensor:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
         if output.num_decoding or len(output.prefill.rows):

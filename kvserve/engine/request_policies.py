@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
+from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
@@ -23,7 +23,6 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
-        self._ranks = config.parallel.tensor_parallel_size
         self._built = built
         self._ids: dict[Policy, int] = {}
 
@@ -57,9 +56,6 @@ class RequestPolicies:
                 f"start; start the server with --policy {policy.name}, or use codebook false",
                 param="kv_policy",
             )
-        refusal = ranks_refusal(policy, self._ranks)
-        if refusal is not None:
-            raise RequestError(f"{refusal}; choose another", param="kv_policy")
         self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:

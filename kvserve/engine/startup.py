@@ -21,7 +21,7 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
+from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.rank import Pool, RankPlan
@@ -249,12 +249,9 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
-    refusal = ranks_refusal(policy, config.parallel.tensor_parallel_size)
-    if refusal is not None:
-        raise ConfigError(f"--tensor-parallel-size: {refusal}; use 1, or another policy")
     if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
-            "--tensor-parallel-size: with --kv-layout head (policy adakv) every rank would need "
+            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
             "another number of blocks, and there is one pool; use 1, or another policy"
         )
     return layout

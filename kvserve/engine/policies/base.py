@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import Trigger
 
 
@@ -155,15 +153,6 @@ class PruningPolicy(UnevenPolicy, Protocol):
         obs: one event of one layer, with the queries of its recent tokens.
         """
         ...
-
-
-def ranks_refusal(policy: Policy, ranks: int) -> str | None:
-    """Why a policy does not run on so many tensor-parallel ranks."""
-    if ranks > 1 and isinstance(policy.trigger, Pruned):
-        return f"policy {policy.name} prunes between layers, by the heads of one rank"
-    if ranks > 1 and isinstance(policy.trigger, CodeBook):
-        return f"policy {policy.name} with a codebook needs other numbers of blocks on every rank"
-    return None
 
 
 def argument(
