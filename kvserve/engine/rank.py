@@ -22,6 +22,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
@@ -81,7 +82,9 @@ class RankPlan:
             self.spec.vocab_size,
             self.device,
         )
-        return ModelRunner(model, cache, batch, attention.backend, group)
+        sizes, _ = capture_sizes(self.config, self.device, attention)
+        parts = model, cache, batch, attention.backend
+        return ModelRunner(*parts, group, DecodeGraphs(*parts, sizes) if sizes else None)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cuda_graph import capture_sizes
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
 from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
@@ -103,6 +104,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             *_summary(config, policy, plan, num_blocks, max_len),
             *_ranks_summary(plan, ranks),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            _graphs_row(config, device, attention),
             ("linear layers", *_linear_layers(dtype, device)),
             ("operators", operators.name, operators.reason),
             *threads,
@@ -335,7 +337,6 @@ def _summary(
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
-        ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
     ]
 
 
@@ -346,6 +347,13 @@ def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
     part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
     state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
     return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
+
+
+def _graphs_row(config: EngineConfig, device: str, attention: Choice) -> tuple[str, str, str]:
+    sizes, reason = capture_sizes(config, device, attention)
+    if not sizes:
+        return "cuda graphs", "off", reason
+    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
 
 
 def _linear_layers(dtype: torch.dtype, device: str) -> tuple[str, str]:
