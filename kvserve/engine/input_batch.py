@@ -200,7 +200,7 @@ class InputBatch:
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
         for place in output.discarded:
-            del self._parked_scores[place]
+            self._parked_scores.pop(place, None)  # not there if the step that parked it failed
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
