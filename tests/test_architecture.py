@@ -43,6 +43,7 @@ ENGINE_EXPORTS = {"LLM", "AsyncEngine"}
 POLICY_IMPORTS = (
     "torch",
     "kvserve.scheduler.trigger",
+    "kvserve.scheduler.code_trigger",
     "kvserve.scheduler.periodic",
     "kvserve.scheduler.pruning",
     "kvserve.scheduler.layout",

@@ -212,7 +212,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
         scheduler = self.scheduler
-        rows, n = scheduler.rows, scheduler.rows.num_rows
+        rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
         blocks = scheduler.blocks.held(n).tolist()
         entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
         held = (-(-entries // scheduler.layout.groups)).tolist()
@@ -247,6 +247,8 @@ class EngineCore:
             tokens_evicted_total=scheduler.events.tokens_evicted,
             compaction_seconds_total=self.runner.compaction_seconds,
             steps_total=scheduler.num_steps,
+            coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
+            codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
             scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
             compaction_counts=self._counts.compactions,
             iterations=self._counts.iterations,
@@ -326,6 +328,8 @@ class EngineCore:
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
+        # The scheduler's layout has the heads of all ranks.
+        block_bytes = self.scheduler.layout.block_elements * self.runner.cache.kv.element_size()
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
             logical_tokens=seq.logical_tokens,
@@ -335,6 +339,9 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
+            held_bytes=seq.held_blocks * block_bytes,
+            coded_entries=seq.coded_entries,
+            codebook_entries=seq.codebook_entries,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued

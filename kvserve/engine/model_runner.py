@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.coder import Coder
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.cuda_graph import DecodeGraphs
 from kvserve.engine.distributed import ALONE, RankGroup
@@ -22,6 +23,7 @@ from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.moves import lanes_of
 from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
@@ -117,7 +119,10 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
-        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention)
+        self.coder: Coder | None = None
+        if cache.codes is not None:
+            self.coder = Coder(cache, cache.codes, self.compressor)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -136,12 +141,12 @@ class ModelRunner:
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if output.num_tokens:
-            self._generate(output, step)
+            self._forward(output, step)
         return step
 
-    def _generate(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+    def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        hidden = self._forward(output)
+        hidden = self._hidden(output)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
@@ -182,11 +187,13 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _forward(self, output: SchedulerOutput) -> Tensor:
+    def _hidden(self, output: SchedulerOutput) -> Tensor:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
         chunks = len(output.prefill.rows)
-        if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
+        # How much of coded rows has to be rebuilt changes from step to step.
+        fixed = not (chunks or output.most_coded)
+        if self.graphs is not None and fixed and self.graphs.hold(output.num_decoding):
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
@@ -219,13 +226,17 @@ class ModelRunner:
         """Carry out compactions, then observe what the next step's will keep: counts per task."""
         # What was observed in the last step is carried out now or observed again.
         found, self._found = self._found, {}
+        coded = {} if self.coder is None else self.coder.take()
         if not (output.compactions or output.observations):
             return []
         started, counts = time.perf_counter(), []
         tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
-            if policy.granularity is Granularity.MODEL:
+            if task.codes is not None:
+                assert self.coder is not None
+                self.coder.run(task, coded)
+            elif policy.granularity is Granularity.MODEL:
                 scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
                 self.compressor.run(task, policy, *tables, scores)
             else:
@@ -234,6 +245,10 @@ class ModelRunner:
             self.batch.note(task.rows, self.group)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            if writes_codes(policy):
+                assert self.coder is not None
+                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
+                continue
             kept_counts, kept = self.compressor.observe(events, policy, *tables)
             counts.append(kept_counts)
             self._found |= kept

@@ -6,19 +6,21 @@ The one place where a policy runs between layers: what it drops is not computed 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.moves import lanes_of
 from kvserve.engine.policies.base import PruningPolicy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.output import CompactionTask
 
 
@@ -26,9 +28,15 @@ class PrunedPrefill:
     """Runs the model's layers one by one; each stores the entries of the tokens it computes."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, batch: InputBatch, attention: AttentionBackend
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        attention: AttentionBackend,
+        group: RankGroup,
     ) -> None:
         self._model = model
+        self._group = group
         self._cache = cache
         self._batch = batch
         self._attention = attention
@@ -44,12 +52,12 @@ class PrunedPrefill:
         assert task.token_ids is not None
         model, layout = self._model, self._cache.layout
         whole = self._batch.whole(task, logs_queries)
-        tokens = torch.as_tensor(task.token_ids[0], device=self._batch.device).long()
-        hidden = F.embedding(tokens, model.embedding)
+        tokens = to_device(task.token_ids[0], self._batch.device)
+        hidden = model.embed(tokens)
         rope = model.rotary.at(whole.positions, whole.prompt_lens)
         recent = int(task.plan.num_queries[0])
         lengths = lanes_of(task.new_lens, layout)[0, :, 0].tolist()
-        seen = _Seen(self._cache)
+        seen = _Seen(self._cache, self._group)
         at = torch.arange(lengths[0], device=self._batch.device)
         held = at.new_zeros(1, layout.num_layers, layout.num_kv_heads, len(at))
         for index, layer in enumerate(model.decoder_layers):
@@ -65,8 +73,9 @@ class PrunedPrefill:
 class _Seen:
     """Stands before the cache: what a layer stores there can be scored after it."""
 
-    def __init__(self, cache: LayerCache) -> None:
+    def __init__(self, cache: LayerCache, group: RankGroup) -> None:
         self._cache = cache
+        self._group = group
         self._queries: Tensor
         self._keys: Tensor
 
@@ -80,7 +89,8 @@ class _Seen:
     def observation(self, recent: int, scale: float) -> Observation:
         """The layer as one event, with the queries of the ``recent`` tokens."""
         queries, keys = self._queries[-recent:].transpose(0, 1), self._keys.transpose(0, 1)
-        return Observation(queries[None, None], keys[None, None], scale)
+        gather = partial(self._group.gather, dim=2)
+        return Observation(queries[None, None], keys[None, None], scale, gather=gather)
 
 
 def _part(whole: ForwardBatch, at: Tensor, block_size: int) -> ForwardBatch:

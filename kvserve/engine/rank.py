@@ -22,6 +22,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
@@ -42,6 +43,7 @@ class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
     ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
+    ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
     config: EngineConfig
@@ -52,6 +54,7 @@ class RankPlan:
     layout: KVLayout
     log_heads: int
     fp8_log: bool
+    code_slots: int
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
@@ -81,7 +84,11 @@ class RankPlan:
             cache.log_block_tokens,
             self.spec.vocab_size,
             self.device,
+            pool.code_shapes,
         )
+        if self.code_slots:
+            assert model.rotary.inv_freq is not None
+            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
         sizes, _ = capture_sizes(self.config, self.device, attention)
         parts = model, cache, batch, attention.backend
         return ModelRunner(*parts, group, DecodeGraphs(*parts, sizes) if sizes else None)
@@ -95,6 +102,7 @@ class Pool:
     num_host_blocks: int
     table_shape: tuple[int, ...]
     log_shape: tuple[int, ...]
+    code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)

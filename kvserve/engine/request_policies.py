@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
+from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.startup import BuiltEngine
 from kvserve.log import RequestError
@@ -22,7 +23,6 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
-        self._ranks = config.parallel.tensor_parallel_size
         self._built = built
         self._ids: dict[Policy, int] = {}
 
@@ -50,9 +50,12 @@ class RequestPolicies:
                 f"{layout.granularity.value})",
                 param="kv_policy",
             )
-        refusal = ranks_refusal(policy, self._ranks)
-        if refusal is not None:
-            raise RequestError(f"{refusal}; choose another", param="kv_policy")
+        if writes_codes(policy) and self._built.scheduler.blocks.codes is None:
+            raise RequestError(
+                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
+                f"start; start the server with --policy {policy.name}, or use codebook false",
+                param="kv_policy",
+            )
         self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:

@@ -12,6 +12,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.code_store import check_codes
 from kvserve.engine.cuda_graph import capture_sizes
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
@@ -23,8 +24,9 @@ from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PolicyError, ranks_refusal
+from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
@@ -82,7 +84,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     dtype = _dtype(config, spec, device)
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
-    plan = _plan(config, policy, spec, directory, dtype, device)
+    plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
@@ -123,6 +125,7 @@ def _plan(
     directory: Path,
     dtype: torch.dtype,
     device: str,
+    max_len: int,
 ) -> RankPlan:
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
@@ -134,7 +137,10 @@ def _plan(
         log_block_tokens(layout, heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8)
+    code_slots = 0
+    if writes_codes(policy):
+        code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
+    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8, code_slots)
 
 
 def _start(
@@ -167,9 +173,12 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
+        code_slots=plan.code_slots,
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    pool = Pool(num_blocks, num_host_blocks, *tables)
+    codes = scheduler.blocks.codes
+    code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
+    pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
     return scheduler, Executor(plan.runner(model, attention, pool, group), others), pool
 
@@ -244,12 +253,9 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
-    refusal = ranks_refusal(policy, config.parallel.tensor_parallel_size)
-    if refusal is not None:
-        raise ConfigError(f"--tensor-parallel-size: {refusal}; use 1, or another policy")
     if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
-            "--tensor-parallel-size: with --kv-layout head (policy adakv) every rank would need "
+            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
             "another number of blocks, and there is one pool; use 1, or another policy"
         )
     return layout

@@ -9,14 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.block_table import BlockTable, Rows
+from kvserve.scheduler.block_table import NO_UPDATE, BlockTable, Rows
+from kvserve.scheduler.code_tables import CodeTables, Coding
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import TableUpdate
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 
 class BlockManager:
-    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held."""
+    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held.
+
+    ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not).
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class BlockManager:
         max_model_len: int,
         log_block_tokens: int,
         prefix_cache: PrefixCache | None = None,
+        code_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = pool
@@ -35,11 +41,16 @@ class BlockManager:
         self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
         self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
+        self.codes: CodeTables | None = None
+        if code_slots:
+            self.codes = CodeTables(pool, layout, max_rows, max_model_len, code_slots)
 
     def start_row(self, row: int) -> None:
         """An empty row that logs no queries."""
         self.kv.start(row, 0)
         self.log.start(row, 0)
+        if self.codes is not None:
+            self.codes.start_row(row)
         self.kv_lens[:, row] = 0
         self._log_from[row] = NOT_LOGGING
 
@@ -139,6 +150,38 @@ class BlockManager:
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
+    def codable(self, row: int, coding: Coding) -> bool:
+        """Whether ``code`` would find its blocks."""
+        assert self.codes is not None
+        wanted = self.codes.wanted(row, coding)
+        if not coding.afresh:
+            # What it replaces are generated entries, which nobody shares.
+            return self.have_free(wanted - self.codes.replaced(row, coding))
+        named, _ = self.kv.row_entries(row)
+        own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        if self.prefix_cache is not None and not self.have_free(wanted - own):
+            self.prefix_cache.forget(named)
+            own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        return self.have_free(wanted - own)
+
+    def code(self, row: int, coding: Coding) -> int:
+        """Hold a row as ``coding`` says; returns the blocks given up, 0 where it takes more."""
+        assert self.codes is not None
+        before = int(self.held(row + 1)[row])
+        self.codes.book(row, self.kv, coding)
+        self.kv_lens[:, row] = coding.kv_lens
+        return max(before - int(self.held(row + 1)[row]), 0)
+
+    def take_code_updates(
+        self, num_rows: int, scheduled: IntArray
+    ) -> tuple[TableUpdate, TableUpdate, int]:
+        """Updates of the index and vector tables; most entries that a scheduled lane has coded."""
+        if self.codes is None:
+            return NO_UPDATE, NO_UPDATE, 0
+        most = int(self.codes.coded[:, scheduled].max(initial=0))
+        index, vectors = self.codes.index, self.codes.vectors
+        return index.take_update(num_rows), vectors.take_update(num_rows), most
+
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
         self.log.move_front(rows, positions // self.log_block_tokens)
@@ -160,6 +203,8 @@ class BlockManager:
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
+        if self.codes is not None:
+            self.codes.release_row(row)
         self.kv.release_row(row)
         self.log.release_row(row)
         self.start_row(row)
@@ -191,19 +236,24 @@ class BlockManager:
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
-        return self.kv.held(num_rows) + self.log.held(num_rows)
+        held = self.kv.held(num_rows) + self.log.held(num_rows)
+        return held if self.codes is None else held + self.codes.held(num_rows)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         self.kv.swap(a, b)
         self.log.swap(a, b)
+        if self.codes is not None:
+            self.codes.swap(a, b)
         self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
         self._log_from[[a, b]] = self._log_from[[b, a]]
 
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
-        cached = [] if self.prefix_cache is None else [self.prefix_cache.held()]
-        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *cached])
+        others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
+        if self.codes is not None:
+            others += [self.codes.index.all_held(), self.codes.vectors.all_held()]
+        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *others])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()

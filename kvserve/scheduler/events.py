@@ -9,6 +9,7 @@ import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.event_plans import Booked, EventPlans, chosen
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.output import CompactionTask, ObservationTask
@@ -16,7 +17,7 @@ from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EventPlan, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
 
 
 class EventBook:
@@ -41,6 +42,8 @@ class EventBook:
         self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
+        self.starving = False
+        """An event that writes codes has found no blocks, and none has been booked since."""
         self._max_observed = max_observed
         self.gate = gate
         self._triggers: dict[int, Trigger] = {}
@@ -93,7 +96,11 @@ class EventBook:
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
-        plans = self._plans(self._due())
+        due = self._due()
+        self.starving = self.starving and any(
+            isinstance(self._triggers[i], CodeBook) for i in set(self.rows.policy_id[due].tolist())
+        )
+        plans = self._plans(due)
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
@@ -166,8 +173,17 @@ class EventBook:
         owners = [self.rows.owner(row).seq_id for row in at]
         events = list(zip(owners, plan.query_start.tolist(), strict=True))
         known, new = np.array([event in self._counts for event in events]), old.copy()
-        columns = None
-        if policy_id in self._keeps_blocks:
+        columns, trigger = None, self._triggers[policy_id]
+        if isinstance(trigger, CodeBook):
+            assert self.blocks.codes is not None
+            columns = np.empty(len(events), object)
+            for i in np.flatnonzero(known):
+                afresh, found = bool(plan.window_len[i]), self._counts[events[i]]
+                columns[i] = self.blocks.codes.plan(
+                    int(at[i]), old[:, i], found, afresh, trigger.raw_fallback
+                )
+                new[:, i] = columns[i].kv_lens
+        elif policy_id in self._keeps_blocks:
             columns = np.empty(len(events), object)
             for place, event in enumerate(events):
                 columns[place] = self._counts.get(event)
@@ -214,7 +230,7 @@ class EventBook:
         observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):
             return Booked()
-        freed = np.concatenate([plan.plan.evicted for plan in plans])
+        freed = np.concatenate([self._freed(plan) for plan in plans])
         observed = np.concatenate([plan.observed for plan in plans])
         arrival = self.rows.arrival[np.concatenate([plan.at for plan in plans])]
         order = np.lexsort((arrival, -freed))
@@ -222,9 +238,12 @@ class EventBook:
         if max_observed is not None:
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
         for plan in chosen(plans, fits):
-            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -plan.plan.evicted)))
+            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -self._freed(plan))))
             if not plan.known:
                 observations.append(self._observation(best))
+                continue
+            if isinstance(self._triggers[plan.policy_id], CodeBook):
+                compactions += self._code(best)
                 continue
             count = len(best.at)
             if best.columns is None:
@@ -236,25 +255,56 @@ class EventBook:
             return self._book(chosen(plans, ~fits), max_observed)
         return Booked(tuple(compactions), tuple(observations))
 
+    def _freed(self, plan: EventPlans) -> IntArray:
+        """What events go by. Those that write codes evict little and come first, the oldest first:
+        behind newer ones that evict, an old one might wait for ever.
+        """
+        if isinstance(self._triggers[plan.policy_id], CodeBook):
+            return np.full(len(plan.at), NO_EVENT)
+        return plan.plan.evicted
+
     def _observation(self, plan: EventPlans) -> ObservationTask:
         owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
         trigger = self._triggers[plan.policy_id]
         tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
         return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
 
+    def _code(self, plan: EventPlans) -> list[CompactionTask]:
+        """Book, one after the other, as many events that write codes as there are blocks for."""
+        blocks = self.blocks
+        codes, released = blocks.codes, list[int]()
+        assert codes is not None and plan.columns is not None
+        before = codes.coded[:, plan.at].copy(), codes.num_vectors[:, plan.at].copy()
+        for row, coding in zip(plan.at.tolist(), plan.columns, strict=True):
+            if not blocks.codable(row, coding):
+                break
+            released.append(blocks.code(row, coding))
+        self.starving = not released
+        if not released:
+            return []
+        done = plan.part(slice(len(released)))
+        task = self._booked(done, np.zeros_like(done.at), np.array(released, np.int32))
+        held = before[0][:, : len(done.at)], before[1][:, : len(done.at)]
+        return [replace(task, codes=codes.blocks_of(done.at, held))]
+
     def _compact(self, plan: EventPlans) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""
-        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
-        at, region_start, new = plan.at, plan.plan.region_start, plan.new
-        observed = self._observation(plan)
-        rows.num_identity[at] = np.minimum(rows.num_identity[at], region_start)
+        blocks, at, new = self.blocks, plan.at, plan.new
         if plan.columns is None:
-            copy_start = blocks.make_private(at, region_start, new)
+            copy_start = blocks.make_private(at, plan.plan.region_start, new)
             released = blocks.truncate(at, new)
         else:
             copy_start = new.max(axis=(0, 2))  # nothing is copied
             kept = zip(at.tolist(), plan.columns, new.transpose(1, 0, 2), strict=True)
             released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
+        return self._booked(plan, copy_start, released)
+
+    def _booked(self, plan: EventPlans, copy_start: IntArray, released: IntArray) -> CompactionTask:
+        """Events whose blocks are found, as a task; their rows' counters are those after it."""
+        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
+        at, new = plan.at, plan.new
+        observed = self._observation(plan)
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.plan.region_start)
         rows.run_start[at] = plan.plan.run_start
         log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
@@ -278,6 +328,10 @@ class EventBook:
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
         next_event = trigger.next_event(state)
+        if isinstance(trigger, CodeBook) and self.blocks.codes is not None:
+            # What stayed raw at the prompt's end does so for good.
+            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.run_start > 0)
+            next_event[raw] = NO_EVENT
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))

@@ -51,6 +51,7 @@ class Scheduler:
         max_observed_tokens: int | None = None,
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
+        code_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -61,6 +62,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
+            code_slots,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = EventBook(
@@ -137,7 +139,12 @@ class Scheduler:
         self.blocks.advance_first(rows.num_decoding)
         rows.num_computed[in_front] += 1
         chunks = self._schedule_chunks()
-        moves_on = len(decoding) or booked.observations
+        # Observing what then finds no blocks, again and again, is no progress.
+        starving = self.events.starving and rows.num_rows > 1
+        moves_on = len(decoding) or (booked.observations and not starving)
+        if starving and not (moves_on or chunks or self._admission.has_new):
+            self._preempt()
+            moves_on = True
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
             # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
             self._preempt()
@@ -153,6 +160,8 @@ class Scheduler:
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
+        scheduled = np.concatenate([decoding, prefill.rows])
+        index_update, vector_update, most_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
             compactions=booked.compactions,
@@ -164,9 +173,12 @@ class Scheduler:
             admitted=admitted,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
+            index_update=index_update,
+            vector_update=vector_update,
+            most_coded=most_coded,
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self.blocks.columns_in_use(n)[np.concatenate([decoding, prefill.rows])],
+            columns=self.blocks.columns_in_use(n)[scheduled],
             logs_queries=self.blocks.logs_queries(n),
             pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
@@ -238,6 +250,10 @@ class Scheduler:
         per_entry = self.layout.layers_per_block * self.layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.held_blocks = int(self.blocks.held(seq.row + 1)[seq.row])
+        if self.blocks.codes is not None:
+            seq.coded_entries = int(self.blocks.codes.coded[:, seq.row].sum())
+            seq.codebook_entries = int(self.blocks.codes.num_vectors[:, seq.row].sum())
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
@@ -254,7 +270,8 @@ class Scheduler:
             self._outgrow(seq)
             self._drop_finished()
             return
-        if rows.compactions[seq.row] and self.swap.park(seq):
+        coded = self.blocks.codes is not None and self.blocks.codes.coded[:, seq.row].any()
+        if rows.compactions[seq.row] and not coded and self.swap.park(seq):
             self.num_swaps += 1
         self._begin_anew(seq)
 
@@ -308,7 +325,12 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
+        while (
+            self.waiting
+            and budget > 0
+            and rows.num_rows < rows.max_rows
+            and not self.events.starving  # or newcomers would take what it waits for
+        ):
             seq = self.waiting.first
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:

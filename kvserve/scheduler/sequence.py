@@ -57,6 +57,9 @@ class Sequence:
     logical_tokens: int = 0
     held_tokens: int = 0
     held_entries: int = 0
+    held_blocks: int = 0
+    coded_entries: int = 0
+    codebook_entries: int = 0
     compactions: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0

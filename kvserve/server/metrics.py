@@ -201,6 +201,9 @@ class Metrics:
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", ("policy",), released
         )
+        coded, book = stats.coded_entries, stats.codebook_entries
+        yield self._gauge("kv_coded_entries", "Entries that are held as codes", coded)
+        yield self._gauge("kv_codebook_entries", "Vectors that stand for their halves", book)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)

@@ -15,6 +15,7 @@ from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
+    CODES,
     IN_PROMPT,
     LAYOUTS,
     TRIGGERS,
@@ -225,7 +226,7 @@ def test_freed_blocks_let_more_sequences_run_at_once() -> None:
 @pytest.mark.parametrize("policy", sorted(set(TRIGGERS) - IN_PROMPT))
 def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
     """Policies that say so aside; chunks of nine tokens."""
-    layout = LAYOUTS[1] if policy in UNEVEN else LAYOUTS[0]
+    layout = LAYOUTS[2 if policy in CODES else 1 if policy in UNEVEN else 0]
     scheduler = make_scheduler(120, layout, max_num_batched_tokens=9)
     shadow = ShadowRunner(scheduler, TRIGGERS)
     scheduler.add(make_sequence(0, 40, 60, policy=policy))

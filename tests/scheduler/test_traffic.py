@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.scheduler.traffic import Traffic
+from tests.scheduler.traffic import CODES, Traffic
 
 OPERATIONS = 2_000
 RUNS = 10
@@ -36,6 +36,18 @@ def test_20_000_random_operations(half: int) -> None:
         traffic.run(OPERATIONS)
         seen += what_happened(traffic)
     assert len(seen) == 9, seen
+
+
+def test_a_thousand_coded_requests_leave_nothing_behind() -> None:
+    """Aborts, preemptions and shared prompts among them; the pool is whole in the end."""
+    seen: Counter[str] = Counter()
+    for seed in (2, 5, 8):
+        traffic = Traffic(seed, CODES)
+        traffic.run(2_300)
+        seen += what_happened(traffic) + Counter(added=traffic.num_added)
+        assert all(seq.held_blocks >= 0 for seq in traffic.finished)
+    assert seen["added"] > 1_000 and seen["finished"] < seen["added"], seen
+    assert seen["compactions"] > 1_000 and seen["recomputed"] and seen["hits"], seen
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import Trigger
 
 
@@ -154,13 +153,6 @@ class PruningPolicy(UnevenPolicy, Protocol):
         obs: one event of one layer, with the queries of its recent tokens.
         """
         ...
-
-
-def ranks_refusal(policy: Policy, ranks: int) -> str | None:
-    """Why a policy does not run on so many tensor-parallel ranks."""
-    if ranks == 1 or not isinstance(policy.trigger, Pruned):
-        return None
-    return f"policy {policy.name} prunes between layers, by the heads of one rank"
 
 
 def argument(

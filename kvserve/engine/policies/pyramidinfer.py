@@ -113,12 +113,14 @@ class PyramidInfer(PruningPolicy):
     def query_reduction(self) -> str | None:
         return self.query_reduce
 
+    @property
+    def couples_heads(self) -> bool:
+        return True
+
     def score(self, obs: Observation) -> Tensor:
-        """Weighted mean of what the recent queries give: float32 [E, L, Hkv, n - recent]."""
+        """Weighted mean of what the recent queries give: float32 [E, L, H, n - recent]."""
         count, device = obs.queries.shape[-2], obs.keys.device
-        weights = torch.linspace(1, self.distance_weight, count, device=device)
-        votes = obs.weighted_mass(weights).expand(-1, -1, obs.keys.shape[2], -1)
-        return obs.there(votes)
+        return obs.weighted_mass(torch.linspace(1, self.distance_weight, count, device=device))
 
     def survivors(self, obs: Observation, keep: int) -> Tensor:
         """The first tokens, the recent ones, and the best of the others."""

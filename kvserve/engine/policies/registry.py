@@ -21,6 +21,7 @@ from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.schema import describe
 from kvserve.engine.policies.snapkv import SnapKV
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
 from kvserve.engine.policies.windowkv import WindowKV
 
@@ -38,6 +39,7 @@ _BUILT_IN = (
     DynamicKV,
     WindowKV,
     AdaKV,
+    SpindleKV,
 )
 
 

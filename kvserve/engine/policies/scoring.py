@@ -71,11 +71,16 @@ class Observation:
     def weighted_mass(self, weights: Tensor) -> Tensor:
         """Attention that earlier keys get from the last W queries, which count ``weights [W]``.
 
-        The mean over these and over all query heads: float32 [E, L, 1, n - W] (PyramidInfer).
+        The mean over these and over the query heads of all ranks, for each of their KV heads:
+        float32 [E, L, H, n - W], -inf where no entry is; lanes of a layer are equally long.
         """
+        (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
         mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
-        heads, window = self.queries.shape[-3:-1]
-        return mass[..., : mass.shape[-1] - window].sum(dim=2, keepdim=True) / (heads * window)
+        mass = self.all_heads(mass[..., : mass.shape[-1] - window])
+        mean = mass.mean(dim=2, keepdim=True) / (heads // kv_heads * window)
+        if self.missing is not None:
+            mean = mean.masked_fill(self.missing[:, :, :1, : mean.shape[-1]], -torch.inf)
+        return mean.expand_as(mass)
 
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""

@@ -53,6 +53,27 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"budget": 64, "pyramid": 0}, "pyramid"),
         ({"budget": 64, "rule": "paper"}, "rule"),
     ],
+    "spindlekv": [
+        ({"ratio": 0}, "ratio"),
+        ({"ratio": 1.01}, "ratio"),
+        ({"ratio": NAN}, "ratio"),
+        ({"beta": 1}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"beta": NAN}, "beta"),
+        ({"window": 0}, "window"),
+        ({"gqa": "repeat"}, "gqa"),
+        ({"codebook": 2}, "codebook"),
+        ({"raw_fallback": "no"}, "raw_fallback"),
+        ({"theta_k": 0}, "theta_k"),
+        ({"theta_k": 1}, "theta_k"),
+        ({"theta_v": NAN}, "theta_v"),
+        ({"theta_v": -0.5}, "theta_v"),
+        ({"flush_every": 0}, "flush_every"),
+        ({"score_norm": "none"}, "score_norm"),
+        ({"pooling": "min"}, "pooling"),
+        ({"kernel_size": 4}, "kernel_size"),
+        ({"budget": 64}, "budget"),
+    ],
     "adakv": [
         ({"budget": 32}, "budget"),
         ({"budget": 8, "scorer": "rkv"}, "budget"),
@@ -80,7 +101,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
 }
-for _name in CASES:
+for _name in CASES.keys() - {"spindlekv"}:
     CASES[_name] += [
         ({}, "budget"),
         ({"budget": 0}, "budget"),

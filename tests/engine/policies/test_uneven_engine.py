@@ -54,6 +54,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "name": "windowkv", "budget": 24, "task": "aggregation", "window": 4, "chunk_size": 4,
         "reuse_layers": 1, "pyramid": 3,
     },
+    "spindlekv": {"name": "spindlekv", "ratio": 0.3, "window": 4, "codebook": False},
 }  # fmt: skip
 EACH = pytest.mark.parametrize("label", SPECS)
 
