@@ -100,7 +100,7 @@ def test_no_policy_is_left_out() -> None:
 
 def test_rows_held_as_codes_are_rebuilt_outside_of_graphs(llama_dir: Path) -> None:
     """And rows beside them, once those have ended, by graphs again."""
-    codes = {"name": "spindlekv", "window": 4, "flush_every": 8, "ratio": 0.6}
+    codes = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}
     policies = [codes, codes, "none", "none"]
     graphs = make_llm(llama_dir, codes, cudagraph_capture_sizes=SIZES)
     counts = count_steps(graphs)
