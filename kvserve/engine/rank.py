@@ -95,7 +95,7 @@ class RankPlan:
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        return capture_sizes(self.config, self.device, attention, codes=self.code_slots > 0)
+        return capture_sizes(self.config, self.device, attention)
 
 
 @dataclass(frozen=True)
