@@ -110,7 +110,8 @@ class Replica(Simulation):
         """What running requests hold, as the server's streams tell it."""
         lens = self.scheduler.blocks.kv_lens[0, :, 0]
         for seq in self.scheduler.running:
-            router.holds(str(seq.seq_id), int(lens[seq.row]))
+            if not np.isnan(self._first_token[seq.seq_id]):
+                router.holds(str(seq.seq_id), int(lens[seq.row]))
 
     def _record(self, output: SchedulerOutput, seconds: float) -> None:
         for seq in output.sampled:
