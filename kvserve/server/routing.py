@@ -29,7 +29,7 @@ replica that has just become free take too many prompts at once."""
 
 @dataclass(slots=True)
 class _Request:
-    """``columns`` are the hashes of its prompt; ``weight`` counts on ``replica`` once it is sent."""
+    """``columns`` are its prompt's hashes; ``weight`` counts on ``replica`` once it is sent."""
 
     columns: list[bytes]
     prompt_len: int
