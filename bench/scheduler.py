@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,13 +24,16 @@ from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.simulator import lognormal_lengths
 from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.output import ObservationTask
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import Never, Trigger
+from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}
+UNEVEN: dict[str, Trigger] = {"adakv": AtPrefillEnd(Budget(ratio=Fraction(1, 2)), 32)}
+"""Lengths differ after its events: where the layout is finer than ``model``."""
 CYCLE = 512  # steps in which every sequence has had an event of Kara's
 LOG_TOKENS = 64
 COLUMNS = (
@@ -62,22 +66,29 @@ def make_scheduler(
     )
 
 
-def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, trigger: Trigger) -> None:
+def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, policy: str) -> None:
     tokens = np.zeros(prompt, np.int32)
     tokens[0] = seq_id  # no two prompts begin alike
-    scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger))
+    trigger, uneven = (TRIGGERS | UNEVEN)[policy], policy in UNEVEN
+    scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger, uneven))
+
+
+def kept_counts(task: ObservationTask, rng: np.random.Generator) -> np.ndarray:
+    """What observed events keep, ``[LG, E, R]``: their mean, more or less."""
+    return rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32)
 
 
 def advance(scheduler: Scheduler, steps: int) -> np.ndarray:
     """Seconds of ``schedule`` and of ``update`` in each step: [steps, 2]."""
-    seconds = np.zeros((steps, 2))
+    seconds, rng = np.zeros((steps, 2)), np.random.default_rng(0)
     for step in range(steps):
         started = time.perf_counter()
         output = scheduler.schedule()
         scheduled = time.perf_counter()
         tokens = np.zeros(len(output.sampled), np.int32)
+        counts = [kept_counts(task, rng) for task in output.observations]
         sampled = time.perf_counter()
-        scheduler.update(output, tokens)
+        scheduler.update(output, tokens, counts)
         seconds[step] = scheduled - started, time.perf_counter() - sampled
     return seconds
 
@@ -88,7 +99,7 @@ def decoding(layout: KVLayout, policy: str, running: int, held: int, steps: int)
     blocks = 2 * running * layout.blocks_for(held + more)
     scheduler = make_scheduler(layout, blocks, running, held + more + 1)
     for seq_id in range(running):
-        add(scheduler, seq_id, held, more, TRIGGERS[policy])
+        add(scheduler, seq_id, held, more, policy)
         advance(scheduler, CYCLE * (seq_id + 1) // running - CYCLE * seq_id // running)
     advance(scheduler, CYCLE)
     assert scheduler.rows.num_decoding == running
@@ -100,7 +111,7 @@ def loaded(layout: KVLayout, policy: str, cached: bool) -> Scheduler:
     outputs = lognormal_lengths(np.random.default_rng(0), 4300, 3000, 0.7, 8192)
     scheduler = make_scheduler(layout, layout.blocks_for(335_000), 256, 250 + 8192, cached)
     for seq_id, output in enumerate(outputs.tolist()):
-        add(scheduler, seq_id, 250, output, TRIGGERS[policy])
+        add(scheduler, seq_id, 250, output, policy)
     advance(scheduler, 8 * CYCLE)
     return scheduler
 
@@ -119,7 +130,7 @@ def measured(prepare: Callable[[], Scheduler], steps: int, repeat: int) -> dict[
     return {
         "waiting": len(scheduler.waiting),
         "running": n,
-        "held_per_sequence": float(scheduler.blocks.kv_lens[0, :n, 0].mean()),
+        "held_per_sequence": float(scheduler.blocks.kv_lens[:, :n].mean()),
         "schedule_p50_us": float(scheduled),
         "update_p50_us": float(updated),
         "both_p50_us": float(np.percentile(both, 50)),
@@ -140,7 +151,8 @@ class HostCost:
         args = self._args
         silent = True if args.disable_tqdm else None
         layout = replace(LAYOUT, granularity=Granularity(args.kv_layout))
-        batches = list(product(TRIGGERS, args.num_seqs, args.held))
+        policies = [*TRIGGERS, *(() if args.kv_layout == "model" else UNEVEN)]
+        batches = list(product(policies, args.num_seqs, args.held))
         pools = list(product(TRIGGERS, (False, True)))
         with tqdm(total=len(batches) + len(pools), disable=silent, unit="case") as bar:
             for policy, running, held in batches:

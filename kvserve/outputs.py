@@ -19,7 +19,9 @@ class KVCacheDetails:
     """Proof of what the policy did to one request (``usage.kv_cache_details``).
 
     ``held_tokens`` is the mean over layers and KV heads, rounded up; ``held_entries`` their sum;
-    ``evicted_tokens = logical_tokens - held_tokens``. Choices of one request are summed.
+    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks the
+    request named at its end. Of its entries ``coded_entries`` were held as codes, with
+    ``codebook_entries`` vectors for their keys and values. Choices of one request are summed.
     """
 
     policy: str = "none"
@@ -30,6 +32,9 @@ class KVCacheDetails:
     compactions: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0
+    held_bytes: int = 0
+    coded_entries: int = 0
+    codebook_entries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,8 @@ class EngineStats:
     ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
+    Of the entries of running requests ``coded_entries`` are held as codes, with
+    ``codebook_entries`` vectors for their keys and values.
     ``iterations[i]`` steps had at most ``ITERATION_TOKENS[i]`` tokens, the last ones more.
     """
 
@@ -147,6 +154,8 @@ class EngineStats:
     compaction_seconds_total: float = 0.0
     steps_total: int = 0
     scoring_workspace_bytes: int = 0
+    coded_entries: int = 0
+    codebook_entries: int = 0
     compaction_counts: tuple[CompactionCounts, ...] = ()
     iterations: tuple[int, ...] = ()
     iteration_tokens_total: int = 0

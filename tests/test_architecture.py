@@ -43,7 +43,9 @@ ENGINE_EXPORTS = {"LLM", "AsyncEngine"}
 POLICY_IMPORTS = (
     "torch",
     "kvserve.scheduler.trigger",
+    "kvserve.scheduler.code_trigger",
     "kvserve.scheduler.periodic",
+    "kvserve.scheduler.pruning",
     "kvserve.scheduler.layout",
 )
 # Below these paths nothing else may be imported, the standard library and the package itself aside.

@@ -27,6 +27,7 @@ _COLUMNS = {
         Column("pool in use", "mean_pool_usage", ".0%"),
         Column("held/logical", "held_over_logical", ".2f"),
         Column("held/logical at end", "held_over_logical_at_end", ".3f"),
+        Column("bytes of blocks at end", "allocated_bytes_at_end", ",.0f"),
         Column("blocks released", "blocks_released", ",d"),
         Column("events", "compactions", ",d"),
         Column("early", "early_compactions", ",d"),

@@ -38,7 +38,7 @@ from kvserve.log import ConfigError
 
 _COLUMNS = columns(
     *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "score", "n"),
-    *("seed", "held_over_logical_at_end", "compactions_per_request"),
+    *("seed", "held_over_logical_at_end", "allocated_bytes_at_end", "compactions_per_request"),
 )
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -188,6 +188,7 @@ def score(workload: TaskPrompts, played: Played) -> Figures:
             for name in (
                 *("requests", "output_tokens", "wall_s", "output_tok_s", "preemptions"),
                 *("held_over_logical_at_end", "held_entries_at_end"),
+                *("allocated_bytes_at_end", "codebook_over_coded_at_end"),
             )
         },
     }

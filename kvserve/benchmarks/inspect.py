@@ -107,6 +107,8 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
         markdown_table(_LAYERS, _layer_rows(found)),
         "",
     ]
+    if found.details.coded_entries:
+        lines += [_codes(found), ""]
     if not found.events:
         return [*lines, f"{spec.label}: no event; its budget was never reached"]
     shown = found.events[:_MOST_EVENTS]
@@ -118,6 +120,18 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
     if len(shown) < len(found.events):
         lines.append(f"{len(found.events) - len(shown)} later events are not shown")
     return lines
+
+
+def _codes(found: Inspection) -> str:
+    """What codes did: the method's r1 and r2, and bytes."""
+    details, (layers, heads, _) = found.details, found.held.shape
+    kept = details.held_entries / (details.logical_tokens * layers * heads)
+    book = details.codebook_entries / (2 * details.coded_entries)
+    return (
+        f"codes: {details.coded_entries} of {details.held_entries} entries, with "
+        f"{details.codebook_entries} vectors (r1 {kept:.3f}, r2 {book:.3f}); "
+        f"{details.held_bytes} bytes of blocks at the end, scratch included"
+    )
 
 
 def _layer_rows(found: Inspection) -> list[Row]:

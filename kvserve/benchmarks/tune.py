@@ -26,6 +26,7 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.periodic import Periodic
+from kvserve.scheduler.pruning import Pruned
 
 _WORTH_IT = 1.03  # the least gain that is recommended
 _SETTINGS = (
@@ -99,6 +100,9 @@ def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
         except PolicyError as error:
             args.fail(f"--{error.argument}: {error}")
     check_complete(args, args.policy)
+    for spec in args.policy:
+        if isinstance(make_policy(spec.as_dict).trigger, Pruned):
+            args.fail(f"--policy: {spec.name} prunes inside of a forward, which is not simulated")
     return specs + [spec for spec in args.policy if spec not in specs]
 
 

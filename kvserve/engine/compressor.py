@@ -124,12 +124,12 @@ class Compressor:
             kept = torch.stack([found[owner] for owner in part.seq_ids.tolist()])
             chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
             if policy.keeps_blocks:
-                self._tell(part, kept, chosen)
+                self.tell(part, kept, chosen)
             else:
                 self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
-    def _tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
-        """Let followers know what a row holds whose table the scheduler has changed."""
+    def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
+        """Let followers know what rows hold whose entries need no move: ``kept [E, L, Hkv, C]``."""
         if self.on_moves is not None:
             start = torch.zeros_like(kept[:, 0, 0, 0])
             self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))

@@ -22,6 +22,7 @@ from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import RowState
 
@@ -86,8 +87,13 @@ class EngineCore:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
+        prunes = isinstance(policy.trigger, Pruned) and bool(
+            policy.trigger.prunes(np.array(prompt))
+        )
+        if prunes:
+            self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
-            _check_exact(prompt, policy)
+            _check_exact(prompt, policy, prunes)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         sequence = Sequence(
@@ -100,9 +106,10 @@ class EngineCore:
             trigger=policy.trigger,
             uneven=policy.granularity is not Granularity.MODEL,
             keeps_blocks=policy.keeps_blocks,
+            prunes_prompt=prunes,
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
-            num_shareable=self.runner.model.spec.num_shareable(prompt),
+            num_shareable=0 if prunes else self.runner.model.spec.num_shareable(prompt),
         )
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
@@ -169,7 +176,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
         scheduler = self.scheduler
-        rows, n = scheduler.rows, scheduler.rows.num_rows
+        rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
         blocks = scheduler.blocks.held(n).tolist()
         entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
         held = (-(-entries // scheduler.layout.groups)).tolist()
@@ -204,6 +211,8 @@ class EngineCore:
             tokens_evicted_total=scheduler.events.tokens_evicted,
             compaction_seconds_total=self.runner.compaction_seconds,
             steps_total=scheduler.num_steps,
+            coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
+            codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
             scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
             compaction_counts=self._counts.compactions,
             iterations=self._counts.iterations,
@@ -223,6 +232,18 @@ class EngineCore:
                 "--num-gpu-blocks-override",
                 param="prompt",
                 code="kv_cache_too_small",
+            )
+
+    def _check_whole(self, prompt: int, policy: Policy) -> None:
+        """Layers that compute different tokens cannot be computed chunk by chunk."""
+        limit = self.config.scheduler.max_num_batched_tokens
+        if prompt > limit:
+            raise RequestError(
+                f"policy {policy.name} prunes a prompt between layers and cannot compute it in "
+                f"chunks: this one has {prompt} tokens and a step takes {limit}; raise "
+                "--max-num-batched-tokens or choose another policy",
+                param="prompt",
+                code="policy_not_allowed",
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
@@ -271,6 +292,8 @@ class EngineCore:
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
+        # The scheduler's layout has the heads of all ranks.
+        block_bytes = self.scheduler.layout.block_elements * self.runner.cache.kv.element_size()
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
             logical_tokens=seq.logical_tokens,
@@ -280,6 +303,9 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
+            held_bytes=seq.held_blocks * block_bytes,
+            coded_entries=seq.coded_entries,
+            codebook_entries=seq.codebook_entries,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
@@ -293,11 +319,11 @@ class EngineCore:
         return None
 
 
-def _check_exact(num_prompt: int, policy: Policy) -> None:
+def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
     """A prompt is scored against all of itself: no event may come before its end."""
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
     state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
-    if policy.trigger.next_event(state)[0] < num_prompt:
+    if prunes or policy.trigger.next_event(state)[0] < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',

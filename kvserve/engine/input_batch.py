@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.code_store import CodedRows
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
 from kvserve.engine.transfer import to_device
@@ -33,6 +34,7 @@ class InputBatch:
         log_block_tokens: int,
         vocab_size: int,
         device: str,
+        code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -40,6 +42,13 @@ class InputBatch:
         self.block_tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
         self.log_tables = torch.zeros(log_shape, dtype=torch.int32, device=device)
         self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
+        # Index tables, vector tables, entries coded and vectors held; empty where nothing is coded.
+        none = (*table_shape[:3], 0)
+        index, vectors = code_shapes or (none, none)
+        self.index_tables = torch.zeros(index, dtype=torch.int32, device=device)
+        self.vector_tables = torch.zeros(vectors, dtype=torch.int32, device=device)
+        self.coded = torch.zeros_like(self.kv_lens)
+        self.num_vectors = torch.zeros_like(self.kv_lens)
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -58,12 +67,15 @@ class InputBatch:
             prompts = [seq.num_prompt_tokens for seq in new.sequences]
             self.prompt_lens[rows] = self._long(prompts)
             self.kv_lens[:, rows] = self._long(new.kv_lens)
+            self.coded[:, rows] = self.num_vectors[:, rows] = 0
             self.num_computed[rows] = self._long(new.num_computed)
             self.log_from[rows] = self._long(new.log_from)
             self.last_token[rows] = self._long(new.last_token)
             self.sampling.set_rows(new.sequences)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
+        _scatter(self.index_tables, output.index_update)
+        _scatter(self.vector_tables, output.vector_update)
 
     def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
         """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
@@ -82,6 +94,15 @@ class InputBatch:
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
+        if task.codes is not None:
+            self.coded[:, rows] = self._long(task.codes.coded)
+            self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
+
+    @property
+    def code_tables(self) -> tuple[Tensor, ...]:
+        """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
+        tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
+        return (*tables, self.coded, self.num_vectors)
 
     def note(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
@@ -112,8 +133,29 @@ class InputBatch:
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
+            codes=self._codes(chunk_rows, output.most_coded),
         )
         return input_ids, batch
+
+    def whole(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+        """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
+        rows, count = self._long(task.rows), int(task.old_lens.max())
+        self.after_compaction(task)
+        self.num_computed[rows] = count
+        positions = torch.arange(count, device=self.device)
+        at = rows.expand(count)
+        entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)
+        return ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            query_slots=self._query_slots(at, positions) if logs_queries else None,
+            last=entries,
+            tables=self.block_tables,
+            rows=task.rows,
+            starts=_starts(np.array([count])),
+            columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+        )
 
     def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
@@ -134,6 +176,12 @@ class InputBatch:
             causal=bool((np.diff(entries) == 1).all()),
         )
 
+    def _codes(self, rows: Tensor, most: int) -> CodedRows | None:
+        if not most:
+            return None
+        kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
+        return CodedRows(most, coded, kv, index, vectors)
+
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
@@ -141,7 +189,9 @@ class InputBatch:
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
     def _park_scores(self, output: SchedulerOutput) -> None:
-        """What policies keep of a row goes with it to host memory, and comes back."""
+        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        for place in output.discarded:
+            del self._parked_scores[place]
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
@@ -162,7 +212,7 @@ class InputBatch:
         counters = self.num_computed, self.prompt_lens, self.last_token, self.log_from
         for by_row in (*counters, *kept_scores):
             by_row[to] = by_row[source]
-        for by_group in (self.block_tables, self.log_tables, self.kv_lens):
+        for by_group in (*self.code_tables, self.kv_lens):
             by_group[:, to] = by_group[:, source]
         self.sampling.move_rows(moved, order[moved])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvserve.engine.llm import LLM
 from kvserve.engine.moves import MovePlan
 from kvserve.log import RequestError
+from kvserve.outputs import KVCacheDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask
@@ -42,6 +43,7 @@ class Inspection:
     input_ids: IntArray
     held: IntArray
     events: list[Event]
+    details: KVCacheDetails
 
     def holders(self) -> IntArray:
         """KV heads of each layer that hold each position: [L, tokens]."""
@@ -130,7 +132,7 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
     if len(output.outputs[0].token_ids) < count:
         raise RequestError("the KV pool cannot hold these tokens; raise --num-gpu-blocks-override")
     ids = np.array([*prompt, *continuation], np.int32)
-    return Inspection(ids, kept.held_at(total), kept.events)
+    return Inspection(ids, kept.held_at(total), kept.events, output.kv_cache_details)
 
 
 def _check(llm: LLM, continuation: Sequence[int], total: int) -> None:

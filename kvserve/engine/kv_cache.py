@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch, StoreKV
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.transfer import to_device
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
@@ -18,7 +19,8 @@ class KVCache:
     """``kv [num_blocks, L/LG, 2, B, Hkv/R, D]``; ``query_log`` is the same memory as log blocks.
 
     ``log_heads`` is how many query vectors a token logs: Hkv (mean over each GQA group) or Hq.
-    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each.
+    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each. ``codes`` reads and writes
+    the same memory as codes, where rows may be held so.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class KVCache:
         store_kv: StoreKV = store_kv,
     ) -> None:
         self.layout = layout
+        self.codes: CodeStore | None = None
         self.log_heads = log_heads
         self._store_kv = store_kv
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
@@ -55,8 +58,10 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
-        q: [T, Hq, D]; k, v: [T, Hkv, D].
+        What the batch's rows hold as codes is rebuilt. q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
+        if batch.codes is not None and self.codes is not None:
+            self.codes.rebuild(layer, batch.codes)
         group, place = divmod(layer, self.layout.layers_per_block)
         self._store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.coder import Coder
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
@@ -19,7 +20,10 @@ from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.moves import lanes_of
+from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
 from kvserve.engine.transfer import to_device
@@ -112,6 +116,10 @@ class ModelRunner:
         self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        self.coder: Coder | None = None
+        if cache.codes is not None:
+            self.coder = Coder(cache, cache.codes, self.compressor)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._found: dict[int, Tensor] = {}
         """Entries that events observed in the last step keep, by sequence."""
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -135,9 +143,9 @@ class ModelRunner:
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        input_ids, batch = self.batch.build(output)
-        hidden = self.model(input_ids, batch, self.cache, self.attention)
-        ends = np.cumsum(output.prefill.lengths) + output.num_decoding - 1
+        hidden = self._hidden(output)
+        chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
+        ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
         rows = output.sampled_rows
         step.scored = self._score_prompts(output, hidden)
@@ -145,13 +153,14 @@ class ModelRunner:
             return
         at = to_device(last, hidden.device)
         logits = self.model.logits(hidden[at])
-        positions = batch.positions[at] + 1
+        where = to_device(rows, hidden.device)
+        positions = self.batch.num_computed[where]
         if self.group.rank == 0:
             step.sampled = self._sample(output, step, logits, rows, positions)
             token_ids = self.group.broadcast(step.sampled.token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
-        self.batch.last_token[to_device(rows, hidden.device)] = token_ids
+        self.batch.last_token[where] = token_ids
 
     def _sample(
         self,
@@ -175,6 +184,19 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
+    def _hidden(self, output: SchedulerOutput) -> Tensor:
+        """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
+        hidden = []
+        if output.num_decoding or len(output.prefill.rows):
+            input_ids, batch = self.batch.build(output)
+            hidden.append(self.model(input_ids, batch, self.cache, self.attention))
+        for task in output.pruned:
+            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
+            hidden.append(last)
+            self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
+        return torch.cat(hidden)
+
     def _score_prompts(self, output: SchedulerOutput, hidden: Tensor) -> list[ScoredChunk]:
         """Prompt tokens that follow this step's chunks, where their log-probabilities are asked."""
         prefill = output.prefill
@@ -195,13 +217,17 @@ class ModelRunner:
         """Carry out compactions, then observe what the next step's will keep: counts per task."""
         # What was observed in the last step is carried out now or observed again.
         found, self._found = self._found, {}
+        coded = {} if self.coder is None else self.coder.take()
         if not (output.compactions or output.observations):
             return []
         started, counts = time.perf_counter(), []
         tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
-            if policy.granularity is Granularity.MODEL:
+            if task.codes is not None:
+                assert self.coder is not None
+                self.coder.run(task, coded)
+            elif policy.granularity is Granularity.MODEL:
                 scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
                 self.compressor.run(task, policy, *tables, scores)
             else:
@@ -210,6 +236,10 @@ class ModelRunner:
             self.batch.note(task.rows, self.group)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            if writes_codes(policy):
+                assert self.coder is not None
+                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
+                continue
             kept_counts, kept = self.compressor.observe(events, policy, *tables)
             counts.append(kept_counts)
             self._found |= kept

@@ -22,6 +22,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
@@ -41,6 +42,7 @@ class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
     ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
+    ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
     config: EngineConfig
@@ -51,6 +53,7 @@ class RankPlan:
     layout: KVLayout
     log_heads: int
     fp8_log: bool
+    code_slots: int
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
@@ -80,7 +83,11 @@ class RankPlan:
             cache.log_block_tokens,
             self.spec.vocab_size,
             self.device,
+            pool.code_shapes,
         )
+        if self.code_slots:
+            assert model.rotary.inv_freq is not None
+            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
         return ModelRunner(model, cache, batch, attention.backend, group)
 
 
@@ -92,6 +99,7 @@ class Pool:
     num_host_blocks: int
     table_shape: tuple[int, ...]
     log_shape: tuple[int, ...]
+    code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from kvserve.config import EngineConfig
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.startup import BuiltEngine
 from kvserve.log import RequestError
@@ -47,6 +48,12 @@ class RequestPolicies:
                 f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
                 f"start the server with --kv-layout {policy.granularity.value} (it runs with "
                 f"{layout.granularity.value})",
+                param="kv_policy",
+            )
+        if writes_codes(policy) and self._built.scheduler.blocks.codes is None:
+            raise RequestError(
+                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
+                f"start; start the server with --policy {policy.name}, or use codebook false",
                 param="kv_policy",
             )
         self._check_log(policy)

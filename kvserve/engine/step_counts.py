@@ -39,7 +39,8 @@ class StepCounts:
         """Count a step; returns its compactions, each with its sequence."""
         self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
         self.num_tokens += output.num_tokens
-        return [event for task in output.compactions for event in self._add(task)]
+        tasks = *output.compactions, *output.pruned
+        return [event for task in tasks for event in self._add(task)]
 
     def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
         reason = "pressure" if task.early else "due"

@@ -86,12 +86,20 @@ def past_scores(
     return torch.softmax(logits, dim=-1).mean(dim=-2)
 
 
-def received_mass(query: Tensor, key: Tensor, scale: float, block: int = 256) -> Tensor:
+def received_mass(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    weights: Tensor | None = None,
+    missing: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
     """Attention each key got from the last Q queries, summed over them and over a group's heads.
 
-    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i. Returns
-    float32 [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time,
-    so that no [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
+    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i, those
+    ``missing [..., Hkv, n]`` aside, and counts ``weights [Q]`` times. Returns float32
+    [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
+    [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
     """
     length, count = key.shape[-2], query.shape[-2]
     places = torch.arange(length, device=key.device)
@@ -99,8 +107,13 @@ def received_mass(query: Tensor, key: Tensor, scale: float, block: int = 256) ->
     for start in range(0, count, block):
         part = query[..., start : start + block, :]
         last = length - count + start + torch.arange(part.shape[-2], device=key.device)
-        logits = _logits(part, key, scale).masked_fill(places > last[:, None], -torch.inf)
-        mass += torch.softmax(logits, dim=-1).sum(dim=(-3, -2))
+        unseen = places > last[:, None]
+        if missing is not None:
+            unseen = unseen | missing[..., None, None, :]
+        probs = torch.softmax(_logits(part, key, scale).masked_fill(unseen, -torch.inf), dim=-1)
+        if weights is not None:
+            probs *= weights[start : start + block, None]
+        mass += probs.sum(dim=(-3, -2))
     return mass
 
 

@@ -65,7 +65,7 @@ class Admission:
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks_alone(target, log_from)
         columns = self._prefixes.cached(seq, limit)
-        if not parked and not self.chunk_length(columns.shape[0] * self._size, target, budget):
+        if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
             return False
         pool = self._blocks.pool
         pool.share(columns.ravel())  # what is hit must not be evicted to make room
@@ -80,11 +80,12 @@ class Admission:
         pool.release(columns.ravel())
         return seq.status is SequenceStatus.RUNNING
 
-    def chunk_length(self, computed: int, target: int, budget: int) -> int:
+    def chunk_length(self, seq: Sequence, computed: int, target: int, budget: int) -> int:
         """Tokens to compute now on the way to ``target``."""
         length = target - computed
         if length > budget:
-            return budget if self._chunked else 0
+            whole = seq.prunes_prompt and not computed
+            return budget if self._chunked and not whole else 0
         return length
 
     @property

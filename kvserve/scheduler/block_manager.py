@@ -9,14 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.block_table import BlockTable
+from kvserve.scheduler.block_table import NO_UPDATE, BlockTable, Rows
+from kvserve.scheduler.code_tables import CodeTables, Coding
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CodeBlocks, TableUpdate
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 
 class BlockManager:
-    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held."""
+    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held.
+
+    ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not).
+    """
 
     def __init__(
         self,
@@ -26,35 +31,41 @@ class BlockManager:
         max_model_len: int,
         log_block_tokens: int,
         prefix_cache: PrefixCache | None = None,
+        code_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.log_block_tokens = log_block_tokens
-        self.kv = BlockTable(pool, layout, max_rows, -(-max_model_len // layout.block_size))
-        self.log = BlockTable(pool, layout, max_rows, -(-max_model_len // log_block_tokens))
+        self.kv = BlockTable(pool, layout, max_rows, layout.block_size, max_model_len)
+        self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
         self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
+        self.codes: CodeTables | None = None
+        if code_slots:
+            self.codes = CodeTables(pool, layout, max_rows, max_model_len, code_slots)
 
     def start_row(self, row: int) -> None:
         """An empty row that logs no queries."""
         self.kv.start(row, 0)
         self.log.start(row, 0)
+        if self.codes is not None:
+            self.codes.start_row(row)
         self.kv_lens[:, row] = 0
         self._log_from[row] = NOT_LOGGING
 
-    def wanted(self, rows: IntArray, new: IntArray, positions: IntArray) -> int:
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
-        kv_end, log_end = self._ends(rows, new, positions)
-        wanted = int(self.kv.wanted(rows, kv_end).sum())
-        return wanted + int(self.log.wanted(rows, log_end).sum()) if log_end.any() else wanted
+        wanted = self.kv.wanted(rows, self.kv_lens[:, rows] + new[:, None])
+        logged = self._logged(rows, positions + new)
+        return wanted + self.log.wanted(rows, logged) if logged.any() else wanted
 
-    def grow(self, rows: IntArray, new: IntArray, positions: IntArray) -> None:
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         """Lend the blocks that ``wanted`` counts."""
-        kv_end, log_end = self._ends(rows, new, positions)
-        self.kv.extend(rows, kv_end)
-        if log_end.any():
-            self.log.extend(rows, log_end)
+        self.kv.extend(rows, self.kv_lens[:, rows] + new[:, None])
+        logged = self._logged(rows, positions + new)
+        if logged.any():
+            self.log.extend(rows, logged)
 
     def advance(self, rows: IntArray, new: IntArray) -> None:
         """Count ``new`` stored entries per row."""
@@ -139,6 +150,43 @@ class BlockManager:
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
+    def code(self, rows: IntArray, codings: IntArray) -> tuple[IntArray, CodeBlocks | None]:
+        """Hold rows as ``codings`` say, one after the other, until one finds no blocks.
+
+        Returns how many blocks each has given up (0 where it takes more), and what to write.
+        """
+        assert self.codes is not None
+        before = self.codes.coded[:, rows].copy(), self.codes.num_vectors[:, rows].copy()
+        released = list[int]()
+        for row, coding in zip(rows.tolist(), codings, strict=True):
+            if not self._codable(self.codes, row, coding):
+                break
+            held = int(self.held(row + 1)[row])
+            self.codes.book(row, self.kv, coding)
+            self.kv_lens[:, row] = coding.kv_lens
+            released.append(max(held - int(self.held(row + 1)[row]), 0))
+        done = len(released)
+        if not done:
+            return np.zeros(0, np.int32), None
+        coded, vectors = (held[:, :done] for held in before)
+        return np.array(released, np.int32), self.codes.blocks_of(rows[:done], (coded, vectors))
+
+    def num_coded(self, row: int) -> tuple[int, int]:
+        """Entries that a row's lanes hold as codes, and the vectors of their codebooks."""
+        if self.codes is None:
+            return 0, 0
+        return int(self.codes.coded[:, row].sum()), int(self.codes.num_vectors[:, row].sum())
+
+    def take_code_updates(
+        self, num_rows: int, scheduled: IntArray
+    ) -> tuple[TableUpdate, TableUpdate, int]:
+        """Updates of the index and vector tables; most entries that a scheduled lane has coded."""
+        if self.codes is None:
+            return NO_UPDATE, NO_UPDATE, 0
+        most = int(self.codes.coded[:, scheduled].max(initial=0))
+        index, vectors = self.codes.index, self.codes.vectors
+        return index.take_update(num_rows), vectors.take_update(num_rows), most
+
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
         self.log.move_front(rows, positions // self.log_block_tokens)
@@ -153,13 +201,15 @@ class BlockManager:
         """Whether any of the first ``num_rows`` rows logs queries."""
         return bool((self._log_from[:num_rows] < NOT_LOGGING).any())
 
-    def columns_in_use(self, rows: IntArray) -> IntArray:
-        """Columns that hold entries of each row, in the longest of its groups."""
-        longest: IntArray = self.kv_lens[:, rows].max(axis=(0, 2), initial=0)
+    def columns_in_use(self, num_rows: int) -> IntArray:
+        """Columns that hold entries of each of the first rows, in the longest of its groups."""
+        longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
         return -(-longest // self.layout.block_size)
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
+        if self.codes is not None:
+            self.codes.release_row(row)
         self.kv.release_row(row)
         self.log.release_row(row)
         self.start_row(row)
@@ -183,30 +233,48 @@ class BlockManager:
         at = np.array([row])
         self.start_row(row)
         self.kv.adopt(row, columns)
-        self.kv.extend(at, -(-kv_lens[:, None] // self.layout.block_size))
+        self.kv.extend(at, kv_lens[:, None])
         self.log.start(row, log_first)
-        self.log.extend(at, np.full_like(kv_lens, log_end)[:, None])
+        self.log.extend(at, np.array(log_end * self.log_block_tokens))
         self.kv_lens[:, row] = kv_lens
         self._log_from[row] = log_from
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
-        return self.kv.held(num_rows) + self.log.held(num_rows)
+        held = self.kv.held(num_rows) + self.log.held(num_rows)
+        return held if self.codes is None else held + self.codes.held(num_rows)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         self.kv.swap(a, b)
         self.log.swap(a, b)
+        if self.codes is not None:
+            self.codes.swap(a, b)
         self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
         self._log_from[[a, b]] = self._log_from[[b, a]]
 
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
-        cached = [] if self.prefix_cache is None else [self.prefix_cache.held()]
-        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *cached])
+        others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
+        if self.codes is not None:
+            others += [self.codes.index.all_held(), self.codes.vectors.all_held()]
+        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *others])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
+
+    def _codable(self, codes: CodeTables, row: int, coding: Coding) -> bool:
+        """Whether a row would find the blocks that ``coding`` takes."""
+        wanted = codes.wanted(row, coding)
+        if not coding.afresh:
+            # What it replaces are generated entries, which nobody shares.
+            return self.have_free(wanted - codes.replaced(row, coding))
+        named, _ = self.kv.row_entries(row)
+        own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        if self.prefix_cache is not None and not self.have_free(wanted - own):
+            self.prefix_cache.forget(named)
+            own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        return self.have_free(wanted - own)
 
     def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Every column that holds entries ``[start [n], end [LG, n, R])`` of some group of n rows.
@@ -218,11 +286,6 @@ class BlockManager:
         owner = np.repeat(np.arange(len(start)), counts)
         return owner, np.repeat(first, counts) + ragged_arange(counts), end_columns[:, owner]
 
-    def _ends(
-        self, rows: IntArray, new: IntArray, positions: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Columns after the last one wanted, keys and values ``[LG, n, R]``, log ``[n, 1]``."""
-        kv_end = -(-(self.kv_lens[:, rows] + new[:, None]) // self.layout.block_size)
-        last = positions + new
-        log_end = np.where(last > self._log_from[rows], -(-last // self.log_block_tokens), 0)
-        return kv_end, log_end[:, None]
+    def _logged(self, rows: Rows, ends: IntArray) -> IntArray:
+        """Logical positions up to which rows log queries: ``[n, 1]``, 0 for those that do not."""
+        return np.where(ends > self._log_from[rows], ends, 0)[:, None]

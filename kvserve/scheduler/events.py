@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
+from kvserve.scheduler.event_plans import Booked, EventPlans, chosen
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EventPlan, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
 
 
 class EventBook:
@@ -40,6 +42,8 @@ class EventBook:
         self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
+        self.starving = False
+        """An event that writes codes has found no blocks, and none has been booked since."""
         self._max_observed = max_observed
         self.gate = gate
         self._triggers: dict[int, Trigger] = {}
@@ -92,7 +96,11 @@ class EventBook:
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
-        plans = self._plans(self._due())
+        due = self._due()
+        self.starving = self.starving and any(
+            isinstance(self._triggers[i], CodeBook) for i in set(self.rows.policy_id[due].tolist())
+        )
+        plans = self._plans(due)
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
@@ -114,7 +122,7 @@ class EventBook:
         wanted = np.zeros(len(freed), bool)
         wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
         before = self.compactions
-        booked = self._book(_chosen(plans, wanted), None)
+        booked = self._book(chosen(plans, wanted), None)
         self.early_compactions += self.compactions - before
         return tuple(replace(task, early=True) for task in booked.compactions)
 
@@ -127,12 +135,24 @@ class EventBook:
             events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
             self._counts |= zip(events, np.moveaxis(found, 1, 0), strict=True)
 
+    def prune(self, row: int) -> CompactionTask:
+        """Book the event of a row whose prompt is computed in this step, and pruned on the way."""
+        rows, layout, at = self.rows, self.blocks.layout, np.array([row], np.int32)
+        policy_id, num_prompt = int(rows.policy_id[row]), int(rows.num_prompt[row])
+        trigger = self._triggers[policy_id]
+        assert isinstance(trigger, Pruned)
+        plan, old = self._plan(policy_id, at)
+        lengths = np.array(trigger.prompt_lengths(num_prompt, layout.num_layers), np.int32)
+        new = np.broadcast_to(lengths[:, None, None], old.shape).copy()
+        task = self._compact(EventPlans(policy_id, at, plan, old, new, True, True, layout))
+        return replace(task, token_ids=rows.token_ids[at, :num_prompt])
+
     def _due(self) -> IntArray:
         n = self.rows.num_rows
         due: IntArray = np.flatnonzero(self.rows.num_computed[:n] >= self.rows.next_event[:n])
         return due.astype(np.int32)
 
-    def _plans(self, at: IntArray) -> list[_Plans]:
+    def _plans(self, at: IntArray) -> list[EventPlans]:
         """What events of rows ``at`` would do now, policy by policy."""
         plans = []
         for policy_id in np.unique(self.rows.policy_id[at]).tolist():
@@ -143,18 +163,27 @@ class EventBook:
                 plan, old = self._plan(policy_id, part)
                 new = old - plan.evicted[None, :, None]
                 plans.append(
-                    _Plans(policy_id, part, plan, old, new, False, True, self.blocks.layout)
+                    EventPlans(policy_id, part, plan, old, new, False, True, self.blocks.layout)
                 )
         return plans
 
-    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[_Plans]:
+    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[EventPlans]:
         """Events that were observed in the step before, and those that have to be."""
         plan, old = self._plan(policy_id, at)
         owners = [self.rows.owner(row).seq_id for row in at]
         events = list(zip(owners, plan.query_start.tolist(), strict=True))
         known, new = np.array([event in self._counts for event in events]), old.copy()
-        columns = None
-        if policy_id in self._keeps_blocks:
+        columns, trigger = None, self._triggers[policy_id]
+        if isinstance(trigger, CodeBook):
+            assert self.blocks.codes is not None
+            columns = np.empty(len(events), object)
+            for i in np.flatnonzero(known):
+                afresh, found = bool(plan.window_len[i]), self._counts[events[i]]
+                columns[i] = self.blocks.codes.plan(
+                    int(at[i]), old[:, i], found, afresh, trigger.raw_fallback
+                )
+                new[:, i] = columns[i].kv_lens
+        elif policy_id in self._keeps_blocks:
             columns = np.empty(len(events), object)
             for place, event in enumerate(events):
                 columns[place] = self._counts.get(event)
@@ -162,7 +191,7 @@ class EventBook:
         else:
             for i in np.flatnonzero(known):
                 new[:, i] = self._counts[events[i]] + plan.region_start[i]
-        both = _Plans(policy_id, at, plan, old, new, True, True, self.blocks.layout, columns)
+        both = EventPlans(policy_id, at, plan, old, new, True, True, self.blocks.layout, columns)
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
@@ -170,8 +199,8 @@ class EventBook:
         return plan, self.blocks.kv_lens[:, at]
 
     def _that_pay(
-        self, gate: BreakEvenGate, plans: list[_Plans], entries_that_fit: int
-    ) -> list[_Plans]:
+        self, gate: BreakEvenGate, plans: list[EventPlans], entries_that_fit: int
+    ) -> list[EventPlans]:
         """Put off optional events that would not earn back what they cost."""
         rows, passed = self.rows, []
         for plan in plans:
@@ -195,23 +224,26 @@ class EventBook:
         recorded = self.rows.owner(row).events
         return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
 
-    def _book(self, plans: list[_Plans], max_observed: int | None) -> Booked:
+    def _book(self, plans: list[EventPlans], max_observed: int | None) -> Booked:
         """Book the events that fit a step and find their blocks; a task for each policy."""
         compactions: list[CompactionTask] = []
         observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):
             return Booked()
-        freed = np.concatenate([plan.plan.evicted for plan in plans])
+        freed = np.concatenate([self._freed(plan) for plan in plans])
         observed = np.concatenate([plan.observed for plan in plans])
         arrival = self.rows.arrival[np.concatenate([plan.at for plan in plans])]
         order = np.lexsort((arrival, -freed))
         fits = np.ones(len(order), bool)
         if max_observed is not None:
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
-        for plan in _chosen(plans, fits):
-            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -plan.plan.evicted)))
+        for plan in chosen(plans, fits):
+            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -self._freed(plan))))
             if not plan.known:
                 observations.append(self._observation(best))
+                continue
+            if isinstance(self._triggers[plan.policy_id], CodeBook):
+                compactions += self._code(best)
                 continue
             count = len(best.at)
             if best.columns is None:
@@ -220,28 +252,51 @@ class EventBook:
                 compactions.append(self._compact(best.part(slice(count))))
         if not (compactions or observations or fits.all()):
             # Those that went first find no blocks: they must not keep the others waiting.
-            return self._book(_chosen(plans, ~fits), max_observed)
+            return self._book(chosen(plans, ~fits), max_observed)
         return Booked(tuple(compactions), tuple(observations))
 
-    def _observation(self, plan: _Plans) -> ObservationTask:
+    def _freed(self, plan: EventPlans) -> IntArray:
+        """What events go by. Those that write codes evict little and come first, the oldest first:
+        behind newer ones that evict, an old one might wait for ever.
+        """
+        if isinstance(self._triggers[plan.policy_id], CodeBook):
+            return np.full(len(plan.at), NO_EVENT)
+        return plan.plan.evicted
+
+    def _observation(self, plan: EventPlans) -> ObservationTask:
         owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
         trigger = self._triggers[plan.policy_id]
         tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
         return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
 
-    def _compact(self, plan: _Plans) -> CompactionTask:
+    def _code(self, plan: EventPlans) -> list[CompactionTask]:
+        """Book, one after the other, as many events that write codes as there are blocks for."""
+        assert plan.columns is not None
+        released, codes = self.blocks.code(plan.at, plan.columns)
+        self.starving = codes is None
+        if self.starving:
+            return []
+        done = plan.part(slice(len(released)))
+        return [replace(self._booked(done, np.zeros_like(done.at), released), codes=codes)]
+
+    def _compact(self, plan: EventPlans) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""
-        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
-        at, region_start, new = plan.at, plan.plan.region_start, plan.new
-        observed = self._observation(plan)
-        rows.num_identity[at] = np.minimum(rows.num_identity[at], region_start)
+        blocks, at, new = self.blocks, plan.at, plan.new
         if plan.columns is None:
-            copy_start = blocks.make_private(at, region_start, new)
+            copy_start = blocks.make_private(at, plan.plan.region_start, new)
             released = blocks.truncate(at, new)
         else:
             copy_start = new.max(axis=(0, 2))  # nothing is copied
             kept = zip(at.tolist(), plan.columns, new.transpose(1, 0, 2), strict=True)
             released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
+        return self._booked(plan, copy_start, released)
+
+    def _booked(self, plan: EventPlans, copy_start: IntArray, released: IntArray) -> CompactionTask:
+        """Events whose blocks are found, as a task; their rows' counters are those after it."""
+        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
+        at, new = plan.at, plan.new
+        observed = self._observation(plan)
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.plan.region_start)
         rows.run_start[at] = plan.plan.run_start
         log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
@@ -265,6 +320,10 @@ class EventBook:
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
         next_event = trigger.next_event(state)
+        if isinstance(trigger, CodeBook) and self.blocks.codes is not None:
+            # What stayed raw at the prompt's end does so for good.
+            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.run_start > 0)
+            next_event[raw] = NO_EVENT
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
@@ -283,57 +342,3 @@ class EventBook:
             rows.run_start[at],
             layout.block_size,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Booked:
-    """Events of a step: those that are carried out, and those that are observed for the next."""
-
-    compactions: tuple[CompactionTask, ...] = ()
-    observations: tuple[ObservationTask, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """Events of one policy that could be booked: rows ``at`` go from ``old`` to ``new`` entries.
-
-    ``old``, ``new``: ``[LG, n, R]``. Those of an ``uneven`` policy have to be observed first; until
-    then the new ones are not ``known``.
-    """
-
-    policy_id: int
-    at: IntArray
-    plan: EventPlan
-    old: IntArray
-    new: IntArray
-    uneven: bool
-    known: bool
-    layout: KVLayout
-    columns: IntArray | None = None
-    """Of a policy that keeps whole blocks, which: an object ``[LG, R, K]`` for each row."""
-
-    @property
-    def observed(self) -> IntArray:
-        """Queries that each event still has to observe."""
-        return 0 * self.at if self.uneven and self.known else self.plan.observed
-
-    @property
-    def blocks_freed(self) -> IntArray:
-        """Blocks of keys and values that each event gives back."""
-        size = self.layout.block_size
-        return np.asarray((-(-self.old // size) - -(-self.new // size)).sum(axis=(0, 2)))
-
-    def part(self, at: IntArray | slice) -> _Plans:
-        old, new = self.old[:, at], self.new[:, at]
-        columns = None if self.columns is None else self.columns[at]
-        plan = self.plan.part(at)
-        return replace(self, at=self.at[at], plan=plan, old=old, new=new, columns=columns)
-
-
-def _chosen(plans: list[_Plans], mask: IntArray) -> list[_Plans]:
-    """The events that ``mask`` names, over all ``plans`` in order; no plan without any."""
-    ends = np.cumsum([len(plan.at) for plan in plans])
-    parts = [
-        plan.part(mask[end - len(plan.at) : end]) for plan, end in zip(plans, ends, strict=True)
-    ]
-    return [part for part in parts if len(part.at)]

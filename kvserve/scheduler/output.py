@@ -48,12 +48,33 @@ class ObservationTask:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeBlocks:
+    """Where E events write codes, and what rows hold before and after; ``[LG, E, R]``.
+
+    ``index_blocks`` and ``vector_blocks`` ``[LG, E, R, .]`` are those of each lane from its first
+    column on.
+    """
+
+    coded_before: IntArray
+    coded: IntArray
+    vectors_before: IntArray
+    num_vectors: IntArray
+    index_blocks: IntArray
+    vector_blocks: IntArray
+
+    def part(self, at: IntArray) -> CodeBlocks:
+        """The events ``at`` alone."""
+        return CodeBlocks(*(getattr(self, name)[:, at] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
 class CompactionTask(ObservationTask):
     """E events to be carried out: rows of ``old_lens`` become rows of ``new_lens [LG, E, R]``.
 
     Entries from ``copy_start[e]`` on are written again: ``dst_blocks[lg, e, r, j]`` is the block of
     column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
     What was observed in the step before (``SchedulerOutput.observations``) is not scored again.
+    With ``codes``, entries become codes: those are written, and raw entries where rows are afresh.
     ``early`` events were not due, but blocks were wanted.
     """
 
@@ -61,6 +82,7 @@ class CompactionTask(ObservationTask):
     copy_start: IntArray
     dst_blocks: IntArray
     log_from: IntArray
+    codes: CodeBlocks | None = None
     early: bool = False
 
     @classmethod
@@ -95,7 +117,8 @@ class CompactionTask(ObservationTask):
             self.dst_blocks[:, at],
             self.log_from[at],
         )
-        return replace(part, early=self.early)
+        codes = None if self.codes is None else self.codes.part(at)
+        return replace(part, codes=codes, early=self.early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +171,27 @@ class SchedulerOutput:
     observations: tuple[ObservationTask, ...]
     """Events whose counts the next step needs; their rows sit this one out."""
     row_swaps: tuple[tuple[int, int], ...]
+    discarded: tuple[int, ...]
+    """Places of rows in host memory that will not come back."""
     swap_outs: tuple[SwapTask, ...]
     swap_ins: tuple[SwapTask, ...]
     admitted: NewRows
     table_update: TableUpdate
     log_update: TableUpdate
+    index_update: TableUpdate
+    vector_update: TableUpdate
+    most_coded: int
+    """Entries that the longest coded lane of a scheduled row holds as codes; 0 if none is coded."""
     num_decoding: int
     prefill: PrefillBatch
     columns: IntArray
     """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
     logs_queries: bool
+    pruned: tuple[CompactionTask, ...]
+    """Prompts that are computed whole, and hold ``new_lens`` then; a task each, of rows as they are
+    after all row swaps."""
     sampled_chunks: IntArray
-    """Which chunks of ``prefill`` are sampled from."""
+    """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
 
@@ -167,8 +199,10 @@ class SchedulerOutput:
     def sampled_rows(self) -> IntArray:
         """The rows of ``sampled``."""
         decoding = np.arange(self.num_decoding, dtype=np.int32)
-        return np.concatenate([decoding, self.prefill.rows[self.sampled_chunks]])
+        chunks = np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
+        return np.concatenate([decoding, chunks[self.sampled_chunks]])
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decoding + len(self.prefill.token_ids)
+        pruned = sum(int(task.old_lens.max()) for task in self.pruned)
+        return self.num_decoding + len(self.prefill.token_ids) + pruned

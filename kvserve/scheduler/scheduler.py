@@ -14,10 +14,11 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.events import Booked, EventBook
+from kvserve.scheduler.event_plans import Booked
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_CHUNKS, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch, SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -50,6 +51,7 @@ class Scheduler:
         max_observed_tokens: int | None = None,
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
+        code_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -60,6 +62,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
+            code_slots,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = EventBook(
@@ -131,40 +134,55 @@ class Scheduler:
         rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
-        self.blocks.grow(decoding, np.ones_like(decoding), rows.num_computed[decoding])
+        in_front = slice(rows.num_decoding)
+        self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
         self.blocks.advance_first(rows.num_decoding)
-        rows.num_computed[: rows.num_decoding] += 1
+        rows.num_computed[in_front] += 1
         chunks = self._schedule_chunks()
-        moves_on = len(decoding) or booked.observations
+        # Observing what then finds no blocks, again and again, is no progress.
+        starving = self.events.starving and rows.num_rows > 1
+        moves_on = len(decoding) or (booked.observations and not starving)
+        if starving and not (moves_on or chunks or self._admission.has_new):
+            self._preempt()
+            moves_on = True
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
             # Chunks hold each other's blocks: the newest makes way until the oldest can go on.
             self._preempt()
             chunks = self._schedule_chunks()
         admitted = self._admission.take_new_rows()
+        pruned = self._take_pruned(chunks)
         prefill = self._prefill_batch(chunks)
-        complete = rows.num_computed[prefill.rows] == rows.num_tokens[prefill.rows]
-        sampled = np.concatenate([decoding, prefill.rows[complete]])
+        caught_up = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
+        complete = rows.num_computed[caught_up] == rows.num_tokens[caught_up]
+        sampled = np.concatenate([decoding, caught_up[complete]])
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
-        swap_outs, swap_ins = self.swap.take_tasks()
+        discarded, swap_outs, swap_ins = self.swap.take_tasks()
+        scheduled = np.concatenate([decoding, prefill.rows])
+        index_update, vector_update, most_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
             compactions=booked.compactions,
             observations=booked.observations,
             row_swaps=rows.take_swaps(),
+            discarded=discarded,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
             admitted=admitted,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
+            index_update=index_update,
+            vector_update=vector_update,
+            most_coded=most_coded,
             num_decoding=len(decoding),
             prefill=prefill,
-            columns=self.blocks.columns_in_use(np.concatenate([decoding, prefill.rows])),
+            columns=self.blocks.columns_in_use(n)[scheduled],
             logs_queries=self.blocks.logs_queries(n),
+            pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
-            sampled=tuple(rows.owner(row) for row in sampled),
+            sampled=tuple(map(rows.owner, sampled.tolist())),
         )
 
     def update(
@@ -206,6 +224,8 @@ class Scheduler:
         per_entry = self.layout.layers_per_block * self.layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.held_blocks = int(self.blocks.held(seq.row + 1)[seq.row])
+        seq.coded_entries, seq.codebook_entries = self.blocks.num_coded(seq.row)
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
@@ -222,7 +242,8 @@ class Scheduler:
             self._outgrow(seq)
             self._drop_finished()
             return
-        if rows.compactions[seq.row] and self.swap.park(seq):
+        coded, _ = self.blocks.num_coded(seq.row)
+        if rows.compactions[seq.row] and not coded and self.swap.park(seq):
             self.num_swaps += 1
         seq.replay_until = max(seq.replay_until, int(rows.num_computed[seq.row]))
         self._empty_row(seq)
@@ -272,6 +293,8 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
+        if self.events.starving:  # newcomers would take what it waits for
+            return chunks
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             seq = self.waiting.first
             if not self._admission.admit(seq, budget):
@@ -292,7 +315,9 @@ class Scheduler:
         """
         rows, at = self.rows, np.array([row], np.int32)
         target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
-        length = self._admission.chunk_length(int(rows.num_computed[row]), target, budget)
+        length = self._admission.chunk_length(
+            rows.owner(row), int(rows.num_computed[row]), target, budget
+        )
         new = np.array([length], np.int32)
         if not length or not self.blocks.have_free(
             self.blocks.wanted(at, new, rows.num_computed[at])
@@ -301,6 +326,18 @@ class Scheduler:
         self.blocks.grow(at, new, rows.num_computed[at])
         self._prefixes.publish_chunk(row, length)
         return length
+
+    def _take_pruned(self, chunks: list[tuple[int, int]]) -> tuple[CompactionTask, ...]:
+        """Take whole prompts that are pruned while they are computed out of ``chunks``."""
+        rows, tasks = self.rows, []
+        for chunk in chunks.copy():
+            row, length = chunk
+            if rows.owner(row).prunes_prompt and not rows.num_computed[row]:
+                chunks.remove(chunk)
+                self.blocks.advance(np.array([row]), np.array([length]))
+                rows.num_computed[row] = length
+                tasks.append(self.events.prune(row))
+        return tuple(tasks)
 
     def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
         if not chunks:

@@ -36,6 +36,8 @@ class Sequence:
     """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
     keeps_blocks: bool = False
     """Its policy keeps whole blocks: what is observed is which, and no entry moves."""
+    prunes_prompt: bool = False
+    """Its prompt is computed in one step, fewer tokens from layer to layer."""
     sampling: Any = None
     num_shareable: int = NO_EVENT
     """Leading tokens whose entries depend on the tokens before them alone; a prefix cache may hold
@@ -55,6 +57,9 @@ class Sequence:
     logical_tokens: int = 0
     held_tokens: int = 0
     held_entries: int = 0
+    held_blocks: int = 0
+    coded_entries: int = 0
+    codebook_entries: int = 0
     compactions: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0

@@ -41,6 +41,7 @@ class SwapSpace:
         self._parked: dict[int, ParkedRow] = {}
         self._outs: list[SwapTask] = []
         self._ins: list[SwapTask] = []
+        self._discarded: list[int] = []
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.seq_id in self._parked
@@ -97,14 +98,16 @@ class SwapSpace:
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
-        self.pool.release(self._parked.pop(seq.seq_id).host_blocks)
+        host_blocks = self._parked.pop(seq.seq_id).host_blocks
+        self._discarded.append(int(host_blocks[0]))
+        self.pool.release(host_blocks)
 
-    def take_tasks(self) -> tuple[tuple[SwapTask, ...], tuple[SwapTask, ...]]:
-        """Rows that left and rows that came back since the last call."""
-        outs, ins = tuple(self._outs), tuple(self._ins)
-        self._outs.clear()
-        self._ins.clear()
-        return outs, ins
+    def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
+        """Places forgotten, rows that left and rows that came back since the last call."""
+        tasks = tuple(self._discarded), tuple(self._outs), tuple(self._ins)
+        for taken in (self._discarded, self._outs, self._ins):
+            taken.clear()
+        return tasks
 
     def check_integrity(self) -> None:
         """Every host block is free or holds a part of one parked row."""

@@ -188,7 +188,7 @@ class AtPrefillEnd(OnDate):
         return np.where(due, rows.num_prompt, NO_EVENT).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         return _whole_row(rows, np.zeros_like(rows.kv_len), self.budget.of, self.num_queries)
@@ -216,7 +216,7 @@ class WhenOver(OnDate):
         return np.asarray(np.maximum(rows.num_prompt, free))
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
@@ -258,7 +258,7 @@ class Bounded(OnDate):
         return np.where(reads, cut, np.maximum(rows.num_prompt, later)).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return _last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
@@ -305,7 +305,7 @@ class EveryStep(OnDate):
         )
 
 
-def _last_queries(next_event: IntArray, count: int) -> IntArray:
+def last_queries(next_event: IntArray, count: int) -> IntArray:
     """Log the ``count`` queries in front of the next event, if there is one."""
     if count == 0:
         return np.full_like(next_event, NOT_LOGGING)

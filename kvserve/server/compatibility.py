@@ -52,7 +52,7 @@ def markdown() -> str:
     for policy in policies:
         core = _core(policy)
         cells = [_ask(core, fields, reasons) for fields in _FEATURES.values()]
-        features.append([f"`{_label(policy)}`", *cells, _ask_for_ranks(policy, reasons)])
+        features.append([f"`{_label(policy)}`", *cells, _ask_for_ranks(core, policy, reasons)])
         cells = [_ask(core, {"kv_policy": other}, reasons) for other in policies]
         choices.append([f"`{_label(policy)}`", *cells])
     parts = [
@@ -95,10 +95,12 @@ def _core(policy: Mapping[str, Any]) -> EngineCore:
     return EngineCore(_config(policy, max_num_seqs=4))
 
 
-def _ask_for_ranks(policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
+def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
     """What an engine of two ranks would say, without starting one."""
+    layout = core.scheduler.layout
+    made = make_policy(policy).for_model(layout.num_layers, layout.block_size)
     try:
-        choose_granularity(_config(policy, tensor_parallel_size=2), make_policy(policy))
+        choose_granularity(_config(policy, tensor_parallel_size=2), made)
     except ConfigError as refused:
         return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
     return "yes"

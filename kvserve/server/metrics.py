@@ -243,6 +243,9 @@ class Metrics:
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", ("policy",), released
         )
+        coded, book = stats.coded_entries, stats.codebook_entries
+        yield self._gauge("kv_coded_entries", "Entries that are held as codes", coded)
+        yield self._gauge("kv_codebook_entries", "Vectors that stand for their halves", book)
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
         family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)

@@ -37,6 +37,9 @@ class KVCacheDetailsBody(BaseModel):
     compactions: int
     blocks_released: int
     peak_blocks: int
+    held_bytes: int
+    coded_entries: int
+    codebook_entries: int
 
 
 class PromptTokensDetails(BaseModel):

@@ -30,19 +30,25 @@ def load_dense(directory: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def dense_pass(model: PreTrainedModel, tokens: list[int], events: Sequence[Event]) -> DensePass:
-    """One dense pass of transformers; every query sees what its layer and head then held."""
+def dense_pass(
+    model: PreTrainedModel, tokens: list[int], events: Sequence[Event], *, pruned: bool = False
+) -> DensePass:
+    """One dense pass of transformers; every query sees what its layer and head then held.
+
+    With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
+    """
     heads = model.config.num_attention_heads
     group = heads // model.config.num_key_value_heads
     hooks = []
     for layer, block in enumerate(model.model.layers):
         visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
-        for event in events:
+        for number, event in enumerate(events):
             # Later events overwrite the rows they share.
+            first = 0 if pruned and number == 0 else event.seen
             for head in range(heads):
-                visible[head, event.seen :, : event.seen] = False
+                visible[head, first:, : event.seen] = False
                 held = torch.as_tensor(event.held[layer, head // group]).long()
-                visible[head, event.seen :, held[held >= 0]] = True
+                visible[head, first:, held[held >= 0]] = True
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
         hooks.append(
             block.self_attn.register_forward_pre_hook(

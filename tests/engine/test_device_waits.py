@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache, startup
+from kvserve.engine import compressor, kv_cache, rank, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
@@ -85,7 +85,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return Choice("triton", ByPhase(attention, attention), store_kv_triton, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
-    monkeypatch.setattr(startup, "select_backend", choose)
+    monkeypatch.setattr(rank, "select_backend", choose)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)

@@ -193,3 +193,21 @@ def test_the_gate_learns_from_the_engines_own_steps(
     assert seen and all(seconds > 0 for seconds in seen)
     assert stats.compactions_total >= len(seen)
     assert bool(stats.skipped_compactions_total) == (event_seconds > 0)
+
+
+def test_nothing_stays_of_a_parked_sequence_that_is_aborted(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, {"name": "h2o", "budget": 12}, swap_space=1 / 2048)
+    engine, scheduler = llm.engine, llm.engine.core.scheduler
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    for name, prompt in zip("ab", PROMPTS[2:], strict=False):
+        engine.add_request(name, prompt, params)
+    for _ in range(4):
+        engine.step()
+    preempt_now_and_then(scheduler, np.random.default_rng(0), 1.0)
+    scheduler._admission.admit = lambda seq, budget: False  # type: ignore[method-assign]
+    engine.step()
+    parked = engine.core.runner.batch._parked_scores
+    assert scheduler.num_swaps == len(parked) == 1
+    engine.abort_request("b")
+    engine.step()
+    assert not parked and scheduler.swap.pool.num_free == scheduler.swap.pool.capacity

@@ -157,6 +157,10 @@ def test_a_request_may_bring_its_own_policy(llm: LLM) -> None:
             {"tensor_parallel_size": 2, "policy": {"name": "adakv", "budget": 64}},
             "--tensor-parallel-size: with --kv-layout head",
         ),
+        (
+            {"tensor_parallel_size": 2, "policy": {"name": "spindlekv"}},
+            "--tensor-parallel-size: with --kv-layout head",
+        ),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "--max-num-batched-tokens"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "--max-num-batched"),
         ({"windowing": 3}, "windowing"),

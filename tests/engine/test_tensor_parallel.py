@@ -40,11 +40,12 @@ REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": {"name": "dynamickv", "budget": 20, "interval": 2}},
     {"kv_policy": {"name": "windowkv", "budget": 40, "window": 4, "chunk_size": 4}},
     {"kv_policy": {"name": "chunkkv", "budget": 24, "chunk_size": 6}},
+    {"kv_policy": {"name": "pyramidinfer", "min_context": 6, "decay": 0.2, "period": 8}},
     {"kv_policy": {"name": "h2o", "budget": 30}},
     {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 1.0},
     {"kv_policy": "none", "prompt_logprobs": 2, "logprobs": 2},
 ]
-PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 40, 37, 45])
+PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 37, 45])
 
 
 @contextmanager

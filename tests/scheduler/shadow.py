@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
@@ -44,6 +45,9 @@ class ShadowRunner:
         self.computed = np.zeros(rows, int)
         self.log_from = np.zeros(rows, int)
         self.last_token = np.zeros(rows, int)
+        self.coded: list[dict[Lane, int]] = [dict.fromkeys(self.lanes, 0) for _ in range(rows)]
+        self.code_memory: dict[Slot, tuple[str, int]] = {}
+        """What index slots (an entry's content) and vectors (their number) hold."""
         self.parked: dict[int, dict[Lane, list[int]]] = {}
         self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -61,6 +65,7 @@ class ShadowRunner:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
             self.held[a], self.held[b] = self.held[b], self.held[a]
+            self.coded[a], self.coded[b] = self.coded[b], self.coded[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
         self._swap(output)
@@ -73,6 +78,8 @@ class ShadowRunner:
         for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
             self._store(row, output.prefill.token_ids[first : first + length].tolist())
             first += length
+        for task in output.pruned:
+            self._prune(task)
         self.check()
         for seq in output.sampled:
             newest = [lane[-1] for lane in self.held[seq.row].values()]
@@ -83,13 +90,78 @@ class ShadowRunner:
         """Rows and cached columns hold what they should."""
         for row in range(self.scheduler.rows.num_rows):
             for lane in self.lanes:
-                held = self.held[row][lane]
-                assert [self.memory[self._slot(row, lane, i)] for i in range(len(held))] == held
+                held, coded = self.held[row][lane], self.coded[row][lane]
+                raw = range(coded, len(held))
+                assert [self.memory[self._slot(row, lane, i)] for i in raw] == held[coded:]
+                self._check_codes(row, lane)
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
+            self._check_held(row)
+        assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache._columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
+
+    def _check_held(self, row: int) -> None:
+        """What a row is said to hold is the number of blocks that it names."""
+        blocks = self.scheduler.blocks
+        codes = [] if blocks.codes is None else [blocks.codes.index, blocks.codes.vectors]
+        named = [table.row_entries(row)[0] for table in (blocks.kv, blocks.log, *codes)]
+        assert blocks.held(row + 1)[row] == len(np.unique(np.concatenate(named)))
+
+    def _check_codes(self, row: int, lane: Lane) -> None:
+        """Codes are where the tables say, and a lane's coded columns name its head's scratch."""
+        codes, coded = self.scheduler.blocks.codes, self.coded[row][lane]
+        if codes is None:
+            return
+        at, (group, head) = (lane[0], row, lane[1]), lane
+        assert codes.coded[at] == coded and coded % self.size == 0
+        for i in range(coded):
+            block = codes.index.blocks[(*at, i // codes.slots_per_block)]
+            held = self.code_memory[int(block), i % codes.slots_per_block]
+            assert held == ("entry", self.held[row][lane][i])
+        for i in range(codes.num_vectors[at]):
+            block = codes.vectors.blocks[(*at, i // codes.vectors_per_block)]
+            assert self.code_memory[int(block), i % codes.vectors_per_block] == ("vector", i)
+        columns = slice(0, coded // self.size)
+        longest = int(codes.coded[:, row, head].argmax())
+        scratch = self.scheduler.blocks.kv.blocks[longest, row, head, columns]
+        assert (self.tables[group, row, head, columns] == scratch).all()
+
+    def _observe_codes(self, task: ObservationTask) -> IntArray:
+        """Entries kept, or coded in addition, and a number of vectors up to the worst case."""
+        codes, found = self.scheduler.blocks.codes, np.zeros((*task.old_lens.shape, 2), np.int32)
+        assert codes is not None
+        for e, row in enumerate(task.rows):
+            self._check_queries(task, e)
+            for lane in self.lanes:
+                held, coded = self.held[row][lane], self.coded[row][lane]
+                if task.plan.window_len[e]:
+                    entries = self._count(task, e, lane)
+                    new = entries // self.size * self.size
+                else:
+                    entries = (len(held) - coded) // self.size * self.size if coded else 0
+                    new = entries
+                found[lane[0], e, lane[1]] = entries, held[-1] % (2 * new + 1)
+        return found
+
+    def _code(self, task: CompactionTask, e: int, row: int, lane: Lane) -> None:
+        """Write codes, and a row that begins afresh."""
+        codes, tables, at = task.codes, self.scheduler.blocks.codes, (lane[0], e, lane[1])
+        assert codes is not None and tables is not None
+        held, coded = self.held[row][lane], int(codes.coded[at])
+        if task.plan.window_len[e]:
+            held = self.held[row][lane] = held[len(held) - task.new_lens[at] :]
+            for i in range(coded, len(held)):
+                self.memory[int(task.dst_blocks[(*at, i // self.size)]), i % self.size] = held[i]
+        assert codes.coded_before[at] == self.coded[row][lane]
+        self.coded[row][lane] = coded
+        for i in range(codes.coded_before[at], coded):
+            block = codes.index_blocks[(*at, i // tables.slots_per_block)]
+            self.code_memory[int(block), i % tables.slots_per_block] = "entry", held[i]
+        for i in range(codes.vectors_before[at], codes.num_vectors[at]):
+            block = codes.vector_blocks[(*at, i // tables.vectors_per_block)]
+            self.code_memory[int(block), i % tables.vectors_per_block] = "vector", i
 
     def _nothing(self) -> dict[Lane, list[int]]:
         return {lane: [] for lane in self.lanes}
@@ -103,8 +175,10 @@ class ShadowRunner:
             self.last_token[seq.row] = new.last_token[i]
             if seq.row in back:
                 self.held[seq.row] = back[seq.row]
+                self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
                 continue
             self.held[seq.row] = self._nothing()
+            self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
             for token in seq.token_ids[: new.num_computed[i]]:
                 for held in self.held[seq.row].values():
                     held.append(content(held, int(token)))
@@ -112,6 +186,8 @@ class ShadowRunner:
 
     def _swap(self, output: SchedulerOutput) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
+        for place in output.discarded:
+            del self.parked[place]
         for task in output.swap_outs:
             self.parked[task.place] = self.held[task.row]
             self.held[task.row] = self._nothing()
@@ -128,23 +204,39 @@ class ShadowRunner:
     def _filled(self, memory: Mapping[Slot, object], block: int) -> list[int]:
         return [i for i in range(max(self.size, self.log_size)) if (block, i) in memory]
 
-    def _store(self, row: int, tokens: list[int]) -> None:
+    def _store(self, row: int, tokens: list[int], stored: list[Lane] | None = None) -> None:
+        """Keys and values in all lanes, or those of ``stored``; queries in all."""
         for token in tokens:
             position = int(self.computed[row])
             for lane in self.lanes:
                 held = self.held[row][lane]
-                slot = self._slot(row, lane, len(held))
-                assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
-                held.append(content(held, token))
-                self.memory[slot] = held[-1]
+                if stored is None or lane in stored:
+                    slot = self._slot(row, lane, len(held))
+                    assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
+                    held.append(content(held, token))
+                    self.memory[slot] = held[-1]
                 if position >= self.log_from[row]:
                     query_slot = self._query_slot(row, lane, position)
                     assert self.scheduler.pool.ref[query_slot[0]] == 1
                     self.log_memory[query_slot] = (self.owner[row], position)
             self.computed[row] += 1
 
+    def _prune(self, task: CompactionTask) -> None:
+        """A whole prompt, of which each lane stores the newest tokens."""
+        (row,), (count,) = task.rows.tolist(), task.old_lens.max(axis=(0, 2)).tolist()
+        assert task.token_ids is not None and not self.computed[row]
+        tokens, self.log_from[row] = task.token_ids[0].tolist(), task.log_from[0]
+        assert len(tokens) == count
+        kept = {lane: int(task.new_lens[lane[0], 0, lane[1]]) for lane in self.lanes}
+        for token in tokens:
+            left = count - int(self.computed[row])
+            self._store(row, [token], [lane for lane in self.lanes if left <= kept[lane]])
+        self._note_event(row, 1)
+
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
+        if isinstance(self.triggers[task.policy_id], CodeBook):
+            return self._observe_codes(task)
         if task.policy_id in self.scheduler.events._keeps_blocks:
             return self._observe_blocks(task)
         counts = np.zeros_like(task.old_lens)
@@ -184,6 +276,9 @@ class ShadowRunner:
             self._check_queries(task, e)
             start, windows, length = plan.region_start[e], plan.windows[e], plan.window_len[e]
             for lane in self.lanes:
+                if task.codes is not None:
+                    self._code(task, e, row, lane)
+                    continue
                 at = (lane[0], e, lane[1])
                 old = self.held[row][lane]
                 if task.policy_id in self.scheduler.events._keeps_blocks:
@@ -204,10 +299,13 @@ class ShadowRunner:
                     self.memory[block, i % self.size] = new[i]
                 self.held[row][lane] = new
             self.log_from[row] = task.log_from[e]
-            events, before = self.events[self.owner[row]], self.before[self.owner[row]]
-            events.append((int(self.computed[row]), int(windows)))
-            again = before[: len(events)]
-            assert events[: len(again)] == again, "a recomputation did not replay its events"
+            self._note_event(row, int(windows))
+
+    def _note_event(self, row: int, windows: int) -> None:
+        events, before = self.events[self.owner[row]], self.before[self.owner[row]]
+        events.append((int(self.computed[row]), windows))
+        again = before[: len(events)]
+        assert events[: len(again)] == again, "a recomputation did not replay its events"
 
     def _check_queries(self, task: ObservationTask, e: int) -> None:
         """The queries that score an event's windows are in the log, if this trigger logs them."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.events import Booked
+from kvserve.scheduler.event_plans import Booked
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
@@ -15,6 +15,8 @@ from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
+    CODES,
+    IN_PROMPT,
     LAYOUTS,
     TRIGGERS,
     UNEVEN,
@@ -221,10 +223,10 @@ def test_freed_blocks_let_more_sequences_run_at_once() -> None:
     assert running[7] > 1.3 * running[0]
 
 
-@pytest.mark.parametrize("policy", [i for i, t in TRIGGERS.items() if getattr(t, "block", 0) == 0])
+@pytest.mark.parametrize("policy", sorted(set(TRIGGERS) - IN_PROMPT))
 def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
-    """Policies that say so (``block``) aside; chunks of five tokens."""
-    layout = LAYOUTS[1] if policy in UNEVEN else LAYOUTS[0]
+    """Policies that say so aside; chunks of nine tokens."""
+    layout = LAYOUTS[2 if policy in CODES else 1 if policy in UNEVEN else 0]
     scheduler = make_scheduler(120, layout, max_num_batched_tokens=9)
     shadow = ShadowRunner(scheduler, TRIGGERS)
     scheduler.add(make_sequence(0, 40, 60, policy=policy))

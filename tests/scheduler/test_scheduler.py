@@ -7,6 +7,7 @@ import pytest
 
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
@@ -46,8 +47,9 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     layout: KVLayout, policy: int, num_host_blocks: int
 ) -> None:
     """Chunks, neighbours, preemptions and swaps change neither events nor what they take."""
+    budget = 20 if isinstance(TRIGGERS[policy], Pruned) else 9
     scheduler = make_scheduler(
-        100, layout, max_num_batched_tokens=9, num_host_blocks=num_host_blocks
+        100, layout, max_num_batched_tokens=budget, num_host_blocks=num_host_blocks
     )
     preempt_now_and_then(scheduler, np.random.default_rng(policy), 0.15)
     shadow = ShadowRunner(scheduler, TRIGGERS)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.scheduler.traffic import Traffic
+from tests.scheduler.traffic import CODES, Traffic
 
 OPERATIONS = 2_000
 RUNS = 10
@@ -22,6 +22,7 @@ def what_happened(traffic: Traffic) -> Counter[str]:
         swaps=scheduler.num_swaps,
         recomputed=scheduler.num_preemptions - scheduler.num_swaps,
         hits=traffic.num_hits,
+        pruned=traffic.num_pruned,
         finished=len(traffic.finished),
     )
 
@@ -34,7 +35,22 @@ def test_20_000_random_operations(half: int) -> None:
         traffic = Traffic(seed)
         traffic.run(OPERATIONS)
         seen += what_happened(traffic)
-    assert len(seen) == 8, seen
+    assert len(seen) == 9, seen
+
+
+@pytest.mark.parametrize(
+    ("requests", "operations"), [(200, 420), pytest.param(1_000, 2_300, marks=pytest.mark.slow)]
+)
+def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> None:
+    """Aborts, preemptions and shared prompts among them; the pool is whole in the end."""
+    seen: Counter[str] = Counter()
+    for seed in (2, 5, 8):
+        traffic = Traffic(seed, CODES)
+        traffic.run(operations)
+        seen += what_happened(traffic) + Counter(added=traffic.num_added)
+        assert all(seq.held_blocks >= 0 for seq in traffic.finished)
+    assert seen["added"] > requests and seen["finished"] < seen["added"], seen
+    assert seen["compactions"] > requests and seen["recomputed"] and seen["hits"], seen
 
 
 @pytest.mark.slow

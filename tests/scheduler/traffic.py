@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.pruning import Pruned, Taper
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import (
@@ -31,6 +33,13 @@ class WholeBlocks(Budget):
 
     def of(self, n: IntArray) -> IntArray:
         return np.minimum(n, super().of(n) // 4 * 4 + n % 4)
+
+
+class Halves(Taper):
+    """Half of what a layer computes goes on to the next one."""
+
+    def of(self, layer: int, num_layers: int) -> float:
+        return 0.5
 
 
 TRIGGERS: dict[int, Trigger] = {
@@ -54,18 +63,26 @@ TRIGGERS: dict[int, Trigger] = {
     17: WhenOver(24, 15, num_queries=5, protect_prompt=False),
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
     19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
+    20: Pruned(0.2, 3, Halves(0), 1, 5, Taper(0.1), 0.9),
+    21: CodeBook(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
+    22: CodeBook(Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False),
 }
-UNEVEN = {16, 17, 18, 19}
+UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
 KEEPS_BLOCKS = {19}
 """Of these, whole blocks stay where they are."""
+CODES = {21, 22}
+"""Of these, what is held becomes codes; only tables by head can hold such rows."""
+IN_PROMPT = {10, 11, 20}
+"""These have events before the prompt is in, or are computed whole."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
 
 def policies_of(layout: KVLayout) -> list[int]:
     """Those that can run in a layout."""
-    return [i for i in TRIGGERS if i not in UNEVEN or layout is not LAYOUT]
+    coded = CODES if layout.granularity is not Granularity.HEAD else set()
+    return [i for i in TRIGGERS if i not in coded and (i not in UNEVEN or layout != LAYOUT)]
 
 
 def make_scheduler(
@@ -78,6 +95,7 @@ def make_scheduler(
         "max_model_len": 128,
         "log_block_tokens": 8,
         "admission_reserve": 4,
+        "code_slots": 24 if layout.granularity is Granularity.HEAD else 0,
     }
     merged: dict[str, Any] = {**defaults, **settings}
     host = merged.pop("num_host_blocks", 0) * layout.groups
@@ -93,6 +111,8 @@ def make_sequence(
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, priority=priority)
     seq.uneven, seq.keeps_blocks = policy in UNEVEN, policy in KEEPS_BLOCKS
+    if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
+        seq.prunes_prompt, seq.num_shareable = True, 0
     return seq
 
 
@@ -139,11 +159,12 @@ def preempt_now_and_then(
 class Traffic:
     """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policies: set[int] | None = None) -> None:
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
         layout = LAYOUTS[seed % 3]
+        self.policies = sorted(policies or policies_of(layout))
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)),
             layout,
@@ -157,7 +178,7 @@ class Traffic:
         self.shadow = ShadowRunner(self.scheduler, TRIGGERS)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
-        self.num_added = self.num_hits = 0
+        self.num_added = self.num_hits = self.num_pruned = 0
         preempt_now_and_then(self.scheduler, rng, 0.01)
 
     def run(self, operations: int) -> None:
@@ -178,6 +199,7 @@ class Traffic:
             output = scheduler.schedule()
             assert output.num_tokens <= self.budget
             self.num_hits += int(output.admitted.num_computed.any())
+            self.num_pruned += len(output.pruned)
             self._learn(output.num_decoding)
             tokens = self.shadow.run(output)
             self.finished += scheduler.update(output, tokens, self.shadow.counts)
@@ -187,7 +209,7 @@ class Traffic:
         """One request: a prompt that may begin like others, in one to three branches."""
         rng, scheduler = self.rng, self.scheduler
         prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
-        policy = int(rng.choice(policies_of(scheduler.layout)))
+        policy = int(rng.choice(self.policies))
         first = int(rng.integers(2, 5))
         for _ in range(int(rng.choice([1, 1, 3]))):
             seq = make_sequence(

@@ -134,6 +134,9 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "compactions": 2,
         "blocks_released": 1,
         "peak_blocks": 0,
+        "held_bytes": 0,
+        "coded_entries": 0,
+        "codebook_entries": 0,
     }
     batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from kvserve.engine.code_store import CodedRows
 from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
@@ -29,6 +30,8 @@ class ForwardBatch:
     On the host: ``rows [S]`` of the tables; ``starts [S + 1]``, the chunks' first tokens and T;
     ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups); ``causal``,
     whether every token of a chunk sees one entry more than the token before it.
+
+    ``codes``: what of the rows is held as codes, and has to be rebuilt before a layer attends.
     """
 
     positions: Tensor
@@ -41,6 +44,7 @@ class ForwardBatch:
     starts: IntArray
     columns: IntArray
     causal: bool = True
+    codes: CodedRows | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -61,6 +65,7 @@ class ForwardBatch:
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
+            codes=None,
         )
 
     def by_token(self) -> ForwardBatch:

@@ -27,6 +27,11 @@ class Rotary:
         self._inv_freq = _inverse_frequencies(spec.rope, spec.head_dim).to(device)
         self._scale = _attention_factor(spec.rope)
 
+    @property
+    def inv_freq(self) -> Tensor | None:
+        """float32 [D / 2], if they are the same for all positions and lengths."""
+        return None if self._rope.kind == "dynamic" else self._inv_freq
+
     def at(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """positions, prompt_lens (of each token's sequence): [T] -> cos, sin: [T, 1, D]."""
         inv_freq = self._inv_freq

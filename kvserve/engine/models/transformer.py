@@ -44,7 +44,7 @@ class Layer(nn.Module):
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, spec.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
     ) -> Tensor:
         """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
-        hidden = self._embed(input_ids)
+        hidden = self.embed(input_ids)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
         planned = attention.plan(batch)
         for index, layer in enumerate(self.layers):
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         logits = self.group.gather(linear(hidden, self.head), dim=1)
         return logits[:, : self.spec.vocab_size].float()
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]: each token from the rank that has it, nothing from the others."""
         if self.group.size == 1:
             return F.embedding(input_ids, self.embedding)

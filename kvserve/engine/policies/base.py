@@ -63,6 +63,11 @@ class Policy(Protocol):
         return self
 
     @property
+    def caution(self) -> str:
+        """What the start-up table says of it on this model, if there is something to say."""
+        return ""
+
+    @property
     def trigger(self) -> Trigger:
         """When events are due, and what they do to lengths."""
         ...
@@ -132,6 +137,20 @@ class UnevenPolicy(Policy, Protocol):
 
         A place that is not there (where a lane holds less than ``length``, its row begins later)
         scores -inf, and counts never exceed what is there.
+        """
+        ...
+
+
+class PruningPolicy(UnevenPolicy, Protocol):
+    """A policy that also prunes a prompt from layer to layer, while it is computed.
+
+    Its trigger is a ``Pruned``.
+    """
+
+    def survivors(self, obs: Observation, keep: int) -> Tensor:
+        """The ``keep`` places of a layer's tokens that the next layer computes: ascending int64.
+
+        obs: one event of one layer, with the queries of its recent tokens.
         """
         ...
 

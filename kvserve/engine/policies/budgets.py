@@ -58,6 +58,30 @@ def group_budgets(
     return [*(first - group * step for group in range(num_groups - 1)), last]
 
 
+def linear_budgets(
+    length: int, window: int, ratio: Fraction, least: Fraction, num_layers: int
+) -> list[int]:
+    """Entries before the window that each layer keeps, falling linearly from the first to the last.
+
+    Windows included, a layer keeps ``ratio`` of ``length`` entries on average, rounded down; the
+    last one keeps the share ``least`` of its context, or the first one all of it. Too small a ratio
+    is spread flat. SpindleKV, section 3 (with the sign of its second branch put right).
+    """
+    context = length - window
+    if context <= 0:
+        return [0] * num_layers
+    mean = max((ratio * length - window) / context, Fraction(0))
+    first, last = 2 * mean - least, least
+    if mean <= least or num_layers == 1:
+        first = last = mean
+    elif 2 * mean > 1 + least:
+        first, last = Fraction(1), 2 * mean - 1
+    shares = [
+        first + (last - first) * Fraction(i, max(num_layers - 1, 1)) for i in range(num_layers)
+    ]
+    return [int(share * context // 1) for share in shares]
+
+
 def share_out(counts: Tensor, base: Tensor, alpha: Fraction, exact: bool) -> Tensor:
     """Mix counts with a uniform share: ``round(counts * (1 - alpha) + floor(base * alpha))``.
 

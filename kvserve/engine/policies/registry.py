@@ -16,10 +16,12 @@ from kvserve.engine.policies.h2o import H2O
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.none import NoCompression
+from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.schema import describe
 from kvserve.engine.policies.snapkv import SnapKV
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
 from kvserve.engine.policies.windowkv import WindowKV
 
@@ -33,9 +35,11 @@ _BUILT_IN = (
     KeyDiff,
     ChunkKV,
     PyramidKV,
+    PyramidInfer,
     DynamicKV,
     WindowKV,
     AdaKV,
+    SpindleKV,
 )
 
 

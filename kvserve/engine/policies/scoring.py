@@ -68,6 +68,20 @@ class Observation:
             mass[..., : self.earlier.shape[-1]] += self.earlier
         return mass
 
+    def weighted_mass(self, weights: Tensor) -> Tensor:
+        """Attention that earlier keys get from the last W queries, which count ``weights [W]``.
+
+        The mean over these and over the query heads of all ranks, for each of their KV heads:
+        float32 [E, L, H, n - W], -inf where no entry is; lanes of a layer are equally long.
+        """
+        (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
+        mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
+        mass = self.all_heads(mass[..., : mass.shape[-1] - window])
+        mean = mass.mean(dim=2, keepdim=True) / (heads // kv_heads * window)
+        if self.missing is not None:
+            mean = mean.masked_fill(self.missing[:, :, :1, : mean.shape[-1]], -torch.inf)
+        return mean.expand_as(mass)
+
     def redundancy(self, threshold: float) -> Tensor:
         """How much each key repeats others: float32 [E, L, Hkv, n], rows adding to 1 (R-KV)."""
         return redundancy(self.keys, threshold, self.missing)

@@ -121,3 +121,12 @@ def chunks_and_newest(
     chunk = (place // chunk_size).clamp(max=chunks - 1)
     kept = (place - first[chunk] < taken[..., chunk]) | (place >= scored)
     return mask_to_indices(kept, keep)
+
+
+def best_by_query_head(scores: Tensor, count: int, kv_heads: int) -> Tensor:
+    """Each query head's own ``count`` best places, beside its group's: bool [..., Hkv, G, n].
+
+    scores: float32 [..., Hq, n]. The entries a KV head keeps are the places that any of its G heads
+    chose, held once; a head attends to its own alone. SpindleKV's ``repeat`` without its copies.
+    """
+    return top_mask(scores, count).view(*scores.shape[:-2], kv_heads, -1, scores.shape[-1])

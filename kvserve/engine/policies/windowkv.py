@@ -9,7 +9,6 @@ default. As kvserve runs it, ``budget`` counts the observation window, which the
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
@@ -143,14 +142,16 @@ class WindowKV(UnevenPolicy):
         policy = replace(self, task=task, reuse_layers=size)
         if size == num_layers:  # a pyramid of one group is flat
             return replace(policy, pyramid=float(size), rule="released")
-        first, last = policy.group_budgets(2)
         most = f"at most {2 * self.pyramid:g} (twice pyramid): the first group would keep nothing"
-        require(first >= 0, "reuse_layers", size, most)
-        if last > first:
-            warnings.warn(f"windowkv keeps more in upper layers: {policy}", stacklevel=2)
-        elif last < self.chunk_size:
-            warnings.warn(f"windowkv may keep no window in upper layers: {policy}", stacklevel=2)
+        require(policy.group_budgets(2)[0] >= 0, "reuse_layers", size, most)
         return policy
+
+    @property
+    def caution(self) -> str:
+        first, last = self.group_budgets(2)
+        if last > first:
+            return "keeps more in upper layers"
+        return "may keep no window in upper layers" if last < self.chunk_size else ""
 
     @property
     def trigger(self) -> Trigger:

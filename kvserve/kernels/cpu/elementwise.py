@@ -58,7 +58,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def _launch(
     name: str, x: Tensor, width: int, out: Tensor, a: Tensor | None, b: Tensor | None, eps: float
 ) -> None:
-    groups = len(x)
+    groups = x.shape[0]  # not len(), which is slow for a tensor
     threads = max(1, min(torch.get_num_threads(), out.numel() // _WORTH_A_THREAD))
     call = _Call(
         x.data_ptr(),
@@ -78,10 +78,15 @@ def _launch(
 
 def _check(name: str, x: Tensor, *others: Tensor, fits: bool) -> None:
     """What the kernel takes for granted."""
-    dense = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
-    if not (fits and dense and all(other.is_contiguous() for other in others)):
+    dtype = x.dtype
+    dense, alike = x.stride(-1) == 1, dtype in DTYPES
+    if x.dim() == 3:
+        dense = dense and x.stride(1) == x.shape[2]
+    for other in others:
+        dense, alike = dense and other.is_contiguous(), alike and other.dtype is dtype
+    if not (fits and dense):
         shapes = [list(tensor.shape) for tensor in (x, *others)]
         raise ValueError(f"{name}: shapes {shapes} do not fit, or rows are not dense")
-    if x.dtype not in DTYPES or any(other.dtype is not x.dtype for other in others):
+    if not alike:
         dtypes = [str(tensor.dtype) for tensor in (x, *others)]
         raise ValueError(f"{name}: dtypes {dtypes}; all float32 or all bfloat16 are needed")

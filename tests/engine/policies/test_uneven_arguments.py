@@ -53,6 +53,27 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"budget": 64, "pyramid": 0}, "pyramid"),
         ({"budget": 64, "rule": "paper"}, "rule"),
     ],
+    "spindlekv": [
+        ({"ratio": 0}, "ratio"),
+        ({"ratio": 1.01}, "ratio"),
+        ({"ratio": NAN}, "ratio"),
+        ({"beta": 1}, "beta"),
+        ({"beta": -0.1}, "beta"),
+        ({"beta": NAN}, "beta"),
+        ({"window": 0}, "window"),
+        ({"gqa": "repeat"}, "gqa"),
+        ({"codebook": 2}, "codebook"),
+        ({"raw_fallback": "no"}, "raw_fallback"),
+        ({"theta_k": 0}, "theta_k"),
+        ({"theta_k": 1}, "theta_k"),
+        ({"theta_v": NAN}, "theta_v"),
+        ({"theta_v": -0.5}, "theta_v"),
+        ({"flush_every": 0}, "flush_every"),
+        ({"score_norm": "none"}, "score_norm"),
+        ({"pooling": "min"}, "pooling"),
+        ({"kernel_size": 4}, "kernel_size"),
+        ({"budget": 64}, "budget"),
+    ],
     "adakv": [
         ({"budget": 32}, "budget"),
         ({"budget": 8, "scorer": "rkv"}, "budget"),
@@ -80,13 +101,28 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
 }
-for _name in CASES:
+for _name in CASES.keys() - {"spindlekv"}:
     CASES[_name] += [
         ({}, "budget"),
         ({"budget": 0}, "budget"),
         ({"budget": 64.0}, "budget"),
         ({"budget": True}, "budget"),
     ]
+CASES["pyramidinfer"] = [
+    ({"recent_ratio": 1}, "recent_ratio"),
+    ({"recent_ratio": NAN}, "recent_ratio"),
+    ({"min_context": -1}, "min_context"),
+    ({"sinks": 1.5}, "sinks"),
+    ({"decay": 1.1}, "decay"),
+    ({"schedule": "steep"}, "schedule"),
+    ({"interval": 0}, "interval"),
+    ({"distance_weight": -1}, "distance_weight"),
+    ({"period": 0}, "period"),
+    ({"decode_ratio": 2}, "decode_ratio"),
+    ({"decode_decay": True}, "decode_decay"),
+    ({"query_reduce": "none"}, "query_reduce"),
+    ({"budget": 64}, "budget"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -408,7 +408,6 @@ def naive_windowkv(
     return [j for at in chosen for j in windows[at]] + list(range(n, n + newest))
 
 
-@pytest.mark.filterwarnings("ignore:windowkv may keep no window")
 def test_windowkv_against_a_naive_loop() -> None:
     """Six layers in groups of two: leaders alone are scored, and each group has its budget."""
     for seed in range(40):
@@ -432,7 +431,6 @@ def test_windowkv_against_a_naive_loop() -> None:
                 assert budgets[group] - size < len(naive) - 3 <= budgets[group] + size - short
 
 
-@pytest.mark.filterwarnings("ignore:windowkv may keep no window")
 def test_windowkv_fires_where_any_layer_is_cut() -> None:
     """Groups keep 8, 6 and 4 before a window of 3: a prompt of 7 fits all of them."""
     policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6, 16)
@@ -458,7 +456,8 @@ def test_windowkv_for_a_model() -> None:
     assert refused.value.argument == "reuse_layers"
     with pytest.raises(PolicyError, match="at most 6 "):
         WindowKV(budget=64, reuse_layers=8, pyramid=3).for_model(32, 16)
-    with pytest.warns(UserWarning, match="no window in upper layers"):
-        WindowKV(budget=40, reuse_layers=1).for_model(8, 16)
-    with pytest.warns(UserWarning, match="more in upper layers"):
-        WindowKV(budget=400, reuse_layers=16).for_model(32, 16)
+    assert asked.caution == ""
+    small = WindowKV(budget=40, reuse_layers=1).for_model(8, 16)
+    assert small.caution == "may keep no window in upper layers"
+    large = WindowKV(budget=400, reuse_layers=16).for_model(32, 16)
+    assert large.caution == "keeps more in upper layers"

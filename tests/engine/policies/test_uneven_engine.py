@@ -12,7 +12,7 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine import request_policies
-from kvserve.engine.inspect import Event, KeptPositions
+from kvserve.engine.inspect import Event, KeptPositions, inspect
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.moves import MovePlan
 from kvserve.engine.policies.registry import policy_class, policy_names
@@ -43,6 +43,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "chunkkv-blocks": {
         "name": "chunkkv", "budget": 25, "chunk_size": BLOCK, "window": 4, "align": "block",
     },
+    "pyramidinfer": {
+        "name": "pyramidinfer", "min_context": 8, "decay": 0.2, "period": 8, "decode_decay": 0.3,
+    },
     "windowkv": {
         "name": "windowkv", "budget": 24, "task": "localization", "window": 4, "chunk_size": 4,
         "reuse_layers": 1, "pyramid": 3,
@@ -51,6 +54,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "name": "windowkv", "budget": 24, "task": "aggregation", "window": 4, "chunk_size": 4,
         "reuse_layers": 1, "pyramid": 3,
     },
+    "spindlekv": {"name": "spindlekv", "ratio": 0.3, "window": 4, "codebook": False},
 }  # fmt: skip
 EACH = pytest.mark.parametrize("label", SPECS)
 
@@ -113,7 +117,8 @@ def test_logits_are_those_of_dense_attention_over_the_kept_sets(
         assert (events[0].held[0] != events[0].held[1]).any(), "layers keep the same blocks"
     else:
         assert len(np.unique(counts)) > 1, "the counts do not differ"
-    dense = dense_pass(load_dense(llama_dir), PROMPT + tokens[:-1], events)
+    pruned = label == "pyramidinfer"
+    dense = dense_pass(load_dense(llama_dir), PROMPT + tokens[:-1], events, pruned=pruned)
     torch.testing.assert_close(
         torch.cat(logits), dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4
     )
@@ -125,7 +130,7 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
 ) -> None:
     expected = run_alone(label)[0]
     for settings in (
-        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 96 if label == "pyramidinfer" else 16},
         {"swap_space": 0, "enable_prefix_caching": False},
         {"swap_space": 1 / 2048},
     ):
@@ -154,19 +159,18 @@ def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> No
         seen.append((int(before.sum()), int(after.sum()), int(and_one_more.sum())))
 
     def launched(output: SchedulerOutput) -> LaunchedStep:
-        if output.compactions:
-            seen.clear()
+        seen.clear()
         step = launch(output)
-        if output.compactions:
+        if output.compactions or output.pruned:
             ((before, after, and_one_more),) = seen
             released.append(int(scheduler.rows.blocks_released[0]))
-            assert scheduler.blocks.kv.held(1)[0] == and_one_more
+            assert scheduler.blocks.kv.held(1)[0] == (after if output.pruned else and_one_more)
             assert released[-1] - released[-2] == before - after > 0
         return step
 
     compressor.on_moves, core.runner.launch = on_moves, launched  # type: ignore[method-assign]
     generate(llm, [PROMPT])
-    assert seen
+    assert len(released) > 1
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
@@ -203,7 +207,7 @@ def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone:
         SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
         for policy in policies
     ]
-    server = make_llm(llama_dir, SPECS["adakv"], max_num_batched_tokens=50)
+    server = make_llm(llama_dir, SPECS["adakv"], max_num_batched_tokens=75)
     outputs = server.generate([PROMPT] * len(params), params, use_tqdm=False)
     for label, output in zip(SPECS, outputs, strict=False):
         assert output.outputs[0].token_ids == run_alone(label)[0], label
@@ -228,6 +232,32 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4
     assert len(core.runner.batch._kept_scores) <= 4
+
+
+@EACH
+def test_inspect_shows_what_the_cache_holds(label: str, llama_dir: Path) -> None:
+    found = inspect(make_llm(llama_dir, SPECS[label]), PROMPT, MATES[2])
+    assert found.events
+    arrays, total = found.arrays(), len(PROMPT) + len(MATES[2])
+    for layer, heads in enumerate(found.held):
+        for head, held in enumerate(heads):
+            kept = arrays[f"kept_L{layer}_H{head}"]
+            assert len(kept) == arrays["counts"][layer, head] == (held >= 0).sum()
+            assert (np.diff(kept) > 0).all() and kept[-1] == total - 1
+    assert arrays["counts"].min() < total
+
+
+def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
+    small = {"name": "windowkv", "budget": 40, "reuse_layers": 1}
+    for policy, said in (
+        (small, "may keep no window in upper layers"),
+        (SPECS["pyramidinfer"], "longer than --max-num-batched-tokens"),
+        (SPECS["adakv"], "--policy; a request's kv_policy may override it"),
+    ):
+        (row,) = [
+            r for r in make_llm(llama_dir, policy).engine.core.info.summary if r[0] == "policy"
+        ]
+        assert said in row[2]
 
 
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:

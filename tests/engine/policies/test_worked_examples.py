@@ -317,7 +317,7 @@ def test_h2o_mass_equals_a_naive_loop_and_adds_up() -> None:
             seen = query[h, i] @ key[h // group, : i + 1].T * 0.5
             expected[h // group, : i + 1] += torch.softmax(seen, dim=-1)
     for block in (1, 3, 100):
-        got = received_mass(query, key, 0.5, block)
+        got = received_mass(query, key, 0.5, block=block)
         torch.testing.assert_close(got, expected)
     torch.testing.assert_close(got.sum(-1), torch.full((heads,), float(group * length)))
     earlier = torch.rand(1, 1, heads, length - 1)

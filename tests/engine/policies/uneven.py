@@ -13,10 +13,12 @@ from kvserve.engine.policies import registry
 from kvserve.engine.policies.adakv import AdaKV
 from kvserve.engine.policies.base import Selection, UnevenPolicy
 from kvserve.engine.policies.dynamickv import DynamicKV
+from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.pyramidkv import PyramidKV
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.policies.windowkv import WindowKV
 
-UNEVEN = (PyramidKV, DynamicKV, WindowKV, AdaKV)
+UNEVEN = (PyramidKV, PyramidInfer, DynamicKV, WindowKV, AdaKV, SpindleKV)
 Places = list[list[list[int]]]
 
 

@@ -1,0 +1,182 @@
+"""SpindleKV: evict by attention, most in deep layers; store likeness once (arXiv 2507.06517).
+
+Budgets fall linearly from the first layer to the last (section 3, eq. 5, corrected: see
+``linear_budgets``); inside a layer the choice is that of attention in a window. What is kept
+becomes references into a codebook of its layer and KV head (``kvserve.kernels.codebook``), and so
+do generated tokens, a few blocks at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import ClassVar, TypeGuard
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies.base import (
+    Policy,
+    Selection,
+    UnevenPolicy,
+    argument,
+    exact_ratio,
+    integers,
+    number,
+    odd,
+    one_of,
+    require,
+)
+from kvserve.engine.policies.budgeted import WindowVotes
+from kvserve.engine.policies.budgets import layers, linear_budgets
+from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
+from kvserve.engine.policies.selection import uneven_best_and_newest
+from kvserve.scheduler.code_trigger import CodeBook
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
+
+
+@dataclass(frozen=True)
+class SpindleKV(WindowVotes, UnevenPolicy):
+    """Keep the prompt's entries that its last tokens attend to, ever fewer of them in deeper
+    layers, and store what is alike once.
+
+    ``ratio`` is the mean over layers, the window included, rounded down in each of them; 1 evicts
+    nothing. What codes save depends on the text: ``usage.kv_cache_details`` says what they did.
+    Without ``codebook`` the eviction alone remains, with a table per layer.
+    """
+
+    name: ClassVar[str] = "spindlekv"
+    granularity: ClassVar[Granularity] = Granularity.HEAD
+    cost: ClassVar[str] = (
+        "The prompt's blocks until its end; a log of window queries; an event that compares all "
+        "kept entries of a head with each other, and one per flush_every tokens; every step "
+        "rebuilds all entries from their codes, one layer at a time, in scratch blocks that take "
+        "1/layers of what is rebuilt."
+    )
+    avoid: ClassVar[str] = (
+        "Where speed counts more than memory; models with few layers; several questions about one "
+        "prompt, where only the first one votes; large blocks."
+    )
+
+    ratio: float | str = argument(
+        0.4,
+        "fraction of the prompt's entries that is kept, mean over layers",
+        note="above 0, at most 1",
+    )
+    codebook: bool = argument(True, "store what is kept as references into a codebook")
+    theta_k: float = argument(
+        0.98, "cosine above which one key, before RoPE, stands for another", least=0.01, most=0.9999
+    )
+    theta_v: float = argument(
+        0.95, "cosine above which one value stands for another", least=0.01, most=0.9999
+    )
+    flush_every: int = argument(
+        64, "generated tokens that are coded together", least=1, note="whole blocks"
+    )
+    raw_fallback: bool = argument(
+        True, "leave a layer's head as it is if its codes would not save a block"
+    )
+    window: int = argument(
+        16,
+        "newest entries: always kept, and their queries vote",
+        least=1,
+        note="at least a block with a codebook",
+    )
+    beta: float = argument(
+        0.05, "least share of its context that the last layer keeps", least=0, most=0.99
+    )
+    gqa: str = argument(
+        "mean",
+        "mean: one choice per KV head, the votes of its query heads averaged; repeat, each query "
+        "head for itself, needs a mask per query head, which no attention backend has yet",
+        choices=("mean",),
+    )
+    score_norm: str = argument(
+        "window",
+        "window: votes as they are; age: divided by an entry's distance from the prompt's end, as "
+        "printed, which favours recent ones",
+        choices=("window", "age"),
+    )
+    pooling: str = argument("none", "how votes are pooled", choices=POOLINGS)
+    kernel_size: int = argument(7, "entries over which votes are pooled", least=1, note="odd")
+    query_reduce: str = argument(
+        "heads",
+        "which queries are logged: all heads, or the mean over each GQA group",
+        choices=("heads", "group_mean"),
+    )
+
+    def __post_init__(self) -> None:
+        integers(self, window=1, flush_every=1)
+        odd("kernel_size", self.kernel_size)
+        one_of("pooling", self.pooling, POOLINGS)
+        one_of("score_norm", self.score_norm, ("window", "age"))
+        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+        built = "mean: repeat needs a mask per query head, which no attention backend has yet"
+        require(self.gqa == "mean", "gqa", self.gqa, built)
+        for field in ("codebook", "raw_fallback"):
+            one_of(field, getattr(self, field), (True, False))
+        number("theta_k", self.theta_k, 0.01, 0.9999)
+        number("theta_v", self.theta_v, 0.01, 0.9999)
+        number("beta", self.beta, 0, 0.99)
+        exact_ratio(self.ratio, "ratio")
+
+    def for_model(self, num_layers: int, block_size: int) -> SpindleKV:
+        """Itself, or the eviction alone; codes come in whole blocks."""
+        if not self.codebook:
+            return SpindleEviction(**{f.name: getattr(self, f.name) for f in fields(SpindleKV)})
+        whole = f"a multiple of the block size ({block_size}), since codes come in whole blocks"
+        require(self.flush_every % block_size == 0, "flush_every", self.flush_every, whole)
+        # The entries that fill no block stay raw, and have to be the newest tokens.
+        least = f"at least the block size ({block_size}) where there is a codebook"
+        require(self.window >= block_size, "window", self.window, least)
+        return self
+
+    @property
+    def entries(self) -> Budget:
+        """Entries kept of a prompt, on average."""
+        return Budget(ratio=exact_ratio(self.ratio, "ratio"), least=self.window)
+
+    @property
+    def trigger(self) -> Trigger:
+        queries = 0 if exact_ratio(self.ratio, "ratio") == 1 else self.window
+        return CodeBook(self.entries, queries, self.flush_every, self.raw_fallback)
+
+    def layer_budgets(self, num_layers: int, length: int) -> list[int]:
+        """Entries that each layer keeps of ``length``, the window aside."""
+        ratio, beta = exact_ratio(self.ratio, "ratio"), Fraction(str(self.beta))
+        return linear_budgets(length, self.window, ratio, beta, num_layers)
+
+    def score(self, obs: Observation) -> Tensor:
+        """Votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        if not obs.queries.shape[-2]:  # nothing is to be evicted
+            return obs.keys.new_zeros(*obs.keys.shape[:3], 0)
+        votes = pool_scores(obs.causal("mean"), self.kernel_size, self.pooling)
+        if self.score_norm == "age":
+            context = votes.shape[-1]
+            age = torch.arange(context + self.window, self.window, -1, device=votes.device)
+            votes = votes / age
+        return obs.there(votes)
+
+    def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
+        """The best of each layer and the window: counts equal over heads."""
+        context = scores.shape[-1]
+        budgets = layers(self.layer_budgets(scores.shape[1], length), scores).clamp(max=context)
+        counts = (budgets + length - context).expand(scores.shape[:-1])
+        return Selection(uneven_best_and_newest(scores, length, counts), counts)
+
+
+@dataclass(frozen=True)
+class SpindleEviction(SpindleKV):
+    """SpindleKV without its codebook."""
+
+    granularity: ClassVar[Granularity] = Granularity.LAYER
+
+    @property
+    def trigger(self) -> Trigger:
+        return AtPrefillEnd(self.entries, self.window)
+
+
+def writes_codes(policy: Policy) -> TypeGuard[SpindleKV]:
+    """Whether rows under a policy are held as codes."""
+    return isinstance(policy, SpindleKV) and policy.codebook

@@ -1,0 +1,57 @@
+"""When rows are coded (SpindleKV): at the prompt's end, and as generated tokens fill blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.trigger import (
+    NO_EVENT,
+    Budget,
+    EventPlan,
+    OnDate,
+    RowState,
+    last_queries,
+)
+
+
+@dataclass(frozen=True)
+class CodeBook(OnDate):
+    """At the prompt's end, and whenever ``period`` more tokens are in: what is held becomes codes.
+
+    The first event evicts too, down to ``budget``; the others take windows of no entries. With
+    ``raw_fallback`` lanes whose codes would save no block stay raw.
+    """
+
+    logs: ClassVar[bool] = True
+    budget: Budget
+    num_queries: int
+    period: int
+    raw_fallback: bool = True
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return np.zeros_like(num_prompt)
+
+    def next_event(self, rows: RowState) -> IntArray:
+        return np.where(rows.run_start == 0, rows.num_prompt, rows.run_start + self.period)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        first = (rows.run_start == 0) & (rows.num_prompt > self.num_queries)
+        return last_queries(np.where(first, next_event, NO_EVENT), self.num_queries)
+
+    def plan(self, rows: RowState) -> EventPlan:
+        first = rows.run_start == 0
+        length = np.where(first, rows.kv_len, 0)
+        queries = np.where(first & (rows.kv_len > self.num_queries), self.num_queries, 0)
+        return EventPlan(
+            region_start=np.zeros_like(length),
+            windows=np.ones_like(length),
+            window_len=length,
+            keep=self.budget.of(length),
+            query_start=rows.num_computed - queries,
+            num_queries=queries,
+            run_start=rows.num_computed,
+        )

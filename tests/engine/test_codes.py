@@ -1,0 +1,240 @@
+"""Rows held as codes, on the real engine: exact where nothing merges, bounded where it does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine import coder
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.code_store import CodedRows, CodeStore, Slots
+from kvserve.engine.inspect import inspect
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.kernels.codebook import Cover, extend
+from kvserve.log import ConfigError, RequestError
+from kvserve.outputs import KVCacheDetails
+from kvserve.scheduler.sequence import Sequence
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.scheduler.traffic import preempt_now_and_then
+
+BLOCK = 4
+(PROMPT,) = random_prompts([70], seed=8)
+MATES = random_prompts([3, 22, 55, 4, 41, 90], seed=9)
+TOKENS = 40
+SPINDLE = {"name": "spindlekv", "window": 4, "flush_every": 8}
+NOTHING_MERGES = {**SPINDLE, "ratio": 1, "theta_k": 0.9999, "theta_v": 0.9999}
+MUCH_MERGES = {**SPINDLE, "ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
+    settings = {"block_size": BLOCK, "max_num_seqs": 16, "dtype": "float32", **settings}
+    return LLM(str(directory), policy=policy, skip_tokenizer_init=True, **settings)
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[KVCacheDetails]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return tokens, [output.kv_cache_details for output in outputs]
+
+
+def logits_of(llm: LLM) -> list[Tensor]:
+    """The logits of every token that a request alone samples."""
+    model, seen = llm.engine.core.runner.model, list[Tensor]()
+    original = model.logits
+
+    def record(hidden: Tensor) -> Tensor:
+        seen.append(original(hidden))
+        return seen[-1]
+
+    model.logits = record  # type: ignore[method-assign]
+    generate(llm, [PROMPT])
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_unmerged_tokens_give_the_logits_of_the_full_cache(
+    backend: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vectors are stored as they were and turned by nothing: not one bit differs."""
+
+    def nobody(*args: Tensor) -> Cover:
+        *streams, theta, numbers_from = args
+        return extend(*streams, theta + 1, numbers_from)  # type: ignore[arg-type,call-arg]
+
+    monkeypatch.setattr(coder, "extend", nobody)
+    settings = {"attention_backend": backend, "kv_layout": "head", "dtype": dtype}
+    exact = logits_of(make_llm(llama_dir, "none", **settings))
+    llm = make_llm(llama_dir, {**NOTHING_MERGES, "raw_fallback": False}, **settings)
+    got = logits_of(llm)
+    assert len(got) == len(exact) == TOKENS
+    assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+    _, (details,) = generate(llm, [PROMPT])
+    assert details.coded_entries > 0 and details.codebook_entries == 2 * details.coded_entries
+    assert details.compactions == 1 + (TOKENS - 1) // 8
+
+
+def test_a_codebook_that_would_cost_more_is_not_built(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, NOTHING_MERGES)
+    tokens, (details,) = generate(llm, [PROMPT])
+    assert tokens == generate(make_llm(llama_dir, "none"), [PROMPT])[0]
+    assert details.compactions == 1 and details.coded_entries == 0
+    plain = make_llm(llama_dir, "none", kv_layout="head")
+    assert generate(plain, [PROMPT])[1][0].held_bytes == details.held_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_request_of_a_random_run_keeps_its_bound(
+    dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that forwards rebuild is within the request's bound of what was stored there."""
+    rng = np.random.default_rng(7)
+    llm = make_llm(
+        *(llama_dir, MUCH_MERGES),
+        dtype=dtype,
+        max_num_seqs=4,
+        max_num_batched_tokens=40,
+        num_gpu_blocks_override=400,
+        enable_prefix_caching=False,  # each request stores its own
+    )
+    core = llm.engine.core
+    cache, rows = core.runner.cache, core.scheduler.rows
+    preempt_now_and_then(core.scheduler, rng, 0.03)
+    stored: dict[int, Tensor] = {}
+    errors: dict[int, list[Tensor]] = {}
+    store, rebuild, owners = cache.store, CodeStore.rebuild, list[Sequence]()
+
+    def remember(layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+        owners[:] = [rows.owner(row) for row in batch.rows]
+        kinds = torch.stack([k, v]).float()
+        for seq, first, end in zip(owners, batch.starts, batch.starts[1:], strict=False):
+            shape = cache.layout.num_layers, 2, seq.max_len, *k.shape[1:]
+            known = stored.setdefault(seq.seq_id, torch.zeros(shape))
+            known[layer, :, batch.positions[first:end]] = kinds[:, first:end]
+        store(layer, batch, q, k, v)
+
+    def check(self: CodeStore, layer: int, coded: CodedRows) -> None:
+        rebuild(self, layer, coded)
+        for (row, head), count in np.ndenumerate(coded.coded[layer].numpy()):
+            index, kv = coded.index_tables[layer, row, head], coded.kv_tables[layer, row, head]
+            at, per_block = torch.arange(count), self.slots_per_block
+            slots = self.slots[index[at // per_block].long() * per_block + at % per_block]
+            block = kv[at // BLOCK].long() * 2 * BLOCK + at % BLOCK
+            got = self.vectors[torch.stack([block, block + BLOCK])].float()
+            seq = owners[row]
+            was = stored[seq.seq_id][layer, :, Slots.unpacked(slots).position, head]
+            error = (got - was).norm(dim=-1) / was.norm(dim=-1)
+            errors.setdefault(seq.seq_id, []).append(error)
+            policy = core.runner.policies[seq.policy_id]
+            assert writes_codes(policy)
+            for kind, theta in zip(error, (policy.theta_k, policy.theta_v), strict=True):
+                assert (kind <= math.sqrt(2 * (1 - theta)) + 0.01).all(), policy
+
+    monkeypatch.setattr(cache, "store", remember)
+    monkeypatch.setattr(CodeStore, "rebuild", check)
+    prompts = random_prompts(rng.integers(20, 90, 10).tolist(), seed=3)
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            kv_policy={
+                **MUCH_MERGES,
+                "raw_fallback": False,
+                "ratio": float(rng.choice([0.4, 0.7, 1.0])),
+                "theta_k": float(rng.choice([0.4, 0.7, 0.95])),
+                "theta_v": float(rng.choice([0.3, 0.6, 0.9])),
+            },
+        )
+        for _ in prompts
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+    assert core.scheduler.num_preemptions and len(errors) == len(prompts)
+    merged = [torch.cat(found, dim=-1) > 0.05 for found in errors.values()]
+    assert all(each.numel() > 500 for each in merged)
+    assert torch.cat(merged, dim=-1).float().mean() > 0.05, "hardly anything merged"
+
+
+def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(llama_dir: Path) -> None:
+    """Alone or beside others, in chunks, from the prefix cache, computed again: the same."""
+    policy = {**MUCH_MERGES, "raw_fallback": False}
+    alone = [generate(make_llm(llama_dir, policy), [prompt])[0][0] for prompt in [PROMPT, *MATES]]
+    for settings in (
+        {},
+        {"max_num_batched_tokens": 17, "enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 300},
+        {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 30},
+    ):
+        llm = make_llm(llama_dir, policy, **settings)
+        scheduler = llm.engine.core.scheduler
+        if "num_gpu_blocks_override" in settings:
+            preempt_now_and_then(scheduler, np.random.default_rng(1), 0.05)
+        tokens, details = generate(llm, [PROMPT, *MATES, PROMPT])
+        assert tokens == [*alone, alone[0]], settings
+        assert all(kv.coded_entries for kv in details if kv.logical_tokens > 48)
+        assert bool(scheduler.num_preemptions) == ("num_gpu_blocks_override" in settings)
+        assert scheduler.blocks.headroom == scheduler.pool.capacity
+        scheduler.check_integrity()
+
+
+def test_raw_prompt_blocks_stay_shareable(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, MUCH_MERGES)
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (first,) = llm.generate([PROMPT], sampling, use_tqdm=False)
+    (second,) = llm.generate([PROMPT], sampling, use_tqdm=False)
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(PROMPT) - 4) // BLOCK * BLOCK
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert second.kv_cache_details == first.kv_cache_details
+
+
+def test_codes_share_a_batch_with_other_policies(llama_dir: Path) -> None:
+    policies: list[Any] = [MUCH_MERGES, "none", {"name": "adakv", "budget": 20, "window": 4}]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
+        for policy in policies
+    ]
+    llm = make_llm(llama_dir, MUCH_MERGES, max_num_batched_tokens=50)
+    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    for policy, output in zip(policies, outputs, strict=True):
+        alone = generate(make_llm(llama_dir, policy), [PROMPT])[0][0]
+        assert output.outputs[0].token_ids == alone, policy
+
+
+def test_inspect_says_what_codes_did(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, {**MUCH_MERGES, "raw_fallback": False})
+    found = inspect(llm, PROMPT, [5] * 20)
+    (prompt_end, *_) = found.events
+    assert prompt_end.seen == len(PROMPT) and len(found.events) == 1
+    assert 0 < found.details.coded_entries < found.details.held_entries
+    assert (found.held[..., :1] >= 0).all() and found.held.max() == len(PROMPT) + 19
+
+
+def test_what_cannot_be_coded_is_refused(llama_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--policy.flush_every: .*multiple of the block size"):
+        make_llm(llama_dir, {**SPINDLE, "flush_every": 6})
+    with pytest.raises(ConfigError, match=r"--policy.window: .*at least the block size \(4\)"):
+        make_llm(llama_dir, {**SPINDLE, "window": 3})
+    with pytest.raises(ConfigError, match="--kv-layout layer"):
+        make_llm(llama_dir, SPINDLE, kv_layout="layer")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    dynamic = write_checkpoint("llama", tmp_path, rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"--policy.codebook: .*dynamic NTK"):
+        make_llm(dynamic, SPINDLE)
+    llm = make_llm(llama_dir, "none", kv_layout="head")
+    params = SamplingParams(kv_policy=SPINDLE)
+    with pytest.raises(RequestError, match="start the server with --policy spindlekv"):
+        llm.generate([PROMPT], params, use_tqdm=False)
