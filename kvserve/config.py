@@ -150,7 +150,16 @@ class ParallelConfig:
         "ranks that share one model: each a GPU, or a process where there is none",
         aliases=("-tp", "--tp"),
     )
-    data_parallel_size: int = setting(1, "replicas of the engine", aliases=("-dp",))
+    data_parallel_size: int = setting(
+        1,
+        "replicas of the engine, on Ray Serve (extra ray)",
+        aliases=("-dp",),
+    )
+    autoscaling_config: Mapping[str, Any] = setting(
+        {},
+        "Ray Serve's autoscaling of the replicas as JSON, as in '{\"max_replicas\": 4}'; they "
+        "start as --data-parallel-size",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +295,11 @@ def _validate(config: EngineConfig) -> None:
             "--enforce-eager leaves nothing to capture; drop --cudagraph-capture-sizes",
         ),
         (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
-        (config.parallel.data_parallel_size == 1, "--data-parallel-size: only 1 is built"),
+        (config.parallel.data_parallel_size >= 1, "--data-parallel-size must be >= 1"),
+        (
+            config.parallel.data_parallel_size > 1 or not config.parallel.autoscaling_config,
+            "--autoscaling-config needs --data-parallel-size 2 or more",
+        ),
         (
             scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
             "--max-num-batched-tokens must be at least --max-num-seqs "

@@ -82,6 +82,8 @@ class RequestOutput:
     """One entry per prompt token; the first has nothing before it that could predict it."""
     compactions: list[Compaction] = field(default_factory=list)
     """Those so far, of all choices."""
+    engine: str = "0"
+    """The replica that made it."""
 
 
 @dataclass(slots=True)

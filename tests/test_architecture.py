@@ -63,7 +63,7 @@ OWNERS = {
     "flash_attn": ("kvserve/engine/attention/flash.py",),
     "flash_attn_interface": ("kvserve/engine/attention/flash.py",),
     "xformers": ("kvserve/engine/attention/xformers.py",),
-    "ray": ("kvserve/server/replicas.py",),
+    "ray": ("kvserve/server/replicas.py", "kvserve/server/engine_replica.py"),
     "msgspec": PROCESS_SEAM,
     "zmq": PROCESS_SEAM,
 }

@@ -55,6 +55,10 @@ class AsyncEngine:
         return self._info
 
     @property
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats}
+
+    @property
     def summary(self) -> list[tuple[str, str, str]]:
         """Start-up table: feature, state, why."""
         return self.info.summary

@@ -283,6 +283,11 @@ def _from_file(flags: Iterable[Flag], path: Path) -> dict[str, Any]:
         raise UsageError(f"--config: {path} is not YAML: {' '.join(str(exc).split())}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config: {path} must hold settings, as in 'port: 8000'")
+    return read_names(flags, content, f"--config: {path}")
+
+
+def read_names(flags: Iterable[Flag], content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values by name, dashes or not, as YAML gives them; ``UsageError`` says ``where``."""
     by_name = {flag.name: flag for flag in flags}
     values: dict[str, Any] = {}
     for key, value in content.items():
@@ -295,10 +300,10 @@ def _from_file(flags: Iterable[Flag], path: Path) -> dict[str, Any]:
         if name not in by_name:
             close = difflib.get_close_matches(name, by_name, 1, 0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"--config: {path}: unknown setting {key!r}{hint}")
+            raise UsageError(f"{where}: unknown setting {key!r}{hint}")
         try:
             read = by_name[name].read_plain(value)
         except argparse.ArgumentTypeError as exc:
-            raise UsageError(f"--config: {path}: {key}: {exc}") from None
+            raise UsageError(f"{where}: {key}: {exc}") from None
         values[name] = {**values.get(name, {}), **read} if name == "policy_args" else read
     return values

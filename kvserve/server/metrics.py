@@ -10,10 +10,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as CounterMetric
@@ -27,8 +28,9 @@ from prometheus_client.utils import floatToGoString
 
 from kvserve.config import EngineConfig
 from kvserve.log import logger
-from kvserve.outputs import ITERATION_TOKENS, EngineStats, RequestOutput
+from kvserve.outputs import ITERATION_TOKENS, EngineStats
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.request_watch import RequestWatch
 
 if TYPE_CHECKING:
     from kvserve.server.state import Engine, ServerOptions
@@ -60,6 +62,10 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("The max_tokens parameter", _TOKENS),
 }
 _LABELS = ("model_name", "engine")
+
+Engines = Mapping[str, EngineStats]
+Read = Callable[[EngineStats], float]
+Counts = Mapping[tuple[str, ...], float]
 _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -70,16 +76,13 @@ class Metrics:
         self._engine = engine
         self._config = config
         self._mirror = options.vllm_metrics
-        self._labels = (options.served_names[0], "0")
+        self._model = options.served_names[0]
         self._histograms = {
             name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
             for name, (help, buckets) in _HISTOGRAMS.items()
         }
-        self._observers = {
-            name: histogram.labels(*self._labels) for name, histogram in self._histograms.items()
-        }
-        self._finished = Counter({(reason,): 0 for reason in ("stop", "length", "abort")})
-        self.prefix = Counter(queries=0, hits=0)
+        self._finished: dict[str, Counter[str]] = {}  # of each engine, as are the next
+        self._prefix: dict[str, Counter[str]] = {}
         labels = ("handler", "method")
         self._http_requests = CounterMetric(
             "http_requests", "Answers by route", (*labels, "status"), registry=None
@@ -102,99 +105,138 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The registry calls this on every scrape."""
-        common = [*self._scheduler_families(self._engine.stats), *self._request_families()]
+        engines = self._engine.stats_by_engine
+        for engine in engines:
+            self._known(engine)
+        common = [*self._scheduler_families(engines), *self._request_families()]
         yield from common
         if self._mirror:
             yield from (_renamed(family, "vllm:") for family in common)
-        yield from self._compression_families(self._engine.stats)
+        yield from self._compression_families(engines)
         for metric in (self._http_requests, self._http_seconds):
             yield from _without_created(metric.collect())
 
     # ---- observations -------------------------------------------------------------------------
 
-    def observe(self, name: str, value: float) -> None:
-        self._observers[name].observe(value)
+    def observe(self, name: str, value: float, engine: str) -> None:
+        self._histograms[name].labels(self._model, engine).observe(value)
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """An answer of a route, under prometheus-fastapi-instrumentator's names."""
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 
-    def count_finished(self, reason: str) -> None:
-        self._finished[reason,] += 1
+    def count_finished(self, reason: str, engine: str) -> None:
+        self._known(engine)
+        self._finished[engine][reason] += 1
 
-    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+    def count_prompt(self, num_tokens: int, num_cached: int, engine: str) -> None:
+        self._known(engine)
         if self._config.cache.enable_prefix_caching:
-            self.prefix["queries"] += num_tokens
-            self.prefix["hits"] += num_cached
+            self._prefix[engine] += Counter(queries=num_tokens, hits=num_cached)
+
+    @property
+    def prefix(self) -> Counter[str]:
+        """Tokens looked up (queries) and found (hits), of all engines."""
+        return sum(self._prefix.values(), Counter())
+
+    def _known(self, engine: str) -> None:
+        """Its series start at 0 rather than with the first request."""
+        if engine not in self._finished:
+            self._finished[engine] = Counter(stop=0, length=0, abort=0)
+            self._prefix[engine] = Counter()
+            for histogram in self._histograms.values():
+                histogram.labels(self._model, engine)
 
     # ---- families -----------------------------------------------------------------------------
 
-    def _scheduler_families(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._gauge("num_requests_running", "Requests in the batch", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Blocks in use, 0 to 1", stats.kv_cache_usage)
-        yield self._counter("prompt_tokens", "Prompt tokens computed", stats.prompt_tokens_total)
-        yield self._counter("generation_tokens", "Tokens made", stats.generation_tokens_total)
-        yield self._counter("num_preemptions", "Preempted sequences", stats.preemptions_total)
-        yield self._counter("prefix_cache_queries", "Tokens looked up", self.prefix["queries"])
-        yield self._counter("prefix_cache_hits", "Tokens found", self.prefix["hits"])
-        yield self._iterations(stats)
+    def _scheduler_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge("num_requests_running", "Requests in the batch", lambda s: s.num_running)
+        yield gauge("num_requests_waiting", "Requests in the queue", lambda s: s.num_waiting)
+        yield gauge("kv_cache_usage_perc", "Blocks in use, 0 to 1", lambda s: s.kv_cache_usage)
+        yield counter("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens_total)
+        yield counter("generation_tokens", "Tokens made", lambda s: s.generation_tokens_total)
+        yield counter("num_preemptions", "Preempted sequences", lambda s: s.preemptions_total)
+        for key, help in (("queries", "Tokens looked up"), ("hits", "Tokens found")):
+            found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
+            yield self._counter_by(f"prefix_cache_{key}", help, (), found)
+        yield self._iterations(engines)
+        yield self._cache_info(engines)
+
+    def _cache_info(self, engines: Engines) -> Metric:
         info = {
             "block_size": self._config.cache.block_size or "auto",
-            "num_gpu_blocks": stats.blocks_total,
+            "num_gpu_blocks": 0,
             "policy": self._config.compression.policy,
             "policy_args": json.dumps(dict(self._config.compression.policy_args)),
         }
-        names = (*_LABELS, *info)
         family = GaugeMetricFamily(
-            "kvserve:cache_config_info", "Settings of the cache", labels=names
+            "kvserve:cache_config_info", "Settings of the cache", labels=(*_LABELS, *info)
         )
-        family.add_metric([*self._labels, *map(str, info.values())], 1)
-        yield family
+        for engine, stats in engines.items():
+            info["num_gpu_blocks"] = stats.blocks_total
+            family.add_metric([self._model, engine, *map(str, info.values())], 1)
+        return family
 
-    def _iterations(self, stats: EngineStats) -> Metric:
+    def _iterations(self, engines: Engines) -> Metric:
         family = HistogramMetricFamily(
             "kvserve:iteration_tokens_total", "Tokens per step of the engine", labels=_LABELS
         )
         bounds = [*map(floatToGoString, ITERATION_TOKENS), "+Inf"]
-        counts = accumulate(stats.iterations or (0,) * len(bounds))
-        buckets = list(zip(bounds, counts, strict=True))
-        family.add_metric(self._labels, buckets, stats.iteration_tokens_total)
+        for engine, stats in engines.items():
+            counts = accumulate(stats.iterations or (0,) * len(bounds))
+            buckets = list(zip(bounds, counts, strict=True))
+            family.add_metric((self._model, engine), buckets, stats.iteration_tokens_total)
         return family
 
     def _request_families(self) -> Iterator[Metric]:
+        ended: Counts = {
+            (engine, reason): count
+            for engine, counts in self._finished.items()
+            for reason, count in counts.items()
+        }
         yield self._counter_by(
-            "request_success", "Requests by how they ended", ("finished_reason",), self._finished
+            "request_success", "Requests by how they ended", ("finished_reason",), ended
         )
         for histogram in self._histograms.values():
             yield from _without_created(histogram.collect())
 
-    def _compression_families(self, stats: EngineStats) -> Iterator[Metric]:
-        held, logical = stats.tokens_held, stats.tokens_logical
-        headroom = stats.blocks_free + stats.blocks_cached
-        yield self._gauge("kv_tokens_logical", "Tokens of the running requests", logical)
-        yield self._gauge("kv_tokens_held", "Tokens that the cache still holds", held)
-        yield self._gauge(
-            "kv_compression_ratio", "Held over logical tokens", held / logical if logical else 1.0
+    def _compression_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge("kv_tokens_logical", "Tokens of running requests", lambda s: s.tokens_logical)
+        yield gauge("kv_tokens_held", "Tokens that the cache still holds", lambda s: s.tokens_held)
+        yield gauge(
+            "kv_compression_ratio",
+            "Held over logical tokens",
+            lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
         )
-        yield self._gauge("kv_admission_headroom_blocks", "Blocks for new requests", headroom)
-        yield self._counter("kv_tokens_evicted", "Tokens evicted", stats.tokens_evicted_total)
-        yield self._counter(
-            "kv_compaction_seconds", "Seconds spent compacting", stats.compaction_seconds_total
+        yield gauge(
+            "kv_admission_headroom_blocks",
+            "Blocks for new requests",
+            lambda s: s.blocks_free + s.blocks_cached,
         )
-        yield self._gauge(
+        yield counter("kv_tokens_evicted", "Tokens evicted", lambda s: s.tokens_evicted_total)
+        yield counter(
+            "kv_compaction_seconds",
+            "Seconds spent compacting",
+            lambda s: s.compaction_seconds_total,
+        )
+        yield gauge(
             "kv_scoring_workspace_bytes",
             "Most bytes that scoring takes at once",
-            stats.scoring_workspace_bytes,
+            lambda s: s.scoring_workspace_bytes,
         )
-        yield self._counter("kv_swaps", "Preemptions to host memory", stats.swaps_total)
+        yield counter("kv_swaps", "Preemptions to host memory", lambda s: s.swaps_total)
         policy = self._config.compression.policy
-        events = Counter({(policy, "due"): 0, (policy, "pressure"): 0})
-        released = Counter({(policy,): 0})
-        for counts in stats.compaction_counts:
-            events[counts.policy, counts.reason] += counts.events
-            released[counts.policy,] += counts.blocks_released
+        events: Counter[tuple[str, ...]] = Counter()
+        released: Counter[tuple[str, ...]] = Counter()
+        for engine, stats in engines.items():
+            events.update({(engine, policy, reason): 0 for reason in ("due", "pressure")})
+            released[engine, policy] += 0
+            for counts in stats.compaction_counts:
+                events[engine, counts.policy, counts.reason] += counts.events
+                released[engine, counts.policy] += counts.blocks_released
         yield self._counter_by(
             "kv_compactions", "Compactions, due or for want of blocks", ("policy", "reason"), events
         )
@@ -205,22 +247,27 @@ class Metrics:
         yield self._gauge("kv_coded_entries", "Entries that are held as codes", coded)
         yield self._gauge("kv_codebook_entries", "Vectors that stand for their halves", book)
 
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
+    def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
         family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
-        family.add_metric(self._labels, value)
+        for engine, stats in engines.items():
+            family.add_metric((self._model, engine), read(stats))
         return family
 
-    def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
+    def _counter(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
+        counts: Counts = {(engine,): read(stats) for engine, stats in engines.items()}
+        return self._counter_by(name, help, (), counts)
 
     def _counter_by(
-        self, name: str, help: str, labels: tuple[str, ...], counts: Counter[Any]
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, ...],
+        counts: Counts,
     ) -> Metric:
+        """``counts`` by engine and the further ``labels``."""
         family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
         for key, value in counts.items():
-            family.add_metric([*self._labels, *key], value)
+            family.add_metric((self._model, *key), value)
         return family
 
 
@@ -237,55 +284,6 @@ def _renamed(family: Metric, prefix: str) -> Metric:
         for sample in family.samples
     ]
     return copy
-
-
-class RequestWatch:
-    """Turns one prompt's growing output into observations."""
-
-    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
-        self._metrics = metrics
-        self._params = params
-        self._started = self._previous = time.monotonic()
-        self._first: float | None = None
-        self._tokens = 0
-
-    def progress(self, output: RequestOutput) -> None:
-        now = time.monotonic()
-        tokens = sum(len(choice.token_ids) for choice in output.outputs)
-        if tokens > self._tokens:
-            if self._first is None:
-                self._first = now
-                self._metrics.observe("time_to_first_token_seconds", now - self._started)
-            else:
-                self._metrics.observe("inter_token_latency_seconds", now - self._previous)
-            self._previous, self._tokens = now, tokens
-        if output.finished:
-            self._finish(output, now)
-
-    def ended(self, reason: str) -> None:
-        """It ended without finishing: the client left, or the engine failed."""
-        self._metrics.count_finished(reason)
-
-    def _finish(self, output: RequestOutput, now: float) -> None:
-        metrics = self._metrics
-        total, first = now - self._started, self._first or now
-        queued = output.metrics.queued_seconds if output.metrics is not None else 0.0
-        metrics.observe("e2e_request_latency_seconds", total)
-        metrics.observe("request_queue_time_seconds", queued)
-        metrics.observe("request_prefill_time_seconds", max(first - self._started - queued, 0.0))
-        metrics.observe("request_decode_time_seconds", now - first)
-        metrics.observe("request_inference_time_seconds", max(total - queued, 0.0))
-        if self._tokens > len(output.outputs):
-            mean = (now - first) / (self._tokens / len(output.outputs) - 1)
-            metrics.observe("request_time_per_output_token_seconds", mean)
-        metrics.observe("request_prompt_tokens", len(output.prompt_token_ids))
-        metrics.observe("request_generation_tokens", self._tokens)
-        metrics.observe("request_params_n", self._params.n)
-        if self._params.max_tokens is not None:
-            metrics.observe("request_params_max_tokens", self._params.max_tokens)
-        metrics.count_prompt(len(output.prompt_token_ids), output.num_cached_tokens)
-        for choice in output.outputs:
-            metrics.count_finished(choice.finish_reason or "abort")
 
 
 @dataclass
@@ -308,8 +306,8 @@ class StatsLog:
         new, old, now = self.engine.stats, self._last, time.monotonic()
         seconds = max(now - self._time, 1e-9)
         self._last, self._time = new, now
-        prefix = self.metrics.prefix - self._prefix
-        self._prefix = self.metrics.prefix.copy()
+        total = self.metrics.prefix
+        prefix, self._prefix = total - self._prefix, total
         prompt = new.prompt_tokens_total - old.prompt_tokens_total
         generated = new.generation_tokens_total - old.generation_tokens_total
         if not (prompt or generated or new.num_running or new.num_waiting):

@@ -42,7 +42,16 @@ Row = tuple[str, str, str]
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """The engine, in a process of its own."""
+    """The engine, in a process of its own, or several behind one door."""
+    if config.parallel.data_parallel_size > 1:
+        try:
+            from kvserve.server.replicas import LocalReplicas
+        except ImportError as error:
+            raise ConfigError(
+                f"--data-parallel-size above 1 runs on Ray Serve ({error}): "
+                "pip install 'kvserve[ray]'"
+            ) from None
+        return LocalReplicas(config)
     from kvserve.engine.async_engine import AsyncEngine
 
     return AsyncEngine(config)
@@ -50,7 +59,7 @@ def make_engine(config: EngineConfig) -> Engine:
 
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
-    options = _options(config, settings)
+    options = server_options(config, settings)
     _check_certificate(settings)
     tracer = None
     if settings.otlp_traces_endpoint is not None:
@@ -172,7 +181,7 @@ async def _watch(state: ServerState, server: DrainingServer) -> None:
     server.should_exit = True
 
 
-def _options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
+def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
     return ServerOptions(
         served_names=settings.served_model_name or (config.model.model,),
         api_keys=settings.api_key,

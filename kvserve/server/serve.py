@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvserve.config import SECTIONS, EngineConfig, setting
 from kvserve.log import ConfigError, configure_logging
-from kvserve.server.args import Flag, UsageError, flags_of, resolve
+from kvserve.server.args import Flag, UsageError, flags_of, read_names, resolve
 
 EXAMPLE = """\
 examples:
@@ -133,16 +134,29 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
     model = given.pop("model_tag")
     if model is not None and given.setdefault("model", model) != model:
         raise UsageError(f"the model is given twice: {model!r} and --model {given['model']!r}")
-    server = {flag.name for flag in flags_of(ServeSettings)}
-    flags = [*flags_of(ServeSettings), *(flag for part in engine_flags().values() for flag in part)]
-    values = resolve(flags, given)
+    values = resolve(_flags(), given)
     try:
-        return (
-            EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server}),
-            ServeSettings(**{k: _plain(v) for k, v in values.items() if k in server}),
-        )
+        return _build(values)
     except ConfigError as exc:
         raise UsageError(str(exc)) from None
+
+
+def settings_from(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
+    """All settings from names and values as in a file; ``ConfigError`` names what is wrong."""
+    return _build(read_names(_flags(), values, "settings"))
+
+
+def _flags() -> list[Flag]:
+    engine = (flag for flags in engine_flags().values() for flag in flags)
+    return [*flags_of(ServeSettings), *engine]
+
+
+def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
+    server = {flag.name for flag in flags_of(ServeSettings)}
+    return (
+        EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server}),
+        ServeSettings(**{k: _plain(v) for k, v in values.items() if k in server}),
+    )
 
 
 def _plain(value: Any) -> Any:

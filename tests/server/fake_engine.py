@@ -78,6 +78,11 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     seen: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     stopped: bool = False
+
+    @property
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats}
+
     resets: int = 0
 
     summary: list[tuple[str, str, str]] = field(

@@ -250,7 +250,7 @@ def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     caplog.set_level(logging.INFO, "kvserve")
     engine = FakeEngine(stats=STATS)
     metrics = Metrics(engine, EngineConfig(), ServerOptions(served_names=(MODEL,)))
-    metrics.count_prompt(200, 50)
+    metrics.count_prompt(200, 50, "0")
     log = StatsLog(engine, metrics)
     log.log()
     [line] = caplog.messages
