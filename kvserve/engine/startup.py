@@ -16,7 +16,7 @@ from kvserve.engine.code_store import check_codes
 from kvserve.engine.cuda_graph import capture_sizes
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
-from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
+from kvserve.engine.memory import Profile, count_blocks, count_host_blocks
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
@@ -31,6 +31,7 @@ from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.held import most_held
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
@@ -88,7 +89,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, executor, pool = _start(plan, max_len, attention, others, model)
+        scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
@@ -104,6 +105,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *_summary(config, policy, plan, num_blocks, max_len),
+            _memory_row(profile),
             *_ranks_summary(plan, ranks),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             _graphs_row(config, device, attention),
@@ -140,7 +142,9 @@ def _plan(
     code_slots = 0
     if writes_codes(policy):
         code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
-    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8, code_slots)
+    kept = policy.kept_scores
+    shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
+    return RankPlan(*shared, max_len, kept)
 
 
 def _start(
@@ -149,13 +153,14 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Executor, Pool]:
+) -> tuple[Scheduler, Executor, Pool, Profile]:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
         model = load_model(*weights, group)
-    free = others.least_memory(free_memory(plan.device, config.cache.gpu_memory_utilization))
+    profile = plan.profile(model, attention, group)
+    free = others.least_memory(profile.left)
     layout, itemsize = plan.layout, plan.dtype.itemsize
     num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
@@ -180,7 +185,8 @@ def _start(
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
-    return scheduler, Executor(plan.runner(model, attention, pool, group), others), pool
+    executor = Executor(plan.runner(model, attention, pool, group), others)
+    return scheduler, executor, pool, profile
 
 
 @contextmanager
@@ -321,6 +327,8 @@ def _summary(
     block_bytes = layout.block_elements * dtype.itemsize
     pool = num_blocks * block_bytes
     full = num_blocks / layout.blocks_for(max_len)
+    most = most_held(policy.trigger, max_len // 2, max_len, layout.block_size)
+    bounded = num_blocks / layout.blocks_for(most)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
@@ -339,7 +347,8 @@ def _summary(
         (
             "kv pool",
             f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
-            f"{full:.1f} sequences of full length; --kv-cache-memory",
+            f"{full:.1f} sequences of full length, {bounded:.1f} of those as {policy.name} holds "
+            "them (half of each prompt; logged queries aside); --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
@@ -353,6 +362,16 @@ def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
     part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
     state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
     return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
+
+
+def _memory_row(profile: Profile) -> tuple[str, str, str]:
+    weights, step, events = (
+        f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
+    )
+    if not profile.step:
+        return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
+    state = f"weights {weights}, a step {step}, events and swaps {events}"
+    return "memory", state, "measured before the pool; --gpu-memory-utilization"
 
 
 def _graphs_row(config: EngineConfig, device: str, attention: Choice) -> tuple[str, str, str]:
