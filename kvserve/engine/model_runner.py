@@ -201,9 +201,7 @@ class ModelRunner:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
         chunks = len(output.prefill.rows)
-        # How much of coded rows has to be rebuilt changes from step to step.
-        fixed = not (chunks or output.most_coded)
-        if self.graphs is not None and fixed and self.graphs.hold(output.num_decoding):
+        if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)

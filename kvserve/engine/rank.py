@@ -94,9 +94,13 @@ class RankPlan:
         if self.code_slots:
             assert model.rotary.inv_freq is not None
             cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
-        sizes, _ = capture_sizes(self.config, self.device, attention)
+        sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         return ModelRunner(*parts, group, DecodeGraphs(*parts, sizes) if sizes else None)
+
+    def graphs(self, attention: Choice) -> tuple[list[int], str]:
+        """Sizes of the decoding steps that are captured, and why."""
+        return capture_sizes(self.config, self.device, attention, codes=self.code_slots > 0)
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """What is left for the pool. On a GPU the largest step is tried, unless its size is given.

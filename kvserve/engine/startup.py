@@ -6,21 +6,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.code_store import check_codes
-from kvserve.engine.cuda_graph import capture_sizes
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
 from kvserve.engine.memory import Profile, count_blocks, count_host_blocks
 from kvserve.engine.messages import EngineInfo
-from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
+from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
@@ -28,19 +25,21 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.rank import Pool, RankPlan
+from kvserve.engine.startup_table import (
+    graphs_row,
+    linear_layers_row,
+    memory_row,
+    plan_rows,
+    sampling_row,
+    scheduling_rows,
+)
 from kvserve.engine.threads import limit_threads
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
-from kvserve.scheduler.held import most_held
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAYOUT_MEANS = {
-    Granularity.MODEL: "all layers and heads hold equally many entries",
-    Granularity.LAYER: "layers may hold different numbers of entries",
-    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +103,15 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
-            *_summary(config, policy, plan, num_blocks, max_len),
-            _memory_row(profile),
-            *_ranks_summary(plan, ranks),
+            *plan_rows(policy, plan, num_blocks, max_len),
+            memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            _graphs_row(config, device, attention),
-            ("linear layers", *_linear_layers(dtype, device)),
+            graphs_row(*plan.graphs(attention)),
+            linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),
             *threads,
-            *_scheduling_summary(config, pool.num_host_blocks),
-            _sampling_row(config, defaults),
+            *scheduling_rows(config, pool.num_host_blocks),
+            sampling_row(config, defaults),
         ],
     )
     reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
@@ -283,118 +281,3 @@ def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
             "choose model or auto"
         )
     return policy.logged_dtype == "fp8"
-
-
-def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str, str]:
-    if config.model.load_format == "dummy":
-        return "weights", "random", "--load-format dummy"
-    if spec.quantization is None:
-        return "weights", str(dtype)[6:], "--dtype"
-    reason = "dequantised when read: the checkpoint's accuracy, not its size"
-    if spec.quantization.not_applied:
-        reason += f"; not applied: {spec.quantization.not_applied}"
-    return "weights", f"{str(dtype)[6:]}, from {spec.quantization.method}", reason
-
-
-def _sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> tuple[str, str, str]:
-    if config.model.generation_config == "none":
-        return "sampling defaults", "none", "--generation-config"
-    reason = "generation_config.json; --generation-config"
-    if defaults.left_out:
-        reason = f"generation_config.json, but {_listed(defaults.left_out)} is out of range"
-    return "sampling defaults", _listed(defaults.sampling) or "none", reason
-
-
-def _listed(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-def _context_reason(spec: ModelSpec) -> str:
-    if spec.window is not None:
-        return "at most the sliding window: more is not built; --max-model-len"
-    if spec.rope.kind == "dynamic":
-        return (
-            f"--max-model-len; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
-        )
-    return "--max-model-len"
-
-
-def _summary(
-    config: EngineConfig, policy: Policy, plan: RankPlan, num_blocks: int, max_len: int
-) -> list[tuple[str, str, str]]:
-    """Rows (feature, state, why) of the start-up table."""
-    spec, layout, dtype, device = plan.spec, plan.layout, plan.dtype, plan.device
-    block_bytes = layout.block_elements * dtype.itemsize
-    pool = num_blocks * block_bytes
-    full = num_blocks / layout.blocks_for(max_len)
-    most = most_held(policy.trigger, max_len // 2, max_len, layout.block_size)
-    bounded = num_blocks / layout.blocks_for(most)
-    each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
-    chunked = config.scheduler.enable_chunked_prefill
-    caching = config.cache.enable_prefix_caching
-    return [
-        ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
-        _weights_row(config, spec, dtype),
-        ("context", f"{max_len} tokens", _context_reason(spec)),
-        (
-            "policy",
-            str(policy),
-            spec.policy_refusal
-            or policy.caution
-            or "--policy; a request's kv_policy may override it",
-        ),
-        ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
-        (
-            "kv pool",
-            f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
-            f"{full:.1f} sequences of full length, {bounded:.1f} of those as {policy.name} holds "
-            "them (half of each prompt; logged queries aside); --kv-cache-memory",
-        ),
-        ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
-        ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
-    ]
-
-
-def _ranks_summary(plan: RankPlan, ranks: int) -> list[tuple[str, str, str]]:
-    """The row of the start-up table on ranks, where there are several."""
-    if ranks == 1:
-        return []
-    part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
-    state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
-    return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
-
-
-def _memory_row(profile: Profile) -> tuple[str, str, str]:
-    weights, step, events = (
-        f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
-    )
-    if not profile.step:
-        return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
-    state = f"weights {weights}, a step {step}, events and swaps {events}"
-    return "memory", state, "measured before the pool; --gpu-memory-utilization"
-
-
-def _graphs_row(config: EngineConfig, device: str, attention: Choice) -> tuple[str, str, str]:
-    sizes, reason = capture_sizes(config, device, attention)
-    if not sizes:
-        return "cuda graphs", "off", reason
-    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
-
-
-def _linear_layers(dtype: torch.dtype, device: str) -> tuple[str, str]:
-    if can_pack(dtype, device):
-        return "oneDNN", "weights are packed for this CPU"
-    return "torch", "oneDNN is for float32 and bfloat16 on a CPU"
-
-
-def _scheduling_summary(config: EngineConfig, num_host_blocks: int) -> list[tuple[str, str, str]]:
-    """Rows of the start-up table on who runs, who makes way, and when events run."""
-    scheduler = config.scheduler
-    observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
-    swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
-    return [
-        ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
-        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
-        ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
-        ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
-    ]

@@ -12,7 +12,7 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.block_table import NO_UPDATE, BlockTable, Rows
 from kvserve.scheduler.code_tables import CodeTables, Coding
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import TableUpdate
+from kvserve.scheduler.output import CodeBlocks, TableUpdate
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.trigger import NOT_LOGGING
 
@@ -150,27 +150,32 @@ class BlockManager:
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
-    def codable(self, row: int, coding: Coding) -> bool:
-        """Whether ``code`` would find its blocks."""
-        assert self.codes is not None
-        wanted = self.codes.wanted(row, coding)
-        if not coding.afresh:
-            # What it replaces are generated entries, which nobody shares.
-            return self.have_free(wanted - self.codes.replaced(row, coding))
-        named, _ = self.kv.row_entries(row)
-        own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        if self.prefix_cache is not None and not self.have_free(wanted - own):
-            self.prefix_cache.forget(named)
-            own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        return self.have_free(wanted - own)
+    def code(self, rows: IntArray, codings: IntArray) -> tuple[IntArray, CodeBlocks | None]:
+        """Hold rows as ``codings`` say, one after the other, until one finds no blocks.
 
-    def code(self, row: int, coding: Coding) -> int:
-        """Hold a row as ``coding`` says; returns the blocks given up, 0 where it takes more."""
+        Returns how many blocks each has given up (0 where it takes more), and what to write.
+        """
         assert self.codes is not None
-        before = int(self.held(row + 1)[row])
-        self.codes.book(row, self.kv, coding)
-        self.kv_lens[:, row] = coding.kv_lens
-        return max(before - int(self.held(row + 1)[row]), 0)
+        before = self.codes.coded[:, rows].copy(), self.codes.num_vectors[:, rows].copy()
+        released = list[int]()
+        for row, coding in zip(rows.tolist(), codings, strict=True):
+            if not self._codable(self.codes, row, coding):
+                break
+            held = int(self.held(row + 1)[row])
+            self.codes.book(row, self.kv, coding)
+            self.kv_lens[:, row] = coding.kv_lens
+            released.append(max(held - int(self.held(row + 1)[row]), 0))
+        done = len(released)
+        if not done:
+            return np.zeros(0, np.int32), None
+        coded, vectors = (held[:, :done] for held in before)
+        return np.array(released, np.int32), self.codes.blocks_of(rows[:done], (coded, vectors))
+
+    def num_coded(self, row: int) -> tuple[int, int]:
+        """Entries that a row's lanes hold as codes, and the vectors of their codebooks."""
+        if self.codes is None:
+            return 0, 0
+        return int(self.codes.coded[:, row].sum()), int(self.codes.num_vectors[:, row].sum())
 
     def take_code_updates(
         self, num_rows: int, scheduled: IntArray
@@ -257,6 +262,19 @@ class BlockManager:
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
+
+    def _codable(self, codes: CodeTables, row: int, coding: Coding) -> bool:
+        """Whether a row would find the blocks that ``coding`` takes."""
+        wanted = codes.wanted(row, coding)
+        if not coding.afresh:
+            # What it replaces are generated entries, which nobody shares.
+            return self.have_free(wanted - codes.replaced(row, coding))
+        named, _ = self.kv.row_entries(row)
+        own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        if self.prefix_cache is not None and not self.have_free(wanted - own):
+            self.prefix_cache.forget(named)
+            own = int(np.count_nonzero(self.pool.ref[named] == 1))
+        return self.have_free(wanted - own)
 
     def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Every column that holds entries ``[start [n], end [LG, n, R])`` of some group of n rows.

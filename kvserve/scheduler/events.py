@@ -271,21 +271,13 @@ class EventBook:
 
     def _code(self, plan: EventPlans) -> list[CompactionTask]:
         """Book, one after the other, as many events that write codes as there are blocks for."""
-        blocks = self.blocks
-        codes, released = blocks.codes, list[int]()
-        assert codes is not None and plan.columns is not None
-        before = codes.coded[:, plan.at].copy(), codes.num_vectors[:, plan.at].copy()
-        for row, coding in zip(plan.at.tolist(), plan.columns, strict=True):
-            if not blocks.codable(row, coding):
-                break
-            released.append(blocks.code(row, coding))
-        self.starving = not released
-        if not released:
+        assert plan.columns is not None
+        released, codes = self.blocks.code(plan.at, plan.columns)
+        self.starving = codes is None
+        if self.starving:
             return []
         done = plan.part(slice(len(released)))
-        task = self._booked(done, np.zeros_like(done.at), np.array(released, np.int32))
-        held = before[0][:, : len(done.at)], before[1][:, : len(done.at)]
-        return [replace(task, codes=codes.blocks_of(done.at, held))]
+        return [replace(self._booked(done, np.zeros_like(done.at), released), codes=codes)]
 
     def _compact(self, plan: EventPlans) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""

@@ -251,9 +251,7 @@ class Scheduler:
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
         seq.held_blocks = int(self.blocks.held(seq.row + 1)[seq.row])
-        if self.blocks.codes is not None:
-            seq.coded_entries = int(self.blocks.codes.coded[:, seq.row].sum())
-            seq.codebook_entries = int(self.blocks.codes.num_vectors[:, seq.row].sum())
+        seq.coded_entries, seq.codebook_entries = self.blocks.num_coded(seq.row)
         self.blocks.release_row(seq.row)
         self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
@@ -270,7 +268,7 @@ class Scheduler:
             self._outgrow(seq)
             self._drop_finished()
             return
-        coded = self.blocks.codes is not None and self.blocks.codes.coded[:, seq.row].any()
+        coded, _ = self.blocks.num_coded(seq.row)
         if rows.compactions[seq.row] and not coded and self.swap.park(seq):
             self.num_swaps += 1
         self._begin_anew(seq)
@@ -325,12 +323,9 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        while (
-            self.waiting
-            and budget > 0
-            and rows.num_rows < rows.max_rows
-            and not self.events.starving  # or newcomers would take what it waits for
-        ):
+        if self.events.starving:  # newcomers would take what it waits for
+            return chunks
+        while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             seq = self.waiting.first
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:

@@ -16,9 +16,11 @@ from kvserve.engine import coder
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.code_store import CodedRows, CodeStore, Slots
 from kvserve.engine.inspect import inspect
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.codebook import Cover, extend
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
+from kvserve.scheduler.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -95,42 +97,75 @@ def test_a_codebook_that_would_cost_more_is_not_built(llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reconstruction_keeps_its_bound(
+def test_every_request_of_a_random_run_keeps_its_bound(
     dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that a forward rebuilds is within the bound of what was stored at that position."""
-    llm = make_llm(llama_dir, {**MUCH_MERGES, "raw_fallback": False}, dtype=dtype)
-    cache = llm.engine.core.runner.cache
-    stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    store, rebuild, checked, merged = cache.store, CodeStore.rebuild, [0], [0]
+    """All that forwards rebuild is within the request's bound of what was stored there."""
+    rng = np.random.default_rng(7)
+    llm = make_llm(
+        *(llama_dir, MUCH_MERGES),
+        dtype=dtype,
+        max_num_seqs=4,
+        max_num_batched_tokens=40,
+        num_gpu_blocks_override=400,
+        enable_prefix_caching=False,  # each request stores its own
+    )
+    core = llm.engine.core
+    cache, rows = core.runner.cache, core.scheduler.rows
+    preempt_now_and_then(core.scheduler, rng, 0.03)
+    stored: dict[int, Tensor] = {}
+    errors: dict[int, list[Tensor]] = {}
+    store, rebuild, owners = cache.store, CodeStore.rebuild, list[Sequence]()
 
     def remember(layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for at, position in enumerate(batch.positions.tolist()):
-            stored[layer, position] = k[at].float().clone(), v[at].float().clone()
+        owners[:] = [rows.owner(row) for row in batch.rows]
+        kinds = torch.stack([k, v]).float()
+        for seq, first, end in zip(owners, batch.starts, batch.starts[1:], strict=False):
+            shape = cache.layout.num_layers, 2, seq.max_len, *k.shape[1:]
+            known = stored.setdefault(seq.seq_id, torch.zeros(shape))
+            known[layer, :, batch.positions[first:end]] = kinds[:, first:end]
         store(layer, batch, q, k, v)
 
-    def check(self: CodeStore, layer: int, rows: CodedRows) -> None:
-        rebuild(self, layer, rows)
-        for head, count in enumerate(rows.coded[layer, 0].tolist()):
-            tables = rows.index_tables[layer, 0, head], rows.kv_tables[layer, 0, head]
-            at = torch.arange(count)
-            place = tables[0][at // self.slots_per_block].long() * self.slots_per_block
-            slots = Slots.unpacked(self.slots[place + at % self.slots_per_block])
-            block = tables[1][at // BLOCK].long() * 2 * BLOCK + at % BLOCK
-            kinds = self.vectors[block].float(), self.vectors[block + BLOCK].float()
-            true = [stored[layer, position] for position in slots.position.tolist()]
-            for kind, (got, theta) in enumerate(zip(kinds, (0.6, 0.5), strict=True)):
-                was = torch.stack([pair[kind][head] for pair in true])
-                error = (got - was).norm(dim=-1) / was.norm(dim=-1)
-                assert error.max() <= math.sqrt(2 * (1 - theta)) + 0.01
-                merged[0] += int((error > 0.05).sum())
-            checked[0] += count
+    def check(self: CodeStore, layer: int, coded: CodedRows) -> None:
+        rebuild(self, layer, coded)
+        for (row, head), count in np.ndenumerate(coded.coded[layer].numpy()):
+            index, kv = coded.index_tables[layer, row, head], coded.kv_tables[layer, row, head]
+            at, per_block = torch.arange(count), self.slots_per_block
+            slots = self.slots[index[at // per_block].long() * per_block + at % per_block]
+            block = kv[at // BLOCK].long() * 2 * BLOCK + at % BLOCK
+            got = self.vectors[torch.stack([block, block + BLOCK])].float()
+            seq = owners[row]
+            was = stored[seq.seq_id][layer, :, Slots.unpacked(slots).position, head]
+            error = (got - was).norm(dim=-1) / was.norm(dim=-1)
+            errors.setdefault(seq.seq_id, []).append(error)
+            policy = core.runner.policies[seq.policy_id]
+            assert writes_codes(policy)
+            for kind, theta in zip(error, (policy.theta_k, policy.theta_v), strict=True):
+                assert (kind <= math.sqrt(2 * (1 - theta)) + 0.01).all(), policy
 
     monkeypatch.setattr(cache, "store", remember)
     monkeypatch.setattr(CodeStore, "rebuild", check)
-    _, (details,) = generate(llm, [PROMPT])
-    assert checked[0] > 0.1 * merged[0] > 100, "hardly anything merged"
-    assert 0 < details.codebook_entries < 1.6 * details.coded_entries
+    prompts = random_prompts(rng.integers(20, 90, 10).tolist(), seed=3)
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            kv_policy={
+                **MUCH_MERGES,
+                "raw_fallback": False,
+                "ratio": float(rng.choice([0.4, 0.7, 1.0])),
+                "theta_k": float(rng.choice([0.4, 0.7, 0.95])),
+                "theta_v": float(rng.choice([0.3, 0.6, 0.9])),
+            },
+        )
+        for _ in prompts
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+    assert core.scheduler.num_preemptions and len(errors) == len(prompts)
+    merged = [torch.cat(found, dim=-1) > 0.05 for found in errors.values()]
+    assert all(each.numel() > 500 for each in merged)
+    assert torch.cat(merged, dim=-1).float().mean() > 0.05, "hardly anything merged"
 
 
 def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(llama_dir: Path) -> None:

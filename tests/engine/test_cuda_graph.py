@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine import request_policies
 from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.policies.registry import policy_class, policy_names
 from kvserve.log import ConfigError
@@ -69,7 +70,9 @@ def count_steps(llm: LLM) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("layout", ["model", "layer", "head"])
-def test_every_policy_generates_what_it_does_without(llama_dir: Path, layout: str) -> None:
+def test_every_policy_generates_what_it_does_without(
+    llama_dir: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All policies of the layout at once, with events between replays and rows that sit out."""
     uneven = [
         spec
@@ -77,6 +80,7 @@ def test_every_policy_generates_what_it_does_without(llama_dir: Path, layout: st
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ] * (layout != "model")
     policies = EVEN + uneven
+    monkeypatch.setattr(request_policies, "REMEMBERED", len(policies) + 1)
     prompts = random_prompts([37] * len(policies), seed=3)
     # All heads' queries are logged, so that requests may choose any of the cases.
     default = {"name": "snapkv", "budget": 64}
@@ -96,17 +100,6 @@ def test_every_policy_generates_what_it_does_without(llama_dir: Path, layout: st
 
 def test_no_policy_is_left_out() -> None:
     assert {spec["name"] for spec in [*EVEN, *SPECS.values()]} == set(policy_names())
-
-
-def test_rows_held_as_codes_are_rebuilt_outside_of_graphs(llama_dir: Path) -> None:
-    """And rows beside them, once those have ended, by graphs again."""
-    codes = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}
-    policies = [codes, codes, "none", "none"]
-    graphs = make_llm(llama_dir, codes, cudagraph_capture_sizes=SIZES)
-    counts = count_steps(graphs)
-    tokens = generate(graphs, PROMPTS[:4], policies)
-    assert tokens == generate(make_llm(llama_dir, codes), PROMPTS[:4], policies)
-    assert 0 < counts["all"] < 10
 
 
 @pytest.mark.parametrize("policy", [KARA, {"name": "h2o", "budget": 24}], ids=["kara", "h2o"])
@@ -186,12 +179,13 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager leaves nothing to capture"),
+        ({"policy": "spindlekv", "block_size": 16}, "codes are rebuilt in each step"),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
-    ids=["backend", "eager", "sizes"],
+    ids=["backend", "eager", "codes", "sizes"],
 )
 def test_sizes_that_cannot_be_captured_are_refused(
     llama_dir: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_llm(llama_dir, "none", cudagraph_capture_sizes=SIZES, **settings)
+        make_llm(llama_dir, **{"policy": "none", "cudagraph_capture_sizes": SIZES} | settings)

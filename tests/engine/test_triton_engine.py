@@ -19,6 +19,10 @@ from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
 KARA = {"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5, "chunk_budget": 0, "period": 2}
+SPINDLE = {
+    **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
+    **{"theta_k": 0.6, "theta_v": 0.5},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([3, 13])
 
@@ -50,11 +54,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def generate(directory: Path, backend: str, layout: str, **settings: Any) -> list[list[int]]:
+def generate(
+    directory: Path, backend: str, layout: str, policy: Any = KARA, **settings: Any
+) -> list[list[int]]:
     """Greedy tokens of two sequences, each of which compacts its cache."""
     llm = LLM(
         str(directory),
-        policy=KARA,
+        policy=policy,
         dtype="float32",
         skip_tokenizer_init=True,
         attention_backend=backend,
@@ -68,6 +74,7 @@ def generate(directory: Path, backend: str, layout: str, **settings: Any) -> lis
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
     assert all(output.kv_cache_details.compactions for output in outputs)
+    assert any(output.kv_cache_details.coded_entries for output in outputs) == (policy is SPINDLE)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -82,3 +89,13 @@ def test_tokens_equal_those_of_torch(
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
     assert launched == kernels
+
+
+def test_rows_of_codes_give_the_tokens_of_torch(
+    tiny_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    """The kernels read what was rebuilt, chunks and decodes apart."""
+    expected = generate(tiny_dir, "torch", "head", SPINDLE)
+    launched = request.getfixturevalue("launched")
+    assert generate(tiny_dir, "triton", "head", SPINDLE) == expected
+    assert {"_store", "_attend"} < launched
