@@ -27,7 +27,7 @@ from kvserve.kernels.gather_kv import gather_keys, gather_queries
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
-_SCRATCH_BYTES = 256 * 1024 * 1024
+SCRATCH_BYTES = 256 * 1024 * 1024
 
 Task = TypeVar("Task", bound=ObservationTask)
 
@@ -40,7 +40,7 @@ class Compressor:
         cache: KVCache,
         scale: float,
         recomputer: QueryRecomputer,
-        scratch_bytes: int = _SCRATCH_BYTES,
+        scratch_bytes: int = SCRATCH_BYTES,
         group: RankGroup = ALONE,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None

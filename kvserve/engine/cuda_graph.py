@@ -24,8 +24,12 @@ from kvserve.log import ConfigError
 _LARGEST = 512
 
 
-def capture_sizes(config: EngineConfig, device: str, choice: Choice) -> tuple[list[int], str]:
+def capture_sizes(
+    config: EngineConfig, device: str, choice: Choice, *, codes: bool
+) -> tuple[list[int], str]:
     """Ascending, none where there are to be no graphs; and why, for the start-up table.
+
+    ``codes``: the cache may hold codes, which are found only as the step runs.
 
     ``ConfigError`` where sizes are named and cannot be.
     """
@@ -34,11 +38,15 @@ def capture_sizes(config: EngineConfig, device: str, choice: Choice) -> tuple[li
         return [], "--enforce-eager"
     if device != "cuda" and not wanted:
         return [], "no GPU"
-    if not choice.backend.replays:
-        why = f"decode attention {choice.name} plans each step anew"
+    refused = None
+    if codes:
+        refused = "codes are rebuilt in each step; choose another --policy"
+    elif not choice.backend.replays:
+        refused = f"decode attention {choice.name} plans each step anew; --attention-backend"
+    if refused is not None:
         if wanted:
-            raise ConfigError(f"--cudagraph-capture-sizes: {why}; choose --attention-backend")
-        return [], why
+            raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
+        return [], refused
     usual = {1, 2, 4, 8, *range(16, _LARGEST + 1, 16), min(most, _LARGEST)}
     sizes = sorted(size for size in wanted or usual if size <= most)
     if not sizes:

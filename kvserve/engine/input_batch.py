@@ -154,6 +154,23 @@ class InputBatch:
             columns=np.full(size, self.block_tables.shape[3]),
         )
 
+    def padding(self, tokens: int) -> ForwardBatch:
+        """A chunk of so many tokens that see nothing and are stored in the null block."""
+        lanes = self.layout.layer_groups, self.layout.rows, tokens
+        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            positions=zeros,
+            prompt_lens=zeros + 1,
+            slots=slots,
+            query_slots=slots,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.zeros(1, np.int32),
+            starts=np.array([0, tokens]),
+            columns=np.array([self.block_tables.shape[3]]),
+        )
+
     def refill(self, batch: ForwardBatch, count: Tensor) -> Tensor:
         """Let the first ``count []`` rows of ``decoding``'s buffers decode, their entries counted.
 

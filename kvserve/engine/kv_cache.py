@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 
+SWAP_STAGING_BYTES = 64 * 1024 * 1024
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
@@ -75,14 +78,19 @@ class KVCache:
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""
         for task in outs:
-            device, host = self._blocks(task)
-            self.host[host] = self.kv[device].to(self.host.device)
+            for device, host in self._blocks(task):
+                self.host[host] = self.kv[device].to(self.host.device)
         for task in ins:
-            device, host = self._blocks(task)
-            self.kv[device] = self.host[host].to(self.kv.device)
+            for device, host in self._blocks(task):
+                self.kv[device] = self.host[host].to(self.kv.device)
 
-    def _blocks(self, task: SwapTask) -> tuple[Tensor, Tensor]:
-        return to_device(task.device_blocks, self.kv.device), to_device(task.host_blocks, "cpu")
+    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor]]:
+        """Places of as many blocks at a time as are gathered in ``SWAP_STAGING_BYTES``."""
+        count = max(1, SWAP_STAGING_BYTES // (self.kv[0].numel() * self.kv.itemsize))
+        for at in range(0, len(task.device_blocks), count):
+            part = slice(at, at + count)
+            device = to_device(task.device_blocks[part], self.kv.device)
+            yield device, to_device(task.host_blocks[part], "cpu")
 
     def logged(self, entries: Tensor) -> Tensor:
         """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +13,30 @@ from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 
 _GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes of a rank: the model's weights; most that a step takes beside them, tables and graphs
+    among it, and events and swaps; what is left for the pool. Nothing of a step on a CPU."""
+
+    weights: int
+    step: int
+    events: int
+    left: int
+
+
+def taken_by(run: Callable[[], None]) -> int:
+    """Most bytes of this GPU that ``run`` had at once, torch's or not."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, _ = torch.cuda.mem_get_info()
+    run()
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    # What torch gave back meanwhile was there too.
+    return before - after + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
 
 
 def free_memory(device: str, utilization: float) -> int:

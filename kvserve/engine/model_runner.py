@@ -134,6 +134,16 @@ class ModelRunner:
         self.batch.forget_scores(policy_id)
 
     @torch.inference_mode()
+    def rehearse(self, tokens: int) -> None:
+        """The largest step, on nothing: ``tokens`` of a prompt, then a draw for every row."""
+        batch = self.batch.padding(tokens)
+        planned = self.attention.plan(batch)
+        hidden = self.model(batch.positions, batch, self.cache, planned)
+        rows = torch.arange(len(self.batch.last_token), device=hidden.device)
+        logits = self.model.logits(hidden[:1].expand(len(rows), -1))
+        self.batch.sampling.draw(logits, rows, rows, filtered=True)
+
+    @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
         step = LaunchedStep(None, np.zeros(0, np.int32), self._run_events(output))
@@ -191,9 +201,7 @@ class ModelRunner:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
         chunks = len(output.prefill.rows)
-        # How much of coded rows has to be rebuilt changes from step to step.
-        fixed = not (chunks or output.most_coded)
-        if self.graphs is not None and fixed and self.graphs.hold(output.num_decoding):
+        if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)

@@ -7,6 +7,7 @@ of the model is loaded, or once with a ``ConfigError``. When the first rank is g
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -23,11 +24,12 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.code_store import CodeStore
+from kvserve.engine.compressor import SCRATCH_BYTES
 from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
-from kvserve.engine.kv_cache import KVCache
-from kvserve.engine.memory import free_memory
+from kvserve.engine.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
+from kvserve.engine.memory import Profile, free_memory, taken_by
 from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec
@@ -55,6 +57,9 @@ class RankPlan:
     log_heads: int
     fp8_log: bool
     code_slots: int
+    max_len: int
+    kept_scores: int
+    """Scores that the policy keeps of each row, layer and head."""
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
@@ -95,7 +100,42 @@ class RankPlan:
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        return capture_sizes(self.config, self.device, attention)
+        return capture_sizes(self.config, self.device, attention, codes=self.code_slots > 0)
+
+    def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
+        """What is left for the pool. On a GPU the largest step is tried, unless its size is given.
+
+        All ranks call it together.
+        """
+        cache, scheduler = self.config.cache, self.config.scheduler
+        weights = sum(part.numel() * part.itemsize for part in model.parameters())
+        left = free_memory(self.device, cache.gpu_memory_utilization)
+        given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
+        if self.device != "cuda" or given:
+            return Profile(weights, 0, 0, left)
+        tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
+
+        def rehearse() -> None:
+            self.runner(model, attention, self._smallest_pool(), group).rehearse(tokens)
+
+        step = taken_by(rehearse)
+        gc.collect()  # graphs and the closures around them refer to each other
+        torch.cuda.empty_cache()
+        layout = self.layout
+        rows = scheduler.max_num_seqs * layout.num_layers * layout.num_kv_heads
+        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + 4 * rows * self.kept_scores
+        return Profile(weights, step, events, left - step - events)
+
+    def _smallest_pool(self) -> Pool:
+        """Two blocks, under tables as large as they will be."""
+        layout, rows = self.layout, self.config.scheduler.max_num_seqs
+        per_number = self.dtype.itemsize if self.fp8_log else 1
+        logged = log_block_tokens(layout, self.log_heads, per_number)
+        kv, log = (
+            (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
+            for tokens in (layout.block_size, logged)
+        )
+        return Pool(2, 0, kv, log, None)
 
 
 @dataclass(frozen=True)
@@ -172,7 +212,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     group = RankGroup.join(start.rank, start.size, start.store, plan.device)
     config = plan.config
     model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
-    connection.send(free_memory(plan.device, config.cache.gpu_memory_utilization))
+    connection.send(plan.profile(model, attention, group).left)
     pool: Pool = inbox.get()
     return plan.runner(model, attention, pool, group)
 

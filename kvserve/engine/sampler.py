@@ -146,7 +146,7 @@ class SamplingRows:
         random = np.flatnonzero(host[:, 0])
         if len(random):
             picked = to_device(random, logits.device)
-            tokens[picked] = self._draw(
+            tokens[picked] = self.draw(
                 logits[picked], rows[picked], positions[picked], bool(host[:, 1].any())
             )
         if host[:, 5].any():
@@ -170,7 +170,8 @@ class SamplingRows:
         wanted = self._prompts[at]
         return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
 
-    def _draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
+        """A token of each row; ``filtered``: some ask for top-k, top-p or min-p."""
         temperature, top_p, top_k, min_p = self._settings[rows].unbind(dim=1)
         scaled = logits / temperature[:, None]
         if filtered:

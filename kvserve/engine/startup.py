@@ -14,7 +14,7 @@ from kvserve.engine.attention.select import Choice
 from kvserve.engine.code_store import check_codes
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
-from kvserve.engine.memory import count_blocks, count_host_blocks, free_memory
+from kvserve.engine.memory import Profile, count_blocks, count_host_blocks
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.hub import find_model
@@ -28,6 +28,7 @@ from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.startup_table import (
     graphs_row,
     linear_layers_row,
+    memory_row,
     plan_rows,
     sampling_row,
     scheduling_rows,
@@ -87,7 +88,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, executor, pool = _start(plan, max_len, attention, others, model)
+        scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
@@ -103,6 +104,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len),
+            memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
@@ -138,7 +140,9 @@ def _plan(
     code_slots = 0
     if writes_codes(policy):
         code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
-    return RankPlan(config, directory, spec, dtype, device, layout, heads, fp8, code_slots)
+    kept = policy.kept_scores
+    shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
+    return RankPlan(*shared, max_len, kept)
 
 
 def _start(
@@ -147,13 +151,14 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Executor, Pool]:
+) -> tuple[Scheduler, Executor, Pool, Profile]:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
         model = load_model(*weights, group)
-    free = others.least_memory(free_memory(plan.device, config.cache.gpu_memory_utilization))
+    profile = plan.profile(model, attention, group)
+    free = others.least_memory(profile.left)
     layout, itemsize = plan.layout, plan.dtype.itemsize
     num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
@@ -178,7 +183,8 @@ def _start(
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
-    return scheduler, Executor(plan.runner(model, attention, pool, group), others), pool
+    executor = Executor(plan.runner(model, attention, pool, group), others)
+    return scheduler, executor, pool, profile
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.memory import Profile
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import can_pack
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.rank import RankPlan
+from kvserve.scheduler.held import most_held
 from kvserve.scheduler.layout import Granularity
 
 Row = tuple[str, str, str]
@@ -30,6 +32,8 @@ def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> 
     block_bytes = layout.block_elements * dtype.itemsize
     pool = num_blocks * block_bytes
     full = num_blocks / layout.blocks_for(max_len)
+    most = most_held(policy.trigger, max_len // 2, max_len, layout.block_size)
+    bounded = num_blocks / layout.blocks_for(most)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
@@ -48,12 +52,24 @@ def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> 
         (
             "kv pool",
             f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
-            f"{full:.1f} sequences of full length; --kv-cache-memory",
+            f"{full:.1f} sequences of full length, {bounded:.1f} of those as {policy.name} holds "
+            "them (half of each prompt; logged queries aside); --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         *_ranks_rows(plan),
     ]
+
+
+def memory_row(profile: Profile) -> Row:
+    """What a rank's memory goes to beside the pool."""
+    weights, step, events = (
+        f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
+    )
+    if not profile.step:
+        return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
+    state = f"weights {weights}, a step {step}, events and swaps {events}"
+    return "memory", state, "measured before the pool; --gpu-memory-utilization"
 
 
 def graphs_row(sizes: list[int], reason: str) -> Row:

@@ -228,6 +228,8 @@ class Metrics:
             lambda s: s.scoring_workspace_bytes,
         )
         yield counter("kv_swaps", "Preemptions to host memory", lambda s: s.swaps_total)
+        yield gauge("kv_coded_entries", "Entries held as codes", lambda s: s.coded_entries)
+        yield gauge("kv_codebook_entries", "Vectors coded with", lambda s: s.codebook_entries)
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -243,9 +245,6 @@ class Metrics:
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", ("policy",), released
         )
-        coded, book = stats.coded_entries, stats.codebook_entries
-        yield self._gauge("kv_coded_entries", "Entries that are held as codes", coded)
-        yield self._gauge("kv_codebook_entries", "Vectors that stand for their halves", book)
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
         family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)

@@ -102,17 +102,6 @@ def test_no_policy_is_left_out() -> None:
     assert {spec["name"] for spec in [*EVEN, *SPECS.values()]} == set(policy_names())
 
 
-def test_rows_held_as_codes_are_rebuilt_outside_of_graphs(llama_dir: Path) -> None:
-    """And rows beside them, once those have ended, by graphs again."""
-    codes = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}
-    policies = [codes, codes, "none", "none"]
-    graphs = make_llm(llama_dir, codes, cudagraph_capture_sizes=SIZES)
-    counts = count_steps(graphs)
-    tokens = generate(graphs, PROMPTS[:4], policies)
-    assert tokens == generate(make_llm(llama_dir, codes), PROMPTS[:4], policies)
-    assert 0 < counts["all"] < 10
-
-
 @pytest.mark.parametrize("policy", [KARA, {"name": "h2o", "budget": 24}], ids=["kara", "h2o"])
 def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: Any) -> None:
     """Swaps, recomputation and freed blocks that are spoilt, all between replays; and nothing that
@@ -190,9 +179,10 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager leaves nothing to capture"),
+        ({"policy": "spindlekv", "block_size": 16}, "codes are rebuilt in each step"),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
-    ids=["backend", "eager", "sizes"],
+    ids=["backend", "eager", "codes", "sizes"],
 )
 def test_sizes_that_cannot_be_captured_are_refused(
     llama_dir: Path, settings: dict[str, Any], message: str

@@ -1,0 +1,43 @@
+"""How much a sequence holds at most, by its trigger alone: for what is said at start-up."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.trigger import RowState, Trigger
+
+_EVENTS = 256
+
+
+def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) -> int:
+    """Entries (a mean over layers and heads) at most, from the prompt's end to ``max_len`` tokens.
+
+    After many events it is taken to grow as it has since half of them.
+    """
+    prompt = np.array([num_prompt], np.int32)
+    run_start = trigger.start(prompt)
+    seen = held = 0
+    peaks = [(num_prompt, 0)]
+    for _ in range(max_len):
+        state = _state(prompt, seen, held, run_start, block_size)
+        due = min(int(trigger.next_event(state)[0]), max_len)
+        held, seen = held + due - seen, due
+        if seen > num_prompt:
+            peaks.append((seen, held))
+        if seen == max_len:
+            return max(most for _, most in peaks)
+        if len(peaks) > _EVENTS:
+            break
+        plan = trigger.plan(_state(prompt, seen, held, run_start, block_size))
+        held, run_start = held - int(plan.evicted[0]), plan.run_start
+    (before, less), (now, more) = peaks[_EVENTS // 2], peaks[-1]
+    return more + (more - less) * (max_len - now) // (now - before)
+
+
+def _state(
+    prompt: IntArray, seen: int, held: int, run_start: IntArray, block_size: int
+) -> RowState:
+    return RowState(
+        prompt, np.array([seen], np.int32), np.array([held], np.int32), run_start, block_size
+    )

@@ -1,0 +1,128 @@
+"""What a largest step takes is tried before the pool is sized; without a GPU, that it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM
+from kvserve.engine import kv_cache, memory, rank
+from kvserve.engine.rank import RankPlan
+from kvserve.scheduler.output import SwapTask
+
+GIB = 2**30
+
+
+def make_llm(directory: Path, **settings: Any) -> LLM:
+    settings = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
+    return LLM(str(directory), dtype="float32", skip_tokenizer_init=True, **settings)
+
+
+@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+def test_a_rehearsal_is_the_largest_step_and_leaves_nothing(
+    llama_dir: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(llama_dir, kv_layout=layout)
+    runner, seen = llm.engine.core.runner, list[Any]()
+    logits, draw = runner.model.logits, runner.batch.sampling.draw
+
+    def watched_logits(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return logits(hidden)
+
+    def watched_draw(of: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append((len(of), options))
+        return draw(of, *args, **options)
+
+    monkeypatch.setattr(runner.model, "logits", watched_logits)
+    monkeypatch.setattr(runner.batch.sampling, "draw", watched_draw)
+    runner.cache.kv[1:] = 7.0
+    runner.rehearse(64)
+    assert seen == [8, (8, {"filtered": True})]
+    assert (runner.cache.kv[1:] == 7.0).all()
+    assert not runner.batch.kv_lens.any() and not runner.batch.num_computed.any()
+
+
+class Pretended(RankPlan):
+    """A plan for a GPU, whose runner is built here."""
+
+    def runner(self, *args: Any) -> Any:
+        return replace(RankPlan(**vars(self)), device="cpu").runner(*args)
+
+
+def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    profile = RankPlan.profile
+
+    def remember(plan: RankPlan, *args: Any) -> Any:
+        given[:] = [plan, *args]
+        return profile(plan, *args)
+
+    monkeypatch.setattr(RankPlan, "profile", remember)
+    llm = make_llm(llama_dir, policy={"name": "h2o", "budget": 16}, cudagraph_capture_sizes=(8,))
+    plan, *args = given
+    rehearsed = []
+
+    def taken_by(run: Callable[[], None]) -> int:
+        run()
+        rehearsed.append(True)
+        return 3 * GIB
+
+    monkeypatch.setattr(rank, "taken_by", taken_by)
+    monkeypatch.setattr(rank, "free_memory", lambda device, share: 10 * GIB)
+    found = profile(Pretended(**{**vars(plan), "device": "cuda"}), *args)
+    scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.kept_scores
+    assert rehearsed and found.step == 3 * GIB and scores > 0
+    assert found.events == 256 * 2**20 + 64 * 2**20 + scores
+    assert found.left == 7 * GIB - found.events
+    assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
+    pool = plan._smallest_pool()
+    tables = llm.engine.core.runner.batch
+    assert pool.table_shape == tables.block_tables.shape
+    assert pool.log_shape == tables.log_tables.shape
+
+
+def test_memory_that_torch_gave_back_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([(10 * GIB, 0), (8 * GIB, 0)])
+    for name, result in (
+        *(("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None)),
+        *(("max_memory_reserved", 5 * GIB), ("memory_reserved", 4 * GIB)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(free))
+    assert memory.taken_by(lambda: None) == 3 * GIB
+
+
+def test_a_swap_gathers_a_few_blocks_at_a_time(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_llm(llama_dir, num_gpu_blocks_override=12).engine.core.runner.cache
+    block_bytes = cache.kv[0].numel() * 4
+    monkeypatch.setattr(kv_cache, "SWAP_STAGING_BYTES", 3 * block_bytes)
+    cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
+    blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
+    task = SwapTask(0, 1, blocks, places)
+    assert [len(device) for device, _ in cache._blocks(task)] == [3, 3, 1]
+    cache.swap((task,), ())
+    cache.kv[1:] = 0
+    cache.swap((), (task,))
+    assert cache.kv.flatten(1)[blocks, 0].tolist() == blocks.tolist()
+
+
+def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
+    llm = make_llm(
+        llama_dir,
+        num_gpu_blocks_override=640,
+        max_model_len=256,
+        policy={"name": "streaming_llm", "budget": 32},
+    )
+    rows = {row[0]: row for row in llm.engine.core.info.summary}
+    assert rows["memory"][1].startswith("weights 0 MiB")
+    assert "10.0 sequences of full length, 80.0 of those as streaming_llm" in rows["kv pool"][2]
