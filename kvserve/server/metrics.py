@@ -243,9 +243,12 @@ class Metrics:
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", ("policy",), released
         )
-        coded, book = stats.coded_entries, stats.codebook_entries
-        yield self._gauge("kv_coded_entries", "Entries that are held as codes", coded)
-        yield self._gauge("kv_codebook_entries", "Vectors that stand for their halves", book)
+        yield gauge("kv_coded_entries", "Entries that are held as codes", lambda s: s.coded_entries)
+        yield gauge(
+            "kv_codebook_entries",
+            "Vectors that stand for their halves",
+            lambda s: s.codebook_entries,
+        )
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
         family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)

@@ -256,7 +256,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     def app() -> FastAPI:
         return _ingress(config, settings)
 
-    ingress = serve.deployment(serve.ingress(app)(), name="ingress", max_ongoing_requests=MANY)
+    ingress = serve.deployment(
+        serve.ingress(app)(),
+        name="ingress",
+        max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": 0},  # the engines may have them all
+    )
     return ingress.bind(replicas)
 
 
