@@ -214,6 +214,13 @@ class EngineConfig:
         choices=("llguidance", "xgrammar"),
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
+    cudagraph_capture_sizes: tuple[int, ...] = setting(
+        (),
+        "numbers of decoding sequences that a CUDA graph is captured for; others are padded to the "
+        "next (accepts 1k; default on a GPU: 1, 2, 4, 8, multiples of 16 up to 512; on a CPU none, "
+        "and sizes that are named run the same padded steps without a graph)",
+        aliases=("--cuda-graph-sizes",),
+    )
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -279,6 +286,14 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
+        (
+            all(size >= 1 for size in config.cudagraph_capture_sizes),
+            "--cudagraph-capture-sizes must be >= 1",
+        ),
+        (
+            not (config.enforce_eager and config.cudagraph_capture_sizes),
+            "--enforce-eager leaves nothing to capture; drop --cudagraph-capture-sizes",
+        ),
         (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
         (config.parallel.data_parallel_size >= 1, "--data-parallel-size must be >= 1"),
         (

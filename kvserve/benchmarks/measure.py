@@ -144,7 +144,7 @@ class _Meter:
             "mean_held_tokens": self.held / steps,
             "mean_logical_tokens": self.logical / steps,
             "held_over_logical": self.held / self.logical if self.logical else None,
-            **_held_at_end([conversation[-1] for conversation in turns]),
+            **_held_at_end([conversation[-1] for conversation in turns if conversation]),
             "blocks_total": after.blocks_total,
             "mean_pool_usage": self.pool_usage / steps,
             **{

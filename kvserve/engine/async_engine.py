@@ -97,7 +97,8 @@ class AsyncEngine:
                 self._client.add(new)
             while not output.finished:
                 event = await events.get()
-                while not events.empty():  # one look at the newest state is enough
+                # One look at the newest state is enough; nothing comes behind an error.
+                while not (isinstance(event, Exception) or events.empty()):
                     event = events.get_nowait()
                 if isinstance(event, Exception):
                     raise event

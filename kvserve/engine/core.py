@@ -7,18 +7,25 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.grammar import GrammarCompiler, Matcher, SequenceGrammar
 from kvserve.engine.logit_rules import RowRules
-from kvserve.engine.messages import EngineInfo, FinishedSequence, NewSequence, StepOutputs
+from kvserve.engine.messages import (
+    EngineInfo,
+    FinishedSequence,
+    NewSequence,
+    RefusedSequence,
+    StepOutputs,
+)
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.request_policies import RequestPolicies
 from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.engine.step_counts import StepCounts
-from kvserve.log import RequestError
+from kvserve.log import RequestError, logger
 from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
@@ -137,8 +144,13 @@ class EngineCore:
         output = self.scheduler.schedule()
         self._note_admitted(output)
         compactions = self._counts.add(output)
-        with self.executor.together():
-            result = self.executor.launch(output).collect()
+        try:
+            with self.executor.together():
+                result = self.executor.launch(output).collect()
+        except torch.OutOfMemoryError as error:
+            if self.runner.group.size > 1:
+                raise
+            return self._shed(output, error)
         if self.scheduler.events.gate is not None:
             compacting = self.runner.compaction_seconds - compacting
             self._record_costs(output, time.perf_counter() - started, compacting)
@@ -152,6 +164,30 @@ class EngineCore:
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
             compactions=compactions,
+        )
+
+    def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
+        """End the newest of a step that found no memory; the others compute their caches anew."""
+        newest, finished = self.scheduler.give_up(output)
+        if self.runner.batch.device == "cuda":
+            torch.cuda.empty_cache()
+        logger.error(
+            "a step of %d tokens ran out of memory: request %s ends with an error and %d sequences "
+            "begin anew; lower --gpu-memory-utilization or --max-num-batched-tokens (%s)",
+            output.num_tokens,
+            self._sequences[newest.seq_id][1],
+            len(self.scheduler.waiting),
+            error,
+        )
+        message = (
+            f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
+            "its newest sequence; try again later"
+        )
+        ended = [self._finished(seq) for seq in finished]
+        return StepOutputs(
+            finished=[each for each in ended if each.seq_id != newest.seq_id],
+            refused=[RefusedSequence(newest.seq_id, message, None, "out_of_memory")],
+            stats=self._stats_when_due(),
         )
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:

@@ -137,6 +137,43 @@ class InputBatch:
         )
         return input_ids, batch
 
+    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
+        """Buffers for one token of each of the first ``size`` rows, for ``refill``; rows may hold
+        as much as tables can name."""
+        lanes = self.layout.layer_groups, self.layout.rows, size
+        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            positions=torch.zeros(size, dtype=torch.int64, device=self.device),
+            prompt_lens=self.prompt_lens[:size],
+            slots=slots,
+            query_slots=torch.zeros_like(slots) if logs_queries else None,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.arange(size, dtype=np.int32),
+            starts=np.arange(size + 1),
+            columns=np.full(size, self.block_tables.shape[3]),
+        )
+
+    def refill(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+        """Let the first ``count []`` rows of ``decoding``'s buffers decode, their entries counted.
+
+        Returns token ids, at the same address each time. The other rows' tokens see nothing, and
+        are stored in the null block: those rows may be of sequences that sit the step out.
+        """
+        size, places = len(batch.rows), torch.arange(len(batch.rows), device=self.device)
+        real = places < count
+        positions = torch.where(real, self.num_computed[:size], 0)
+        entries = torch.where(real, self.kv_lens[:, :size].transpose(1, 2), 0)
+        slots = slot_mapping(self.block_tables, places, entries, self.layout.block_size)
+        batch.positions.copy_(positions)
+        batch.slots.copy_(torch.where(real, slots, 0))
+        batch.last.copy_(torch.where(real, entries, -1))
+        if batch.query_slots is not None:
+            batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
+        self.kv_lens[:, :size] += real[:, None]
+        self.num_computed[:size] += real
+        return self.last_token[:size]
+
     def whole(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
         rows, count = self._long(task.rows), int(task.old_lens.max())
@@ -191,7 +228,7 @@ class InputBatch:
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
         for place in output.discarded:
-            del self._parked_scores[place]
+            self._parked_scores.pop(place, None)  # not there if the step that parked it failed
         for task in output.swap_outs:
             kept = self._kept_scores.items()
             self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}

@@ -58,7 +58,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, slots=True)
 class RefusedSequence:
-    """A sequence that was never queued, and why; see ``RequestError``."""
+    """A sequence that was never queued, or given up, and why; see ``RequestError``."""
 
     seq_id: int
     message: str

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.coder import Coder
 from kvserve.engine.compressor import Compressor
+from kvserve.engine.cuda_graph import DecodeGraphs
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.input_batch import InputBatch
@@ -105,8 +106,10 @@ class ModelRunner:
         batch: InputBatch,
         attention: AttentionBackend,
         group: RankGroup = ALONE,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.group = group
+        self.graphs = graphs
         self.model = model
         self.cache = cache
         self.batch = batch
@@ -187,9 +190,15 @@ class ModelRunner:
     def _hidden(self, output: SchedulerOutput) -> Tensor:
         """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
         hidden = []
-        if output.num_decoding or len(output.prefill.rows):
+        chunks = len(output.prefill.rows)
+        # How much of coded rows has to be rebuilt changes from step to step.
+        fixed = not (chunks or output.most_coded)
+        if self.graphs is not None and fixed and self.graphs.hold(output.num_decoding):
+            hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
+        elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
-            hidden.append(self.model(input_ids, batch, self.cache, self.attention))
+            planned = self.attention.plan(batch)
+            hidden.append(self.model(input_ids, batch, self.cache, planned))
         for task in output.pruned:
             policy = cast(PruningPolicy, self.policies[task.policy_id])
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)

@@ -117,6 +117,12 @@ class OutputProcessor:
                 branch.choice.stop_reason = branch.detokenizer.stop
                 if seq_id not in ended:
                     abort.append(seq_id)
+        for refused in outputs.refused:
+            branch = self._branches.pop(refused.seq_id, None)
+            if branch is not None:
+                branch.choice.finish_reason = "error"
+                self._close(branch)
+                changed[branch.request.request_id] = branch.request
         for seq_id, finished in ended.items():
             branch = self._branches.pop(seq_id, None)
             if branch is not None:
@@ -161,6 +167,11 @@ class OutputProcessor:
         if choice.index == 0:
             request.num_cached_tokens = finished.num_cached_tokens
             branch.metrics.queued_seconds = finished.queued_seconds
+        self._close(branch)
+
+    def _close(self, branch: _Branch) -> None:
+        """One branch has ended; with the last one its request has."""
+        request = branch.request
         if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
             request.finished = True
             del self._by_request[request.request_id]

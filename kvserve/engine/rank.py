@@ -23,6 +23,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.code_store import CodeStore
+from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import KVCache
@@ -88,7 +89,13 @@ class RankPlan:
         if self.code_slots:
             assert model.rotary.inv_freq is not None
             cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
-        return ModelRunner(model, cache, batch, attention.backend, group)
+        sizes, _ = self.graphs(attention)
+        parts = model, cache, batch, attention.backend
+        return ModelRunner(*parts, group, DecodeGraphs(*parts, sizes) if sizes else None)
+
+    def graphs(self, attention: Choice) -> tuple[list[int], str]:
+        """Sizes of the decoding steps that are captured, and why."""
+        return capture_sizes(self.config, self.device, attention)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.startup_table import (
+    graphs_row,
     linear_layers_row,
     plan_rows,
     sampling_row,
@@ -103,6 +104,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),
             *threads,

@@ -52,9 +52,15 @@ def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> 
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
-        ("cuda graphs", "off", "not built yet" if device == "cuda" else "no GPU"),
         *_ranks_rows(plan),
     ]
+
+
+def graphs_row(sizes: list[int], reason: str) -> Row:
+    """Which decoding steps are captured."""
+    if not sizes:
+        return "cuda graphs", "off", reason
+    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
 
 
 def linear_layers_row(dtype: torch.dtype, device: str) -> Row:

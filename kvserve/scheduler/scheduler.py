@@ -206,6 +206,32 @@ class Scheduler:
             finished.append(seq)
         return finished
 
+    def give_up(self, output: SchedulerOutput) -> tuple[Sequence, list[Sequence]]:
+        """Take back a step that failed on the device; return its newest sequence, which ends here
+        (reason ``error``), and all who have ended since the last step.
+
+        Nobody knows how much of the step was done: every other sequence computes its cache anew,
+        with the events that it had, and neither cached nor parked blocks are used again.
+        """
+        rows = self.rows
+        rows.num_tokens[[seq.row for seq in output.sampled]] -= 1
+        computed = (output.prefill.rows, *(task.rows for task in output.pruned))
+        at = [*range(output.num_decoding), *np.concatenate(computed).tolist()]
+        newest = max(map(rows.owner, at) if at else self.running, key=lambda seq: seq.arrival)
+        for seq in self.running:
+            if seq is newest:
+                self.finish(seq, "error")
+            else:
+                self._begin_anew(seq)
+        self._drop_finished()
+        for seq in self.waiting:
+            if seq in self.swap:
+                self.swap.discard(seq)
+        if self.blocks.prefix_cache is not None:
+            self.blocks.prefix_cache.clear()
+        finished, self._outgrown = [newest, *self._outgrown], []
+        return newest, finished
+
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
@@ -245,9 +271,13 @@ class Scheduler:
         coded, _ = self.blocks.num_coded(seq.row)
         if rows.compactions[seq.row] and not coded and self.swap.park(seq):
             self.num_swaps += 1
-        seq.replay_until = max(seq.replay_until, int(rows.num_computed[seq.row]))
+        self._begin_anew(seq)
+
+    def _begin_anew(self, seq: Sequence) -> None:
+        """Back to the queue, its row and blocks given away."""
+        seq.replay_until = max(seq.replay_until, int(self.rows.num_computed[seq.row]))
         self._empty_row(seq)
-        rows.drop(seq)
+        self.rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.add(seq)
         self.num_preemptions += 1

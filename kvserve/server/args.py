@@ -64,6 +64,8 @@ class Flag:
     choices: tuple[str, ...] | None
     aliases: tuple[str, ...]
     sized: bool
+    numbers: bool = False
+    """Whether a tuple's values are whole numbers."""
 
     @property
     def option(self) -> str:
@@ -101,7 +103,7 @@ class Flag:
     def _convert(self, text: str) -> Any:
         if self.kind is bool:
             return _read_bool(text)
-        if self.kind is int:
+        if self.kind is int or self.numbers:
             return read_size(text) if self.sized else _read_number(int, text)
         if self.kind is float:
             return _read_number(float, text)
@@ -144,6 +146,7 @@ def flags_of(settings: type) -> list[Flag]:
             choices=item.metadata.get("choices"),
             aliases=tuple(item.metadata.get("aliases", ())),
             sized="accepts" in item.metadata["help"],
+            numbers=hints[item.name] == tuple[int, ...],
         )
         for item in fields(settings)
         if "help" in item.metadata

@@ -83,6 +83,8 @@ def as_api_error(exc: Exception) -> ApiError:
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):
+        if exc.code == "out_of_memory":  # nothing is wrong with the request
+            return unavailable(str(exc), exc.code)
         return ApiError(400, str(exc), param=exc.param, code=exc.code or "invalid_value")
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())

@@ -96,6 +96,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "padded"])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -106,8 +107,9 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["kara", "recompute", "h2o", "adakv"],
 )
-def test_no_step_waits(policy: dict[str, Any], tmp_path: Path) -> None:
-    """Chunks and decodes, events of all sources of queries, sampling by most rules."""
+def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """Chunks and decodes (as they are, and as graphs hold them), events of all sources of queries,
+    sampling by most rules."""
     llm = LLM(
         str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
         policy=policy,
@@ -117,6 +119,7 @@ def test_no_step_waits(policy: dict[str, Any], tmp_path: Path) -> None:
         max_num_batched_tokens=32,
         max_num_seqs=6,
         num_gpu_blocks_override=240,
+        cudagraph_capture_sizes=sizes,
     )
     with NoWaits():
         prompts = random_prompts([5, 17, 33, 1])

@@ -41,7 +41,8 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 def test_flags_of_every_kind() -> None:
     config, server = settings(
         *("--model-path", "m", "--max-model-len=32k", "--kv-cache-memory", "1.5GiB"),
-        *("--gpu-memory-utilization", "0.5", "--no-enable-chunked-prefill", "--enforce-eager"),
+        *("--gpu-memory-utilization", "0.5", "--no-enable-chunked-prefill"),
+        *("--cudagraph-capture-sizes", "8", "1k"),
         *("--dtype", "float16", "-tp", "1", "--seed", "-3"),
         *("--served-model-name", "a", "b", "--port", "0", "--shutdown-timeout", "2.5"),
     )
@@ -51,7 +52,7 @@ def test_flags_of_every_kind() -> None:
         kv_cache_memory=3 * 2**29,
         gpu_memory_utilization=0.5,
         enable_chunked_prefill=False,
-        enforce_eager=True,
+        cudagraph_capture_sizes=(8, 1000),
         dtype="float16",
         seed=-3,
     )

@@ -114,6 +114,11 @@ class BatchAttention(Protocol):
 class AttentionBackend(Protocol):
     """One way to compute attention; ``select.py`` says which there are and what each can do."""
 
+    replays: bool
+    """Whether the plan of a decoding batch stays true when what its tensors hold changes, below
+    ``columns``: it keeps their addresses, copies nothing of them, and is the same for all lengths.
+    """
+
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Prepare, once for all layers, whatever this backend wants to know of a batch."""
         ...

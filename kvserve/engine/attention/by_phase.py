@@ -21,6 +21,7 @@ class ByPhase:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.replays = decode.replays
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         decoding, chunks = batch.num_decoding, len(batch.rows)

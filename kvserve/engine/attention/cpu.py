@@ -14,6 +14,8 @@ from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
 class CpuAttention:
     """Logits are scaled by ``scale``."""
 
+    replays = True
+
     def __init__(self, scale: float) -> None:
         self._scale = scale
 

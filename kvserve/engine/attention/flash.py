@@ -20,6 +20,8 @@ from kvserve.engine.transfer import to_device
 class FlashAttention:
     """Logits are scaled by ``scale``."""
 
+    replays = False
+
     def __init__(self, scale: float) -> None:
         from flash_attn import flash_attn_varlen_func
 

@@ -19,6 +19,8 @@ from kvserve.engine.attention.spans import Span, build_spans
 class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
+    replays = False
+
     def __init__(self, scale: float, block_size: int, dtype: torch.dtype) -> None:
         self._scale = scale
         self._block_size = block_size

@@ -29,6 +29,8 @@ def refusal(device: str, head_dim: int) -> str | None:
 class TritonAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
+    replays = True
+
     def __init__(self, scale: float, block_size: int) -> None:
         self._scale = scale
         self._block_size = block_size

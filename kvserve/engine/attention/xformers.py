@@ -17,6 +17,8 @@ from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCac
 class XformersAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
+    replays = False
+
     def __init__(self, scale: float, block_size: int) -> None:
         from xformers.ops import fmha
 

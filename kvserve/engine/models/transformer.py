@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve.engine.attention.base import (
-    AttentionBackend,
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-)
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators
@@ -115,14 +110,16 @@ class Transformer(nn.Module):
         self.head = packed(self.head)
 
     def forward(
-        self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: AttentionBackend
+        self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: BatchAttention
     ) -> Tensor:
-        """input_ids: [T] -> hidden states [T, hidden], before the last norm."""
+        """input_ids: [T] -> hidden states [T, hidden], before the last norm.
+
+        ``attention`` is what the backend has planned for ``batch``.
+        """
         hidden = self.embed(input_ids)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
-        planned = attention.plan(batch)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, batch, cache, planned, index)
+            hidden = layer(hidden, rope, batch, cache, attention, index)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
