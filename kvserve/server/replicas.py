@@ -37,6 +37,10 @@ from kvserve.server.serve import ServeSettings, settings_from
 from kvserve.server.state import ServerState
 
 _APP = "kvserve"
+_SERVES = (
+    *("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "shutdown_timeout"),
+    *("otlp_traces_endpoint", "uvicorn_log_level", "disable_uvicorn_access_log"),
+)
 _STATS_S = 1.0
 _OBJECT_STORE_BYTES = 256 * 2**20  # pieces are small and travel inline
 
@@ -248,6 +252,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     signals are Serve's.
     """
     config, settings = settings_from(args)
+    for name in _SERVES:
+        if getattr(settings, name) != getattr(ServeSettings(), name):
+            raise ConfigError(f"{name}: not under `serve run`, where Ray Serve is the HTTP server")
     configure_logging(settings.log_level)
     ranks = config.parallel.tensor_parallel_size
     on_gpus = _wants_gpus(config, ray.cluster_resources().get("GPU", 0) > 0)
@@ -256,7 +263,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     def app() -> FastAPI:
         return _ingress(config, settings)
 
-    ingress = serve.deployment(serve.ingress(app)(), name="ingress", max_ongoing_requests=MANY)
+    ingress = serve.deployment(
+        serve.ingress(app)(),
+        name="ingress",
+        max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": 0},  # the engines may have them all
+    )
     return ingress.bind(replicas)
 
 
