@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -19,13 +17,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.turns import STRETCH, drain, median, step_seconds, stretch_seconds, submit
 
 BACKENDS = ("torch", "cpu")
 LAYOUTS = ("model", "layer", "head")
-STRETCH = 4  # steps between turns: after the first of them, caches are warm again
 COLUMNS = (
     Column("dtype", "dtype", left=True),
     Column("context", "context", ",d"),
@@ -57,26 +55,6 @@ def start(model: str, layout: str, backend: str, dtype: str) -> LLM:
     )
 
 
-def submit(llm: LLM, batch: int, prompt: int, output: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    rng = np.random.default_rng(0)
-    for i in range(batch):
-        ids = rng.integers(3, llm.engine.core.info.vocab_size, prompt).tolist()
-        llm.engine.add_request(str(i), ids, params)
-
-
-def step_seconds(llm: LLM, batch: int) -> float:
-    started = time.perf_counter()
-    outputs = llm.engine.step()
-    seconds = time.perf_counter() - started
-    assert len(outputs) == batch, "a step is meant to give every sequence one token"
-    return seconds
-
-
-def median(values: Sequence[float] | np.ndarray) -> float:
-    return float(np.median(values))
-
-
 def measured(llms: dict[Engine, LLM], batch: int, context: int, output: int) -> Seconds:
     """Contexts of ``context`` tokens on average while ``output`` of them are decoded."""
     decode: dict[Engine, list[float]] = {engine: [] for engine in llms}
@@ -84,12 +62,11 @@ def measured(llms: dict[Engine, LLM], batch: int, context: int, output: int) -> 
         submit(llm, batch, context - output // 2, output)
     prefill = {engine: step_seconds(llm, batch) for engine, llm in llms.items()}
     for first in range(1, output, STRETCH):
-        steps = range(first, min(first + STRETCH, output))
+        steps = min(STRETCH, output - first)
         for engine, llm in llms.items():
-            decode[engine].append(median([step_seconds(llm, batch) for _ in steps]))
+            decode[engine].append(stretch_seconds(llm, batch, steps))
     for llm in llms.values():
-        while llm.engine.has_unfinished_requests:
-            llm.engine.step()
+        drain(llm)
     return {engine: (prefill[engine], np.array(decode[engine])) for engine in llms}
 
 

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.benchmarks.options import add_report_arguments, at_least
 from kvserve.benchmarks.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.turns import STRETCH, drain, median, stretch_seconds, submit
 
 WINDOW = 32
-STRETCH = 4  # steps between turns: after the first of them, caches are warm again
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"name": "snapkv"}),
     ("layer", {"name": "snapkv"}),
@@ -61,11 +59,7 @@ def cut_prompts(llm: LLM, batch: int, prompt: int, output: int) -> dict[str, int
     """Run ``batch`` prompts until all are cut; returns what each sequence holds."""
     engine = llm.engine
     before = engine.stats().compactions_total
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    rng = np.random.default_rng(0)
-    for i in range(batch):
-        ids = rng.integers(3, engine.core.info.vocab_size, prompt).tolist()
-        engine.add_request(str(i), ids, params)
+    submit(llm, batch, prompt, output)
     while engine.stats().compactions_total < before + batch:
         engine.step()
     layout = engine.core.scheduler.layout
@@ -74,18 +68,6 @@ def cut_prompts(llm: LLM, batch: int, prompt: int, output: int) -> dict[str, int
     assert (entries == entries[0]).all(), "sequences hold different numbers of entries"
     found = {"entries": entries[0], "shortest": held.min(), "longest": held.max()}
     return {name: int(count) for name, count in found.items()}
-
-
-def step_seconds(llm: LLM, batch: int) -> float:
-    started = time.perf_counter()
-    outputs = llm.engine.step()
-    seconds = time.perf_counter() - started
-    assert len(outputs) == batch, "a step is meant to give every sequence one token"
-    return seconds
-
-
-def median(values: Sequence[float] | np.ndarray) -> float:
-    return float(np.median(values))
 
 
 class Comparison:
@@ -102,15 +84,9 @@ class Comparison:
             held = [cut_prompts(llm, batch, args.prompt_len, args.output_len + 8) for llm in llms]
             assert len({facts["entries"] for facts in held}) == 1, f"not equal: {held}"
             turns = range(args.output_len // STRETCH)
-            seconds = np.array(
-                [
-                    [median([step_seconds(llm, batch) for _ in range(STRETCH)]) for llm in llms]
-                    for _ in turns
-                ]
-            )
+            seconds = np.array([[stretch_seconds(llm, batch) for llm in llms] for _ in turns])
             for llm in llms:
-                while llm.engine.has_unfinished_requests:
-                    llm.engine.step()
+                drain(llm)
             for (layout, policy), facts, taken in zip(CASES, held, seconds.T, strict=True):
                 speed = {
                     "tok_s": median(batch / taken),
