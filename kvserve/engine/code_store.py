@@ -69,12 +69,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """The n rows of a batch, seen as codes; ``most`` entries of a lane are coded at most.
+    """The n rows of a batch, seen as codes.
 
-    ``coded [LG, n, R]``; ``kv_tables``, ``index_tables``, ``vector_tables`` ``[LG, n, R, .]``.
+    ``totals`` entries are coded in each layer, which the host knows, and ``coded [LG, n, R]`` in each
+    lane; ``kv_tables``, ``index_tables``, ``vector_tables`` ``[LG, n, R, .]``.
     """
 
-    most: int
+    totals: tuple[int, ...]
     coded: Tensor
     kv_tables: Tensor
     index_tables: Tensor
@@ -102,9 +103,11 @@ class CodeStore:
 
     def rebuild(self, layer: int, rows: CodedRows) -> None:
         """Write keys and values of one layer's coded entries to the scratch that tables name."""
-        lanes = rows.coded[layer].reshape(-1)
-        place = torch.arange(rows.most, device=lanes.device)
-        lane, entry = (place < lanes[:, None]).nonzero(as_tuple=True)
+        counts, total = rows.coded[layer].reshape(-1), rows.totals[layer]
+        lane = torch.arange(len(counts), device=counts.device)
+        # With the size known, a GPU need not be waited for.
+        lane = lane.repeat_interleave(counts, output_size=total)
+        entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
         index, vectors, kv = (
             table[layer].flatten(0, 1)
             for table in (rows.index_tables, rows.vector_tables, rows.kv_tables)

@@ -133,7 +133,7 @@ class InputBatch:
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
-            codes=self._codes(chunk_rows, output.most_coded),
+            codes=self._codes(chunk_rows, output.num_coded),
         )
         return input_ids, batch
 
@@ -230,11 +230,11 @@ class InputBatch:
             causal=bool((np.diff(entries) == 1).all()),
         )
 
-    def _codes(self, rows: Tensor, most: int) -> CodedRows | None:
-        if not most:
+    def _codes(self, rows: Tensor, num_coded: tuple[int, ...]) -> CodedRows | None:
+        if not num_coded:
             return None
         kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
-        return CodedRows(most, coded, kv, index, vectors)
+        return CodedRows(num_coded, coded, kv, index, vectors)
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""

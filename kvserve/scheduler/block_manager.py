@@ -179,13 +179,17 @@ class BlockManager:
 
     def take_code_updates(
         self, num_rows: int, scheduled: IntArray
-    ) -> tuple[TableUpdate, TableUpdate, int]:
-        """Updates of the index and vector tables; most entries that a scheduled lane has coded."""
+    ) -> tuple[TableUpdate, TableUpdate, tuple[int, ...]]:
+        """Updates of the index and vector tables; entries that scheduled rows have coded, by layer.
+
+        No numbers where nothing is coded.
+        """
         if self.codes is None:
-            return NO_UPDATE, NO_UPDATE, 0
-        most = int(self.codes.coded[:, scheduled].max(initial=0))
+            return NO_UPDATE, NO_UPDATE, ()
+        coded = self.codes.coded[:, scheduled].sum(axis=(1, 2))
         index, vectors = self.codes.index, self.codes.vectors
-        return index.take_update(num_rows), vectors.take_update(num_rows), most
+        updates = index.take_update(num_rows), vectors.take_update(num_rows)
+        return *updates, tuple(coded.tolist()) if coded.any() else ()
 
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""

@@ -180,8 +180,8 @@ class SchedulerOutput:
     log_update: TableUpdate
     index_update: TableUpdate
     vector_update: TableUpdate
-    most_coded: int
-    """Entries that the longest coded lane of a scheduled row holds as codes; 0 if none is coded."""
+    num_coded: tuple[int, ...]
+    """Entries that the scheduled rows hold as codes, by layer; empty if they hold none."""
     num_decoding: int
     prefill: PrefillBatch
     columns: IntArray

@@ -161,7 +161,7 @@ class Scheduler:
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
         scheduled = np.concatenate([decoding, prefill.rows])
-        index_update, vector_update, most_coded = self.blocks.take_code_updates(n, scheduled)
+        index_update, vector_update, num_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
             compactions=booked.compactions,
@@ -175,7 +175,7 @@ class Scheduler:
             log_update=self.blocks.log.take_update(n),
             index_update=index_update,
             vector_update=vector_update,
-            most_coded=most_coded,
+            num_coded=num_coded,
             num_decoding=len(decoding),
             prefill=prefill,
             columns=self.blocks.columns_in_use(n)[scheduled],
