@@ -71,7 +71,7 @@ class Slots:
 class CodedRows:
     """The n rows of a batch, seen as codes.
 
-    ``totals`` entries are coded in each layer, which the host knows, and ``coded [LG, n, R]`` in each
+    ``totals`` entries are coded in each layer, which the host knows; ``coded [LG, n, R]`` in each
     lane; ``kv_tables``, ``index_tables``, ``vector_tables`` ``[LG, n, R, .]``.
     """
 
