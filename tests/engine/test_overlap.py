@@ -75,6 +75,7 @@ def test_every_policy_generates_what_a_plain_loop_does(
     assert stats.compactions_total == expected.compactions_total > len(policies)
     assert stats.blocks_released_total == expected.blocks_released_total > 0
     assert stats.generation_tokens_total == expected.generation_tokens_total
+    assert stats.iteration_tokens_total == expected.iteration_tokens_total, "computed in vain"
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
 
@@ -141,7 +142,7 @@ def test_draws_rules_and_stops(llama_dir: Path) -> None:
     assert reasons == {"stop", "length"}
 
 
-def test_a_grammar_is_told_of_each_token_in_time() -> None:
+def test_a_grammar_is_told_of_each_token_in_time(caplog: pytest.LogCaptureFixture) -> None:
     """The shipped model: a mask of one step is made of the tokens of the one in front of it."""
     wanted = StructuredOutput("regex", "[a-f]{2,6}=[0-9]{1,3}")
     params = SamplingParams(max_tokens=60, seed=7, structured_outputs=wanted)
@@ -152,6 +153,17 @@ def test_a_grammar_is_told_of_each_token_in_time() -> None:
     for one, other in zip(plain, overlapped, strict=True):
         assert one.outputs == other.outputs
         assert re.fullmatch(wanted.value, other.outputs[0].text)
+    assert not [record for record in caplog.records if "refused" in record.message]
+
+
+def test_who_outgrows_the_pool_gets_the_token_in_flight(llama_dir: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    plain, overlapped = (
+        run(make_llm(llama_dir, "none", async_scheduling=on, num_gpu_blocks_override=14), [params])
+        for on in (False, True)
+    )
+    assert overlapped[0].outputs == plain[0].outputs
+    assert len(plain[0].prompt_token_ids) + len(plain[0].outputs[0].token_ids) == 14 * 4 + 1
 
 
 def test_an_abort_between_steps(llama_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -139,6 +140,8 @@ class Loop:
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
         output = self.scheduler.schedule()
+        for earlier, _, _ in self._in_flight:
+            assert not _observed(earlier) & _observed(output), "its counts are on their way"
         self._in_flight.append((output, self.shadow.run(output), self.shadow.counts))
         finished = self._update(self.overlaps)
         return output, finished
@@ -156,8 +159,16 @@ class Loop:
         finished: list[Sequence] = []
         while len(self._in_flight) > left:
             finished += self.scheduler.update(*self._in_flight.pop(0))
+        coming = Counter(seq.seq_id for output, _, _ in self._in_flight for seq in output.sampled)
+        for seq in self.scheduler.running:
+            assert self.scheduler.rows.num_unknown[seq.row] == coming[seq.seq_id]
         self.scheduler.check_integrity()
         return finished
+
+
+def _observed(output: SchedulerOutput) -> set[int]:
+    """Sequences that a step observes."""
+    return {seq_id for task in output.observations for seq_id in task.seq_ids.tolist()}
 
 
 def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
