@@ -86,13 +86,18 @@ def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
     return "linear layers", "torch", "oneDNN is for float32 and bfloat16 on a CPU"
 
 
-def scheduling_rows(config: EngineConfig, num_host_blocks: int) -> list[Row]:
+def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:
     """Who runs, who makes way, and when events run."""
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     return [
         ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
+        (
+            "overlapped steps",
+            "on" if overlaps else "off",
+            "--async-scheduling; on unless told otherwise where there is a GPU",
+        ),
         ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),

@@ -73,7 +73,7 @@ def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
     counts = [np.full(kept.shape, 6, np.int32) for kept in step.kept_counts]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [])
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [], 0.0)
 
 
 @pytest.fixture
