@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,3 +129,29 @@ def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
     rows = {row[0]: row for row in llm.engine.core.info.summary}
     assert rows["memory"][1].startswith("weights 0 MiB")
     assert "10.0 sequences of full length, 80.0 of those as streaming_llm" in rows["kv pool"][2]
+
+
+FAULTS = """
+import resource, sys, torch
+from kvserve.engine.memory import keep_freed_memory
+
+def fill():
+    parts = [torch.ones(2**22) for _ in range(6)]
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+fill()
+fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+fill()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    keep, leave = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True).stdout)
+        for how in ("keep", "leave")
+    )
+    assert keep < 100 < 1000 < leave
