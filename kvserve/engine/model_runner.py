@@ -227,7 +227,8 @@ class ModelRunner:
             # On a GPU the forward is still running while the host works out the masks.
             masks = allowed_tokens(step.grammars, *logits.shape)
             allowed = to_device(masks, logits.device, torch.bool)
-        sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
+        argmax = self.model.operators.argmax
+        sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 

@@ -6,6 +6,7 @@ it runs in nor on when its step is prepared (Gumbel-max; the branch is part of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from kvserve.engine.grammar import SequenceGrammar
 from kvserve.engine.logit_rules import LogitRules, RowRules
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.transfer import to_device
+from kvserve.kernels import elementwise
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 
@@ -133,11 +135,17 @@ class SamplingRows:
             tensor[dst] = tensor[src]
 
     def sample(
-        self, logits: Tensor, at: IntArray, positions: Tensor, allowed: Tensor | None = None
+        self,
+        logits: Tensor,
+        at: IntArray,
+        positions: Tensor,
+        allowed: Tensor | None = None,
+        argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
     ) -> SampledTokens:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 
-        ``allowed`` [S, V], boolean, is what the rows' grammars let pass.
+        ``allowed`` [S, V], boolean, is what the rows' grammars let pass. ``argmax``: that of
+        ``kvserve.kernels.elementwise``, or another that does the same.
         """
         host = self._host[at]
         rows = to_device(at, logits.device)
@@ -148,7 +156,7 @@ class SamplingRows:
             logits = self._hold_back_stops(logits, rows, positions)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        tokens = logits.argmax(dim=-1)
+        tokens = argmax(logits)
         random = np.flatnonzero(host[:, 0])
         if len(random):
             picked = to_device(random, logits.device)

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, in torch: the reference."""
+"""What a model does beside its matrix products and attention, in torch: the reference."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up: [T, 2 N], gates first -> [T, N]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def argmax(x: Tensor) -> Tensor:
+    """x: [T, N] -> the first place of each row's largest number: int64 [T]."""
+    return x.argmax(dim=-1)

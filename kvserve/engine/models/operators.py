@@ -1,4 +1,4 @@
-"""What a layer does between its matrix products: compiled on a CPU, torch's operators elsewhere."""
+"""What a model does beside its matrix products: compiled on a CPU, torch's operators elsewhere."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Operators:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotate
     silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
+    argmax: Callable[[Tensor], Tensor] = elementwise.argmax
 
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
@@ -34,8 +35,9 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
         return Operators("torch", f"compiled ones are not there: {error}")
     return Operators(
         "compiled",
-        "norms, rotation and activation in one pass each",
+        "norms, rotation, activation and greedy choice in one pass each",
         compiled.rms_norm,
         compiled.rotate,
         compiled.silu_and_mul,
+        compiled.argmax,
     )
