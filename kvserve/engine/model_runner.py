@@ -196,8 +196,9 @@ class ModelRunner:
         if not len(rows):
             return
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
-        at = to_device(np.searchsorted(places, last), hidden.device)
-        logits = self.model.logits(hidden[at])
+        if len(last) < len(places):
+            hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
+        logits = self.model.logits(hidden)
         where = to_device(rows, hidden.device)
         positions = self.batch.num_computed[where]
         if self.group.rank == 0:
