@@ -181,6 +181,8 @@ class SamplingRows:
 
     def prompt_scoring(self, at: IntArray) -> list[tuple[int, PromptScoring]]:
         """Places in ``at`` of rows whose prompts are scored, and what they want."""
+        if not len(at):
+            return []
         wanted = self._prompts[at]
         return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
 
