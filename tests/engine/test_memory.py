@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -155,3 +156,24 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
         for how in ("keep", "leave")
     )
     assert keep < 100 < 1000 < leave
+
+
+def large_pages() -> int:
+    """KiB of this process in large pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+def can_collapse() -> bool:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+    return enabled.exists() and "[never]" not in enabled.read_text() and release >= (6, 1)
+
+
+@pytest.mark.skipif(not can_collapse(), reason="needs Linux 6.1 with large pages")
+def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
+    numbers, before = torch.arange(2**22), large_pages()
+    memory.use_large_pages(numbers.data_ptr(), numbers.nbytes)
+    assert large_pages() - before >= 30 * 1024  # of 32 MiB, all but what is no whole page
+    assert torch.equal(numbers, torch.arange(2**22))
+    memory.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page

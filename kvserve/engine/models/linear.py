@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvserve.engine.memory import use_large_pages
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [T, in], weight: [out, in], packed or not -> [T, out]."""
@@ -33,4 +35,5 @@ def can_pack(dtype: torch.dtype, device: str) -> bool:
 def packed(weight: nn.Parameter) -> nn.Parameter:
     """The same weight [out, in] as oneDNN wants it. It can only be multiplied with."""
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, None)
+    use_large_pages(torch.ops.mkldnn.data_ptr(reordered), torch.ops.mkldnn._nbytes(reordered))
     return nn.Parameter(reordered, requires_grad=False)
