@@ -104,7 +104,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
-            *plan_rows(policy, plan, num_blocks, max_len),
+            *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             graphs_row(*plan.graphs(attention)),
