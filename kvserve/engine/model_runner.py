@@ -183,15 +183,20 @@ class ModelRunner:
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        hidden = self._hidden(output)
+        # Places of tokens: the batch's, then one for each pruned prompt.
+        tokens = output.num_decoding + len(output.prefill.token_ids)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
+        scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
+        wanted = np.arange(tokens) if scores else last[last < tokens]
+        hidden = self._hidden(output, wanted)
         rows = output.sampled_rows
         step.scored = self._score_prompts(output, hidden)
         if not len(rows):
             return
-        at = to_device(last, hidden.device)
+        places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
+        at = to_device(np.searchsorted(places, last), hidden.device)
         logits = self.model.logits(hidden[at])
         where = to_device(rows, hidden.device)
         positions = self.batch.num_computed[where]
@@ -226,8 +231,8 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _hidden(self, output: SchedulerOutput) -> Tensor:
-        """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
+    def _hidden(self, output: SchedulerOutput, wanted: IntArray) -> Tensor:
+        """Hidden states of the batch's ``wanted`` tokens, then of each pruned prompt's last one."""
         hidden = []
         chunks = len(output.prefill.rows)
         if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
@@ -235,7 +240,8 @@ class ModelRunner:
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
             planned = self.attention.plan(batch)
-            hidden.append(self.model(input_ids, batch, self.cache, planned))
+            at = to_device(wanted, input_ids.device) if len(wanted) < len(input_ids) else None
+            hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
             policy = cast(PruningPolicy, self.policies[task.policy_id])
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)

@@ -65,17 +65,20 @@ class Layer(nn.Module):
         cache: LayerCache,
         attention: BatchAttention,
         index: int,
+        wanted: Tensor | None = None,
     ) -> Tensor:
+        """hidden: [T, hidden] -> [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W]."""
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
         cache.store(index, batch, q, k, v)
-        attended = attention.forward(index, q, cache)
-        attended = linear(attended.flatten(1), self.out, None, self.out_scales)
+        attended = attention.forward(index, q, cache).flatten(1)
+        if wanted is not None:
+            hidden, attended = hidden[wanted], attended[wanted]
+        attended = linear(attended, self.out, scales=self.out_scales)
         hidden = hidden + self.group.sum(attended)
-        gate_up = linear(
-            self._norm(hidden, self.post_norm), self.gate_up, None, self.gate_up_scales
-        )
+        x = self._norm(hidden, self.post_norm)
+        gate_up = linear(x, self.gate_up, scales=self.gate_up_scales)
         activated = self.operators.silu_and_mul(gate_up)
-        return hidden + self.group.sum(linear(activated, self.down, None, self.down_scales))
+        return hidden + self.group.sum(linear(activated, self.down, scales=self.down_scales))
 
     def pack(self) -> None:
         """Hand the matrices to oneDNN."""
@@ -130,16 +133,25 @@ class Transformer(nn.Module):
         self.head = packed(self.head)
 
     def forward(
-        self, input_ids: Tensor, batch: ForwardBatch, cache: LayerCache, attention: BatchAttention
+        self,
+        input_ids: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        attention: BatchAttention,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """input_ids: [T] -> hidden states [T, hidden], before the last norm.
+        """input_ids: [T] -> hidden states before the last norm, [T, hidden].
 
-        ``attention`` is what the backend has planned for ``batch``.
+        ``attention`` is what the backend has planned for ``batch``. Only those of the tokens at
+        ``wanted`` [W], in its order, where that is given: behind the last layer's keys and values
+        nobody needs the others.
         """
         hidden = self.embed(input_ids)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, batch, cache, attention, index)
+            kept = wanted if index == last else None
+            hidden = layer(hidden, rope, batch, cache, attention, index, kept)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
