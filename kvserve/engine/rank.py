@@ -86,6 +86,7 @@ class RankPlan:
             fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             store_kv=attention.store_kv,
+            store_queries=attention.store_queries,
         )
         batch = InputBatch(
             self.layout,

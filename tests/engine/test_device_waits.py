@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache, rank, startup
+from kvserve.engine import compressor, rank, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
@@ -82,14 +82,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        return Choice("triton", ByPhase(attention, attention), store_kv_triton, "")
+        stores = store_kv_triton, store_queries_triton
+        return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *args, **options: None)
     monkeypatch.setattr(LaunchedStep, "collect", collect)
