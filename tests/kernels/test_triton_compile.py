@@ -25,7 +25,15 @@ if triton.__version__ not in BUDGETS:
     pytest.skip(reason, allow_module_level=True)
 BUDGET = BUDGETS[triton.__version__]
 # Together they launch every kernel.
-NAMES = ["compact_kv", "store_kv", "gather_keys", "decode/split", "prefill", "window_scores"]
+NAMES = [
+    "compact_kv",
+    "store_kv",
+    "gather_keys",
+    "decode/split",
+    "decode/codes",
+    "prefill",
+    "window_scores",
+]
 
 
 def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> Any:
