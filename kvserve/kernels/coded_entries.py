@@ -74,10 +74,8 @@ def turns_of(inv_freq: Tensor, count: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
-def turn(keys: Tensor, distance: Tensor, turns: Tensor) -> Tensor:
-    """Keys [..., D] rotated by ``distance [...]`` positions more: float32."""
-    cos, sin = turns[distance.abs()].chunk(2, dim=-1)
-    sin = sin * distance.sign()[..., None]
+def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys [..., D] rotated by angles of these cosines and sines [..., D / 2]: float32."""
     left, right = keys.float().chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
@@ -92,8 +90,9 @@ def read_codes(codes: Codes, lane: Tensor, entry: Tensor) -> tuple[Tensor, Tenso
         _take(codes.vectors, codes.vector_tables, lane, ref).float()
         for ref in (slots.ref_k, slots.ref_v)
     )
-    key = turn(key, slots.distance, codes.turns) * slots.scale_k[..., None]
-    return key, value * slots.scale_v[..., None]
+    cos, sin = codes.turns[slots.distance.abs()].chunk(2, dim=-1)
+    key = rotated(key, cos, sin * slots.distance.sign()[..., None])
+    return key * slots.scale_k[..., None], value * slots.scale_v[..., None]
 
 
 def _take(blocks: Tensor, tables: Tensor, lane: Tensor, number: Tensor) -> Tensor:

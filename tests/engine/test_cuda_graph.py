@@ -179,7 +179,10 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager leaves nothing to capture"),
-        ({"policy": "spindlekv", "block_size": 16}, "codes are rebuilt in each step"),
+        (
+            {"policy": "spindlekv", "block_size": 16, "code_attention": "rebuild"},
+            "codes are rebuilt in each step",
+        ),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
     ids=["backend", "eager", "codes", "sizes"],

@@ -174,6 +174,7 @@ class Traffic:
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
             gate=BreakEvenGate() if seed % 5 == 1 else None,
+            code_scratch=bool(seed % 2),
         )
         self.shadow = ShadowRunner(self.scheduler, TRIGGERS)
         self.alive: list[Sequence] = []
