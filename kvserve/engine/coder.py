@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.code_store import CodeStore, Slots
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import groups_of, lanes_of
@@ -23,6 +23,7 @@ from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import slots_of
 from kvserve.kernels.codebook import extend, scales
+from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask

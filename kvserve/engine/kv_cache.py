@@ -61,10 +61,10 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
-        What the batch's rows hold as codes is rebuilt. q: [T, Hq, D]; k, v: [T, Hkv, D].
+        What of the batch's rows is to be rebuilt from codes is. q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
-        if batch.codes is not None and self.codes is not None:
-            self.codes.rebuild(layer, batch.codes)
+        if batch.rebuilt is not None and self.codes is not None:
+            self.codes.rebuild(layer, batch.rebuilt)
         group, place = divmod(layer, self.layout.layers_per_block)
         self._store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice
 from kvserve.engine.memory import Profile
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import can_pack
@@ -72,6 +73,14 @@ def memory_row(profile: Profile) -> Row:
         return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
     state = f"weights {weights}, a step {step}, events and swaps {events}"
     return "memory", state, "measured before the pool; --gpu-memory-utilization"
+
+
+def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:
+    """How attention gets at entries held as codes, where there may be any."""
+    if not plan.code_slots:
+        return []
+    direct, reason = plan.code_attention(attention)
+    return [("codes", "read" if direct else "rebuilt", reason)]
 
 
 def graphs_row(sizes: list[int], reason: str) -> Row:

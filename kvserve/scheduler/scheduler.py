@@ -56,6 +56,7 @@ class Scheduler:
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
         code_slots: int = 0,
+        code_scratch: bool = True,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -67,6 +68,7 @@ class Scheduler:
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
             code_slots,
+            code_scratch,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = EventBook(

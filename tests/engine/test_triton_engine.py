@@ -89,11 +89,16 @@ def test_tokens_equal_those_of_torch(
     assert launched == kernels
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"cudagraph_capture_sizes": (2,)}, {"code_attention": "rebuild"}],
+    ids=["direct", "rebuild"],
+)
 def test_rows_of_codes_give_the_tokens_of_torch(
-    tiny_dir: Path, request: pytest.FixtureRequest
+    tiny_dir: Path, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The kernels read what was rebuilt, chunks and decodes apart."""
+    """The kernels read codes, decodes as in a graph; or what was rebuilt, as torch's attention."""
     expected = generate(tiny_dir, "torch", "head", SPINDLE)
     launched = request.getfixturevalue("launched")
-    assert generate(tiny_dir, "triton", "head", SPINDLE) == expected
+    assert generate(tiny_dir, "triton", "head", SPINDLE, **settings) == expected
     assert {"_store", "_attend"} < launched

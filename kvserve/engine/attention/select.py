@@ -181,6 +181,23 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     return Choice(name, ByPhase(chunks, tokens), *stores, "; ".join([*how, *refusals]))
 
 
+def reads_codes(wanted: str, choice: Choice) -> tuple[bool, str]:
+    """Whether attention reads codes itself (``--code-attention direct``), and why.
+
+    ``ConfigError`` if it is asked to and cannot.
+    """
+    can = choice.backend.reads_codes
+    if wanted == "direct" and not can:
+        raise ConfigError(
+            f"--code-attention direct: attention {choice.name} does not read codes; choose rebuild "
+            "or, for prefill and decode, --attention-backend cpu or triton"
+        )
+    if wanted == "rebuild":
+        return False, "each layer's before it attends, in scratch blocks; --code-attention"
+    how = "by attention, without scratch" if can else f"attention {choice.name} does not read codes"
+    return can, f"{how}; --code-attention"
+
+
 def _take(
     name: str, phase: str, needs: Needs, refused: dict[str, list[str]]
 ) -> tuple[_Candidate, AttentionBackend]:
