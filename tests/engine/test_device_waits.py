@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache, rank, startup
+from kvserve.engine import compressor, rank, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
@@ -73,7 +73,7 @@ def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
     counts = [np.full(kept.shape, 6, np.int32) for kept in step.kept_counts]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [])
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [], 0.0)
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        return Choice("triton", ByPhase(attention, attention), store_kv_triton, "")
+        stores = store_kv_triton, store_queries_triton
+        return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *args, **options: None)
     monkeypatch.setattr(LaunchedStep, "collect", collect)

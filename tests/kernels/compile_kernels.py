@@ -113,7 +113,7 @@ VARIANTS: dict[str, Callable[[], object]] = {
         new(4096, 32, 256, 8, 128, dtype=torch.uint8),
         3,
         slots(1, 64),
-        new(64, 8, 128, dtype=torch.uint8),
+        new(64, 32, 128),
     ),
     "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
     "gather_queries/e4m3": lambda: gather_queries_triton(

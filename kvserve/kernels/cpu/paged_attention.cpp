@@ -15,121 +15,28 @@
 #include <utility>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
 
 constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
-#if defined(__AVX512F__)
-constexpr int kMaxLanes = 16, kMaxVectors = 4;
-#else
-constexpr int kMaxLanes = 8, kMaxVectors = 2;
-#endif
+constexpr int kMaxVectors = kMaxLanes / 4;
 
-struct bf16 {
-  uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-  const uint32_t bits = (uint32_t)x.bits << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
-}
-inline void set(float& to, float x) { to = x; }
-inline void set(bf16& to, float x) {  // to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  to.bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-// An entry held as a code, as it is stored; scales are finite float16 numbers.
+// An entry held as a code, as it is stored; scales are float16.
 struct Slot {
   uint16_t key, value, key_scale, value_scale;
   int32_t position, distance;
 };
 
+// Of a finite number that is not negative.
 inline float half_to_float(uint16_t half) {
-  const uint32_t bits = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  const uint32_t bits = (uint32_t)half << 13;
   float number;
   std::memcpy(&number, &bits, sizeof number);
-  number *= 0x1p112f;
-  uint32_t whole;
-  std::memcpy(&whole, &number, sizeof whole);
-  whole |= sign;
-  std::memcpy(&number, &whole, sizeof number);
-  return number;
-}
-
-// ---- vectors of W lanes -------------------------------------------------------------------------
-
-template <int W>
-struct Vectors;
-
-template <>
-struct Vectors<8> {
-  typedef float F __attribute__((vector_size(32)));
-  typedef int32_t I __attribute__((vector_size(32)));
-  typedef uint32_t U __attribute__((vector_size(32)));
-  typedef uint16_t H __attribute__((vector_size(16)));
-};
-
-template <>
-struct Vectors<16> {
-  typedef float F __attribute__((vector_size(64)));
-  typedef int32_t I __attribute__((vector_size(64)));
-  typedef uint32_t U __attribute__((vector_size(64)));
-  typedef uint16_t H __attribute__((vector_size(32)));
-};
-
-template <int W>
-struct Lanes : Vectors<W> {
-  using typename Vectors<W>::F;
-  using typename Vectors<W>::I;
-  using typename Vectors<W>::U;
-  using typename Vectors<W>::H;
-
-  static inline F load(const float* from) {
-    F x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-  }
-  static inline F load(const bf16* from) {
-    H half;
-    std::memcpy(&half, from, sizeof half);
-    return (F)(__builtin_convertvector(half, U) << 16);
-  }
-  static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
-  static inline void store(bf16* to, F x) {  // to nearest, ties to even
-    U bits = (U)x;
-    H half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, H);
-    std::memcpy(to, &half, sizeof half);
-  }
-  static inline I count() {
-    I x;
-    for (int i = 0; i < W; ++i) x[i] = i;
-    return x;
-  }
-};
-
-// exp for x <= 0, to about 2e-7 relative; below -87 it is e^-87.
-template <int W>
-inline typename Lanes<W>::F exp_negative(typename Lanes<W>::F x) {
-  typedef typename Lanes<W>::F F;
-  typedef typename Lanes<W>::I I;
-  x = x > -87.0f ? x : F{} - 87.0f;
-  const F shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
-  const F n = shifted - 12582912.0f;
-  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * (F)((__builtin_convertvector(n, I) + 127) << 23);
+  return number * 0x1p112f;
 }
 
 template <int W, int Step, int... L>
@@ -404,7 +311,7 @@ class Kernel {
       }
       if (value_scale != 1.0f) {
         T* to = decoded[1] + i * dim_;
-        for (int d = 0; d < dim_; ++d) set(to[d], to_float(values[i][d]) * value_scale);
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(values[i] + d) * value_scale);
         values[i] = to;
       }
     }
@@ -428,16 +335,17 @@ class Kernel {
   }
 
   // A key rotated by distance positions more, and scaled.
-  void turn_by(int distance, float scale, const T* from, T* __restrict to) const {
+  void turn_by(int distance, float scale, const T* from, T* to) const {
     const int half = dim_ / 2;
     const float* cosines = call_.turns + (int64_t)std::abs(distance) * dim_;
-    const float* sines = cosines + half;
     const float sign = distance < 0 ? -1.0f : 1.0f;
-    for (int d = 0; d < half; ++d) {
-      const float left = to_float(from[d]), right = to_float(from[d + half]);
-      const float sine = sign * sines[d];
-      set(to[d], (left * cosines[d] - right * sine) * scale);
-      set(to[d + half], (right * cosines[d] + left * sine) * scale);
+    for (int d = 0; d < half; d += W) {
+      const int count = std::min(W, half - d);
+      const F cosine = X::load(cosines + d, count);
+      const F sine = X::load(cosines + half + d, count) * sign;
+      const F left = X::load(from + d, count), right = X::load(from + half + d, count);
+      X::store(to + d, (left * cosine - right * sine) * scale, count);
+      X::store(to + half + d, (right * cosine + left * sine) * scale, count);
     }
   }
 
@@ -495,7 +403,7 @@ class Kernel {
     for (int k = 0; k < W; ++k) largest = std::max(largest, highest[k]);
     F sum = {};
     for (int v = 0; v < width; v += W) {
-      const F weight = exp_negative<W>(X::load(row + v) - largest);
+      const F weight = X::exp(X::load(row + v) - largest);
       const F x = lane < seen - v ? weight : F{};
       X::store(row + v, x);
       sum += x;
