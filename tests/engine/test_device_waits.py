@@ -23,6 +23,8 @@ from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.coder import Codebook, Coder
 from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.models import transformer
+from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import scoring
 from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
@@ -90,6 +92,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
+    operators = Operators("triton", "", *TRITON)
+    monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)

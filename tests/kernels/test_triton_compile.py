@@ -26,13 +26,8 @@ if triton.__version__ not in BUDGETS:
 BUDGET = BUDGETS[triton.__version__]
 # Together they launch every kernel.
 NAMES = [
-    "compact_kv",
-    "store_kv",
-    "gather_keys",
-    "decode/split",
-    "decode/codes",
-    "prefill",
-    "window_scores",
+    *("compact_kv", "store_kv", "gather_keys", "decode/split", "decode/codes", "prefill"),
+    *("window_scores", "rms_norm", "rotate", "silu_and_mul"),
 ]
 
 
