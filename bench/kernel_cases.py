@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
@@ -87,6 +88,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     """The kernels' work in a step and in an event of Kara's, one after the other."""
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
+    if setting.granularity is Granularity.HEAD:
+        yield coded_case(setting)
     yield store_case(setting, cache, tables)
     if setting.context >= WINDOW:
         yield from event_cases(setting, cache, tables)
@@ -113,6 +116,51 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
             read * q.itemsize,
             4 * q_heads * dim * int((last[0] + 1).sum()),
         )
+
+
+def coded_case(setting: Setting) -> Case:
+    """Decoding over rows that are codes but for their newest block; a codebook has half as many
+    vectors as they had keys and values."""
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    rows, device, coded = setting.rows, setting.device, (setting.context - 1) // BLOCK * BLOCK
+    per_block = 2 * BLOCK * dim * setting.dtype.itemsize // (2 * CODE_WORDS)
+    widths = -(-coded // per_block), -(-coded // (2 * BLOCK)), 1
+    count = rows * kv_heads * sum(widths)
+    blocks = torch.randperm(count, device=device).int() + 1
+    index, book, raw = (
+        part.contiguous() for part in blocks.view(rows, kv_heads, -1).split(widths, dim=2)
+    )
+    tables = torch.zeros(rows, kv_heads, coded // BLOCK + 1, dtype=torch.int32, device=device)
+    tables[..., -1:] = raw
+    cache = setting.random(count + 1, 2, BLOCK, 1, dim)
+    slots = cache.view(count + 1, -1).view(torch.int16).view(count + 1, per_block, CODE_WORDS)
+    shape = rows * kv_heads * widths[0], per_block
+    refs = torch.randint(0, coded, (2, *shape), device=device)
+    scales = torch.rand(2, *shape, device=device) + 0.5
+    place = torch.randint(0, setting.context, (2, *shape), device=device)
+    distance = place[0] - place[1]
+    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance).packed()
+    slots[index.flatten().long()] = words
+    inv_freq = 1e4 ** -(torch.arange(0, dim, 2, device=device) / dim)
+    codes = Codes(
+        slots,
+        cache.view(count + 1, 2 * BLOCK, dim),
+        torch.full((rows, kv_heads), coded, device=device),
+        index,
+        book,
+        turns_of(inv_freq, setting.context),
+    )
+    own, q = torch.arange(rows, device=device), setting.random(rows, q_heads, dim)
+    last = torch.full((kv_heads, rows), setting.context - 1, dtype=torch.int32, device=device)
+    inputs = q, cache[:, 0], cache[:, 1], tables, Chunks(own, last, setting.context), dim**-0.5
+    vectors = (coded + 2 * (setting.context - coded)) * dim * q.itemsize
+    return Case(
+        "decode of codes",
+        partial(paged_attention_triton, *inputs, codes=codes),
+        partial(paged_attention_torch, *inputs, codes=codes),
+        rows * kv_heads * (vectors + 2 * CODE_WORDS * coded) + 2 * q.numel() * q.itemsize,
+        4 * q_heads * dim * rows * setting.context,
+    )
 
 
 def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:

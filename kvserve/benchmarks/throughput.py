@@ -36,18 +36,10 @@ from kvserve.engine.policies.spindlekv import writes_codes
 
 _COLUMNS = columns(
     *("policy", "prefix_caching", "code_attention", "output_tokens", "wall_s", "output_tok_s"),
-    "spread",
-    *("ratio_to_first", "mean_running", "peak_running", "mean_pool_usage", "held_over_logical"),
-    *(
-        "allocated_bytes_at_end",
-        "blocks_released",
-        "compactions",
-        "early_compactions",
-        "evicted_tokens",
-        "preemptions",
-    ),
-    *("swaps", "prompt_cached", "steps", "itl_p50_ms", "itl_p99_ms"),
-    *("exact_match", "interval_95", "correct_prefix"),
+    *("spread", "ratio_to_first", "mean_running", "peak_running", "mean_pool_usage"),
+    *("held_over_logical", "allocated_bytes_at_end", "blocks_released", "compactions"),
+    *("early_compactions", "evicted_tokens", "preemptions", "swaps", "prompt_cached", "steps"),
+    *("itl_p50_ms", "itl_p99_ms", "exact_match", "interval_95", "correct_prefix"),
 )
 
 

@@ -61,7 +61,7 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
-        What of the batch's rows is to be rebuilt from codes is. q: [T, Hq, D]; k, v: [T, Hkv, D].
+        Before them, what ``batch.rebuilt`` names. q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
         if batch.rebuilt is not None and self.codes is not None:
             self.codes.rebuild(layer, batch.rebuilt)

@@ -88,6 +88,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     attention = plan.attention(config.attention_backend)
+    codes = codes_rows(plan, attention)
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
         scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
@@ -108,7 +109,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            *codes_rows(plan, attention),
+            *codes,
             graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),

@@ -25,36 +25,18 @@ constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxVectors = kMaxLanes / 4;
 
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-  const uint32_t bits = (uint32_t)x.bits << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
-}
-inline void set(float& to, float x) { to = x; }
-inline void set(bf16& to, float x) {  // to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  to.bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-// An entry held as a code, as it is stored; scales are finite float16 numbers.
+// An entry held as a code, as it is stored; scales are float16.
 struct Slot {
   uint16_t key, value, key_scale, value_scale;
   int32_t position, distance;
 };
 
+// Of a finite number that is not negative.
 inline float half_to_float(uint16_t half) {
-  const uint32_t bits = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  const uint32_t bits = (uint32_t)half << 13;
   float number;
   std::memcpy(&number, &bits, sizeof number);
-  number *= 0x1p112f;
-  uint32_t whole;
-  std::memcpy(&whole, &number, sizeof whole);
-  whole |= sign;
-  std::memcpy(&number, &whole, sizeof number);
-  return number;
+  return number * 0x1p112f;
 }
 
 template <int W, int Step, int... L>
@@ -329,7 +311,7 @@ class Kernel {
       }
       if (value_scale != 1.0f) {
         T* to = decoded[1] + i * dim_;
-        for (int d = 0; d < dim_; ++d) set(to[d], to_float(values[i][d]) * value_scale);
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(values[i] + d) * value_scale);
         values[i] = to;
       }
     }
@@ -353,16 +335,17 @@ class Kernel {
   }
 
   // A key rotated by distance positions more, and scaled.
-  void turn_by(int distance, float scale, const T* from, T* __restrict to) const {
+  void turn_by(int distance, float scale, const T* from, T* to) const {
     const int half = dim_ / 2;
     const float* cosines = call_.turns + (int64_t)std::abs(distance) * dim_;
-    const float* sines = cosines + half;
     const float sign = distance < 0 ? -1.0f : 1.0f;
-    for (int d = 0; d < half; ++d) {
-      const float left = to_float(from[d]), right = to_float(from[d + half]);
-      const float sine = sign * sines[d];
-      set(to[d], (left * cosines[d] - right * sine) * scale);
-      set(to[d + half], (right * cosines[d] + left * sine) * scale);
+    for (int d = 0; d < half; d += W) {
+      const int count = std::min(W, half - d);
+      const F cosine = X::load(cosines + d, count);
+      const F sine = X::load(cosines + half + d, count) * sign;
+      const F left = X::load(from + d, count), right = X::load(from + half + d, count);
+      X::store(to + d, (left * cosine - right * sine) * scale, count);
+      X::store(to + half + d, (right * cosine + left * sine) * scale, count);
     }
   }
 
