@@ -24,6 +24,7 @@ from kvserve.kernels.paged_attention import (
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
 from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
@@ -35,6 +36,7 @@ WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
 CHUNK_BUDGET, MAX_CHUNK = 16, 8
 # query heads, KV heads, head dim
 SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064}
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
     yield store_case(setting, cache, tables)
+    yield from sampling_cases(setting)
     if setting.context >= WINDOW:
         yield from event_cases(setting, cache, tables)
 
@@ -128,6 +131,25 @@ def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
 
     num_bytes = 4 * key.numel() * key.itemsize
     return Case("store", partial(store, store_kv_triton), partial(store, store_kv_torch), num_bytes)
+
+
+def sampling_cases(setting: Setting) -> Iterator[Case]:
+    """A token for every row, from peaked logits: drawn from all, and from what filters leave."""
+    rows, device = setting.rows, setting.device
+    logits = torch.randn(rows, VOCABULARY[setting.shape], device=device) * 3
+    seeds = torch.randint(2**63 - 1, (rows,), device=device)
+    positions = torch.arange(rows, device=device)
+    # Temperature, top_p, top_k, min_p. A filter reads twice before the draw does.
+    for kernel, row, reads in (
+        ("sample", (0.7, 1.0, 0.0, 0.0), 1),
+        ("filter and sample", (0.7, 0.95, 50.0, 0.01), 3),
+    ):
+        settings = torch.tensor(row, device=device).repeat(rows, 1)
+        inputs = logits, settings, seeds, positions, reads > 1
+        reference = partial(sample_tokens_torch, *inputs)
+        fused = partial(sample_tokens_triton, *inputs)
+        yield Case(kernel, fused, reference, reads * logits.nbytes)
+        yield Case(f"{kernel} by torch", reference, reference, reads * logits.nbytes)
 
 
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:

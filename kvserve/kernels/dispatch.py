@@ -15,6 +15,15 @@ import torch
 VARYING = {"columns", "inner", "length", "places", "splits", "tokens", "window"}
 
 
+class Helper:
+    """Decorates a function that the Triton kernels of its module call."""
+
+    __call__: Callable[..., Any]  # in kernels alone, where Triton's own stands in its place
+
+    def __init__(self, source: Callable[..., Any]) -> None:
+        self.source = source
+
+
 class Kernel:
     """Decorates the source of a Triton kernel, which finds ``tl`` among its module's names."""
 
@@ -29,7 +38,9 @@ class Kernel:
             import triton.language as tl
         except ImportError as error:
             raise ImportError("GPU kernels need Triton: pip install 'kvserve[cuda]'") from error
-        self.source.__globals__["tl"] = tl
+        module = self.source.__globals__
+        helpers = {name: x.source for name, x in module.items() if isinstance(x, Helper)}
+        module.update({name: triton.jit(source) for name, source in helpers.items()}, tl=tl)
         names = self.source.__code__.co_varnames[: self.source.__code__.co_argcount]
         return triton.jit(self.source, do_not_specialize=[n for n in names if n in VARYING])
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache
+from kvserve.engine import compressor, kv_cache, sampler
 from kvserve.engine.policies import scoring
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_queries_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -24,6 +26,7 @@ SPINDLE = {
     **{"theta_k": 0.6, "theta_v": 0.5},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
 
 
@@ -51,13 +54,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
+    monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     return names
 
 
 def generate(
     directory: Path, backend: str, layout: str, policy: Any = KARA, **settings: Any
 ) -> list[list[int]]:
-    """Greedy tokens of two sequences, each of which compacts its cache."""
+    """Tokens of two sequences, one greedy, one drawn, each of which compacts its cache."""
     llm = LLM(
         str(directory),
         policy=policy,
@@ -71,7 +75,7 @@ def generate(
         num_gpu_blocks_override=64,
         **settings,
     )
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
     assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
     assert all(output.kv_cache_details.compactions for output in outputs)
     assert any(output.kv_cache_details.coded_entries for output in outputs) == (policy is SPINDLE)
@@ -88,7 +92,7 @@ def test_tokens_equal_those_of_torch(
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
-    assert launched == kernels
+    assert launched == kernels | {"_narrow", "_draw"}
 
 
 def test_rows_of_codes_give_the_tokens_of_torch(

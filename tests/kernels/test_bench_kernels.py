@@ -32,12 +32,14 @@ def test_cases_agree_with_their_references(
     setting = tiny(granularity, device, monkeypatch)
     assert set(bench.differences(setting)) == {
         *("decode", "prefill", "store", "window scores e4m3"),
+        *("sample", "sample by torch", "filter and sample", "filter and sample by torch"),
         *EVENT,
     }
 
 
 def tiny(granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setitem(kernel_cases.SHAPES, "tiny", (4, 2, 16))
+    monkeypatch.setitem(kernel_cases.VOCABULARY, "tiny", 90)
     sizes = {"BLOCK": 16, "WINDOW": 40, "KEPT": 12, "BUFFER": 8, "CHUNK_BUDGET": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_cases, name, value)
@@ -102,7 +104,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
     settings = ["--shape", "tiny", "--layout", "model", "--context", "50", "70"]
-    for limit, new, left in (("-1", 0, 2), ("480", 18, 0), ("480", 0, 0)):
+    for limit, new, left in (("-1", 0, 2), ("480", 26, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
         monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
@@ -110,7 +112,7 @@ def test_a_run_goes_on_where_it_stopped(
         assert len(timed) == new
         assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
     found = json.loads(path.read_text())
-    assert len(found["rows"]) == 18 and len(found["parity"]) == 1
+    assert len(found["rows"]) == 26 and len(found["parity"]) == 1
     assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 
