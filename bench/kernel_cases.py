@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
@@ -27,6 +27,7 @@ from kvserve.kernels.paged_attention import (
 from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
@@ -95,6 +96,12 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield from event_cases(setting, cache, tables)
 
 
+def beside_torch(case: Case) -> Iterator[Case]:
+    """A case, and what torch takes for the same where the engine could as well run that."""
+    yield case
+    yield replace(case, kernel=f"{case.kernel} by torch", triton=case.torch)
+
+
 def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     keys, values = cache[:, 0, 0], cache[:, 0, 1]
@@ -146,10 +153,14 @@ def sampling_cases(setting: Setting) -> Iterator[Case]:
     ):
         settings = torch.tensor(row, device=device).repeat(rows, 1)
         inputs = logits, settings, seeds, positions, reads > 1
-        reference = partial(sample_tokens_torch, *inputs)
-        fused = partial(sample_tokens_triton, *inputs)
-        yield Case(kernel, fused, reference, reads * logits.nbytes)
-        yield Case(f"{kernel} by torch", reference, reference, reads * logits.nbytes)
+        yield from beside_torch(
+            Case(
+                kernel,
+                partial(sample_tokens_triton, *inputs),
+                partial(sample_tokens_torch, *inputs),
+                reads * logits.nbytes,
+            )
+        )
 
 
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -200,8 +211,16 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
             layers,
         )
     scores = torch.rand(rows, *lanes, seen, device=device)
-    select = partial(token_to_chunk, scores, KEPT, CHUNK_BUDGET, MAX_CHUNK)
-    yield Case("select", select, select, scores.nbytes, layers=layers)
+    select = scores, KEPT, CHUNK_BUDGET, MAX_CHUNK
+    yield from beside_torch(
+        Case(
+            "select",
+            partial(token_to_chunk_triton, *select),
+            partial(token_to_chunk_torch, *select),
+            scores.nbytes + scores.numel() // seen * KEPT * 8,
+            layers=layers,
+        )
+    )
     kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
     buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
     src = slots(start + torch.cat([kept, buffer], dim=-1))

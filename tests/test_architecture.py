@@ -54,6 +54,7 @@ ONLY = {
     "kvserve/kernels/": ("torch", "triton"),
     "kvserve/engine/policies/": POLICY_IMPORTS,
     "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),
+    "kvserve/engine/policies/selection.py": (*POLICY_IMPORTS, "kvserve.kernels"),
 }
 
 # Only these paths know these packages.
@@ -344,6 +345,7 @@ GOOD = [
     ("kvserve/engine/policies/a.py", "import math, torch\nfrom .scoring import mass"),
     ("kvserve/engine/policies/a.py", "from kvserve.scheduler.trigger import AtPrefillEnd"),
     ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.window_scores import mass"),
+    ("kvserve/engine/policies/selection.py", "from kvserve.kernels.token_to_chunk import x"),
     ("kvserve/engine/attention/flash.py", "import flash_attn"),
     ("kvserve/benchmarks/a.py", "def plot():\n    import matplotlib.pyplot\n    import openai"),
     ("kvserve/benchmarks/a.py", "from kvserve import LLM, __version__"),

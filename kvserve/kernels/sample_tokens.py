@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.dispatch import Helper, Kernel, num_processors
+from kvserve.kernels.ordering import order_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -119,7 +120,7 @@ def sample_tokens_triton(
 
 
 def cut_offs(logits: Tensor, settings: Tensor) -> Tensor:
-    """int64 [S]: a row's filters keep the tokens whose ``_order`` is not below its cut-off."""
+    """int64 [S]: a row's filters keep the tokens whose ``order_of`` is not below its cut-off."""
     rows, vocab = logits.shape
     cuts = torch.empty(rows, dtype=torch.int64, device=logits.device)
     # Of each row, what may be kept; with flat logits that is nearly everything.
@@ -157,16 +158,8 @@ def _check(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -
 
 
 @Helper
-def _order(x, token):
-    """An int64 that rises with float32 x and, among equals, falls with the token's id."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 31) + (0x7FFFFFFF - token)
-
-
-@Helper
 def _weight(order, best):
-    """exp(x - best) of ``_order``'s x."""
+    """exp(x - best) of ``order_of``'s x."""
     bits = (order >> 31).to(tl.int32)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.exp(bits.to(tl.float32, bitcast=True) - best)
@@ -196,7 +189,7 @@ def _weakest_kept(
     Not below ``floor``. Some limits at a time are tried over the ``count`` orders at ``strong``,
     until a single one is left between what is enough and what is not.
     """
-    low, high = floor, _order(best, 0) + 1
+    low, high = floor, order_of(best, 0) + 1
     number_high, inside = 0, count
     while (inside > 1) & (high - low > 1):
         limits = low + tl.maximum((high - low) // WAYS, 1) * tl.arange(0, WAYS)
@@ -255,12 +248,12 @@ def _narrow(
     # keeps is not below the weakest of them: on peaked logits, few tokens.
     by_mass = (tl.sum(weights) >= top_p * total) | (tl.exp(weakest - best) < min_p)
     covered = tl.where(top_k > 0, top_k <= TILE, by_mass)
-    floor = _order(tl.where(covered, weakest, float("-inf")), 0x7FFFFFFF)
+    floor = order_of(tl.where(covered, weakest, float("-inf")), 0x7FFFFFFF)
     count = 0
     for start in range(0, size, TILE):
         token = start + lanes
         x = tl.load(logits + token, mask=token < size, other=float("-inf"))
-        order = _order(tl.div_rn(x, temperature), token)
+        order = order_of(tl.div_rn(x, temperature), token)
         chosen = (token < size) & (order >= floor)
         place = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(strong + place, order, mask=chosen)
@@ -270,7 +263,7 @@ def _narrow(
     asked = (top_k > 0) & (top_k < count)
     cut = _weakest_kept(strong, tl.where(asked, count, 0), floor, best, top_k, False, WAYS, TILE)
     kept = 0.0
-    least = _order(best, 0)
+    least = order_of(best, 0)
     for start in range(0, count, TILE):
         order = tl.load(strong + start + lanes, mask=start + lanes < count, other=-(2**62))
         left = order >= cut
@@ -312,7 +305,7 @@ def _draw(
         x = tl.div_rn(x, divisor)
         drawn = temperature > 0
         if FILTERED:
-            x = tl.where(_order(x, token) >= cut, x, float("-inf"))
+            x = tl.where(order_of(x, token) >= cut, x, float("-inf"))
             drawn = drawn & (tl.max(x) > float("-inf"))
         if drawn:
             bits = _mixed(key + token.to(tl.uint32) * 0x9E3779B1)

@@ -10,17 +10,26 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine import compressor, kv_cache, sampler
-from kvserve.engine.policies import scoring
+from kvserve.engine.policies import kara, scoring
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_queries_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
-KARA = {"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5, "chunk_budget": 0, "period": 2}
+KARA = {
+    "name": "kara",
+    "window": 8,
+    "buffer": 2,
+    "ratio": 0.5,
+    "chunk_budget": 1,
+    "max_chunk": 3,
+    "period": 2,
+}
 SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
     **{"theta_k": 0.6, "theta_v": 0.5},
@@ -55,6 +64,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
+    monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
     return names
 
 
@@ -92,7 +102,7 @@ def test_tokens_equal_those_of_torch(
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
-    assert launched == kernels | {"_narrow", "_draw"}
+    assert launched == kernels | {"_choose", "_narrow", "_draw"}
 
 
 def test_rows_of_codes_give_the_tokens_of_torch(

@@ -27,7 +27,7 @@ BUDGET = BUDGETS[triton.__version__]
 # Together they launch every kernel.
 NAMES = [
     *("compact_kv", "store_kv", "gather_keys", "decode/split", "prefill"),
-    *("window_scores", "sample_tokens"),
+    *("window_scores", "token_to_chunk", "sample_tokens"),
 ]
 
 
