@@ -111,6 +111,7 @@ class Models:
             "max_num_batched_tokens": max(2048, job.seqs),
             "max_model_len": job.prompt + job.cap,
             "enforce_eager": job.eager,
+            "async_scheduling": job.overlaps,
             "enable_prefix_caching": False,
         }
         if device == "cpu" and not job.eager:

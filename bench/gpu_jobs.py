@@ -42,14 +42,15 @@ class Job:
     sigma: float = 0.7
     cap: int = 8192
     eager: bool = False
+    overlaps: bool = True
 
     @property
     def traffic(self) -> str:
         """What a row has to have in common with the one it is compared to."""
         pool = "ample" if self.pool is None else f"{self.pool} tokens"
         answers = f"answers of {self.mean}" + (f" up to {self.cap}" if self.sigma else "")
-        eager = ", eager" if self.eager else ""
-        return f"{self.model}, {self.seqs} at once, pool {pool}, {answers}{eager}"
+        without = ", eager" * self.eager + ", steps do not overlap" * (not self.overlaps)
+        return f"{self.model}, {self.seqs} at once, pool {pool}, {answers}{without}"
 
     @property
     def name(self) -> str:
@@ -87,8 +88,10 @@ JOBS = (
     *(Job(policy, 128) for policy in (NONE, KARA, THRESHOLD, SMALL_WINDOW, AGAIN, PAPER)),
     *(Job(policy, pool=None) for policy in (NONE, KARA, THRESHOLD)),
     *(long_traces(policy) for policy in (NONE, KARA, THRESHOLD, SMALL_WINDOW)),
+    *(Job(policy, overlaps=False) for policy in (NONE, KARA)),
     *(Job(policy, eager=True) for policy in (NONE, KARA)),
     *(Job(policy) for policy in (PYRAMID, ADA)),
+    *(Job(policy, model="llama-3.1-8b-fp8") for policy in (NONE, KARA)),
     *(Job(policy, model="qwen3-4b") for policy in (NONE, KARA, THRESHOLD)),
     *(Job(policy, model="qwen3-14b") for policy in (NONE, KARA, THRESHOLD)),
 )

@@ -129,6 +129,11 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = setting(
         True, "split prompts that do not fit a step, and mix them with decodes"
     )
+    async_scheduling: bool | None = setting(
+        None,
+        "prepare a step while the one before it runs; a sequence that stops then computes a token "
+        "in vain (default: on a GPU)",
+    )
     scheduling_policy: str = setting(
         "fcfs",
         "who goes first: the oldest, or the lowest priority number and then the oldest",

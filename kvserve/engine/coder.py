@@ -18,6 +18,7 @@ from kvserve.engine.code_store import CodeStore, Slots
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import groups_of, lanes_of
+from kvserve.engine.observed import Observed
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import slots_of
@@ -64,17 +65,14 @@ class Found:
 class Coder:
     """Carries out the events of policies with a codebook on one cache."""
 
-    def __init__(self, cache: KVCache, store: CodeStore, compressor: Compressor) -> None:
+    def __init__(
+        self, cache: KVCache, store: CodeStore, compressor: Compressor, *, overlaps: bool
+    ) -> None:
         self._cache = cache
         self._store = store
         self._compressor = compressor
-        self._found: dict[int, tuple[Found, int]] = {}
-        """By sequence: what was observed with it in the last step, and which of these it is."""
-
-    def take(self) -> dict[int, tuple[Found, int]]:
-        """What was found in the last step; it is carried out now or observed again."""
-        found, self._found = self._found, {}
-        return found
+        self.found: Observed[tuple[Found, int]] = Observed(overlaps=overlaps)
+        """By sequence: what was observed with it, and which of these it is."""
 
     def observe(
         self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
@@ -95,7 +93,7 @@ class Coder:
             part = task.part(at)
             entries, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
             found, vectors = self._encode(part, policy, entries, coded, tables)
-            self._found |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
+            self.found.add({seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())})
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
         return torch.stack([groups_of(x, self._cache.layout) for x in result.unbind(-1)], dim=-1)

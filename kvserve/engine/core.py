@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from kvserve.engine.messages import (
     RefusedSequence,
     StepOutputs,
 )
+from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.request_policies import RequestPolicies
@@ -26,14 +29,24 @@ from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.engine.step_counts import StepCounts
 from kvserve.log import RequestError, logger
-from kvserve.outputs import EngineStats, KVCacheDetails, RequestStats
+from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import RowState
 
 _STATS_INTERVAL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that the device has been given, or had no memory for."""
+
+    output: SchedulerOutput
+    compactions: list[tuple[int, Compaction]]
+    started: float
+    launched: LaunchedStep | torch.OutOfMemoryError
 
 
 class EngineCore:
@@ -53,12 +66,16 @@ class EngineCore:
         self.grammars = GrammarCompiler(config, self.info)
         self._seeds = np.random.default_rng(config.model.seed)
         self._prompt_tokens = self._generation_tokens = 0
+        self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
+        self._overlaps = built.overlaps
+        self._in_flight: StepInFlight | None = None
+        self._collected = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
         """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
@@ -139,31 +156,52 @@ class EngineCore:
             self.scheduler.blocks.prefix_cache.clear()
 
     def step(self) -> StepOutputs:
-        """Run one step to its end and report its tokens."""
-        started, compacting = time.perf_counter(), self.runner.compaction_seconds
+        """Wait for a step and report its tokens; where steps overlap, start the next one first."""
+        step = self._in_flight or self._launch()
+        self._in_flight = None
+        if isinstance(step.launched, torch.OutOfMemoryError):
+            return self._shed(step.output, step.launched)
+        if self._overlaps and self.scheduler.has_work:
+            self._in_flight = self._launch()
+        with self.executor.together():
+            result = step.launched.collect()
+        return self._take_in(step, result)
+
+    def _launch(self) -> StepInFlight:
+        """Schedule a step and give it to the device."""
+        started = time.perf_counter()
         output = self.scheduler.schedule()
         self._note_admitted(output)
         compactions = self._counts.add(output)
+        launched: LaunchedStep | torch.OutOfMemoryError
         try:
             with self.executor.together():
-                result = self.executor.launch(output).collect()
+                launched = self.executor.launch(output)
         except torch.OutOfMemoryError as error:
             if self.runner.group.size > 1:
                 raise
-            return self._shed(output, error)
+            launched = error
+        return StepInFlight(output, compactions, started, launched)
+
+    def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
+        """Tell the scheduler what came of a step; who has ended meanwhile gets no token."""
+        output, since = step.output, max(step.started, self._collected)
+        self._collected = time.perf_counter()
+        self._compaction_seconds += result.compaction_seconds
         if self.scheduler.events.gate is not None:
-            compacting = self.runner.compaction_seconds - compacting
-            self._record_costs(output, time.perf_counter() - started, compacting)
+            self._record_costs(output, self._collected - since, result.compaction_seconds)
+        gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
         finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
-        self._generation_tokens += len(result.token_ids)
+        token_ids = result.token_ids[gets].tolist()
+        self._generation_tokens += len(token_ids)
         return StepOutputs(
-            seq_ids=[seq.seq_id for seq in output.sampled],
-            token_ids=result.token_ids.tolist(),
-            logprobs=result.logprobs,
+            seq_ids=[seq.seq_id for seq in compress(output.sampled, gets)],
+            token_ids=token_ids,
+            logprobs=result.logprobs and list(compress(result.logprobs, gets)),
             prompt_logprobs=result.prompt_logprobs,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
-            compactions=compactions,
+            compactions=step.compactions,
         )
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
@@ -175,7 +213,7 @@ class EngineCore:
             "a step of %d tokens ran out of memory: request %s ends with an error and %d sequences "
             "begin anew; lower --gpu-memory-utilization or --max-num-batched-tokens (%s)",
             output.num_tokens,
-            self._sequences[newest.seq_id][1],
+            "(ended already)" if newest is None else self._sequences[newest.seq_id][1],
             len(self.scheduler.waiting),
             error,
         )
@@ -183,12 +221,12 @@ class EngineCore:
             f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
             "its newest sequence; try again later"
         )
+        refused = []
+        if newest is not None:
+            self._finished(newest)
+            refused.append(RefusedSequence(newest.seq_id, message, None, "out_of_memory"))
         ended = [self._finished(seq) for seq in finished]
-        return StepOutputs(
-            finished=[each for each in ended if each.seq_id != newest.seq_id],
-            refused=[RefusedSequence(newest.seq_id, message, None, "out_of_memory")],
-            stats=self._stats_when_due(),
-        )
+        return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
         """Tell the gate what this step took."""
@@ -245,7 +283,7 @@ class EngineCore:
             compactions_total=scheduler.events.compactions,
             blocks_released_total=scheduler.events.blocks_released,
             tokens_evicted_total=scheduler.events.tokens_evicted,
-            compaction_seconds_total=self.runner.compaction_seconds,
+            compaction_seconds_total=self._compaction_seconds,
             steps_total=scheduler.num_steps,
             coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
             codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
@@ -313,7 +351,7 @@ class EngineCore:
         if new.structured_output is None:
             return None
         matcher = matcher or self.grammars.compile(new.structured_output)
-        return SequenceGrammar(matcher, new.thinking_end)
+        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids)
 
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""

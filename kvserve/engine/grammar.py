@@ -40,23 +40,29 @@ class Matcher(Protocol):
 
 
 class SequenceGrammar:
-    """One sequence's place in its grammar. Nothing is asked of it until ``after`` was sampled."""
+    """One sequence's place in its grammar.
 
-    def __init__(self, matcher: Matcher, after: int | None) -> None:
+    Nothing is asked of it until ``after`` was sampled, nor once one of ``stop_token_ids`` was.
+    """
+
+    def __init__(self, matcher: Matcher, after: int | None, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._after = after
-        self._broken = False
+        self._stop_token_ids = stop_token_ids
+        self._over = False
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
-        if self._after is None and not self._broken:
+        if self._after is None and not self._over:
             self._matcher.fill(mask)
 
     def accept(self, token_id: int) -> None:
         if self._after is not None:
             self._after = None if token_id == self._after else self._after
-        elif not self._broken and not self._matcher.accept(token_id):
-            self._broken = True
-            logger.error("a grammar refused the token %d that it had allowed", token_id)
+        elif not self._over:
+            accepted = self._matcher.accept(token_id)
+            self._over = not accepted or token_id in self._stop_token_ids
+            if not accepted:
+                logger.error("a grammar refused the token %d that it had allowed", token_id)
 
 
 def allowed_tokens(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,12 +21,13 @@ from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.moves import lanes_of
+from kvserve.engine.observed import Observed
 from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
 from kvserve.engine.sampler import SampledTokens, with_logprobs
-from kvserve.engine.transfer import to_device
+from kvserve.engine.transfer import HostCopy, Stopwatch, to_device
 from kvserve.log import EngineDeadError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
@@ -47,35 +47,56 @@ class ModelRunnerOutput:
     kept_counts: list[IntArray]
     """``[LG, E, R]`` for each of ``SchedulerOutput.observations``."""
     prompt_logprobs: list[PromptLogprobs]
+    compaction_seconds: float
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step in flight; ``collect`` waits for it and copies its tokens to the host."""
+    """A step in flight: what it leaves on the device, on its way to the host."""
 
-    sampled: SampledTokens | None
-    wanted: IntArray
     kept_counts: list[Tensor]
+    compacting: Stopwatch | None
+    agreed: Tensor | None
+    """Whether all ranks hold and keep the same, where this step had events."""
+    sampled: SampledTokens | None = None
+    wanted: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scored: list[ScoredChunk] = field(default_factory=list)
     grammars: list[tuple[int, SequenceGrammar]] = field(default_factory=list)
-    agreed: Tensor | None = None
-    """Whether all ranks hold and keep the same, where this step had events."""
+    _copy: HostCopy | None = None
+    _output: ModelRunnerOutput | None = None
+
+    def send(self) -> None:
+        """Start the copy to the host, behind this step and before the next one."""
+        tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
+        tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors])
 
     def collect(self) -> ModelRunnerOutput:
-        if self.agreed is not None and not self.agreed:
+        """Wait for the step. The same again from the second time on."""
+        if self._output is None:
+            assert self._copy is not None
+            self._output = self._read(iter(self._copy.wait()))
+        return self._output
+
+    def _read(self, arrays: Iterator[np.ndarray[Any, Any]]) -> ModelRunnerOutput:
+        if self.agreed is not None and not next(arrays):
             raise EngineDeadError(
                 "the tensor-parallel ranks no longer hold the same entries, so their answers would "
                 "be wrong; please report it"
             )
-        counts = [tensor.to(torch.int32).cpu().numpy() for tensor in self.kept_counts]
-        prompts = [chunk.collect() for chunk in self.scored]
-        if self.sampled is None:
-            return ModelRunnerOutput(np.zeros(0, np.int32), None, counts, prompts)
-        token_ids = self.sampled.token_ids.to(torch.int32).cpu().numpy()
+        counts = [next(arrays) for _ in self.kept_counts]
+        token_ids: IntArray = np.zeros(0, np.int32)
+        logprobs = None
+        if self.sampled is not None:
+            found = [next(arrays) for _ in self.sampled.tensors]
+            token_ids, logprobs = found[0], _logprobs(found, self.wanted)
         for place, grammar in self.grammars:
             grammar.accept(int(token_ids[place]))
-        logprobs = _logprobs(self.sampled, self.wanted)
-        return ModelRunnerOutput(token_ids, logprobs, counts, prompts)
+        prompts = [
+            chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
+        ]
+        seconds = 0.0 if self.compacting is None else self.compacting.seconds()
+        return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds)
 
 
 @dataclass(slots=True)
@@ -87,9 +108,10 @@ class ScoredChunk:
     tokens: SampledTokens
     count: int
 
-    def collect(self) -> PromptLogprobs:
-        wanted = np.full(len(self.tokens.token_ids), self.count)
-        entries = [entry or {} for entry in _logprobs(self.tokens, wanted) or ()]
+    def read(self, found: list[np.ndarray[Any, Any]]) -> PromptLogprobs:
+        """What has come of ``tokens``."""
+        wanted = np.full(len(found[0]), self.count)
+        entries = [entry or {} for entry in _logprobs(found, wanted) or ()]
         return PromptLogprobs(self.seq_id, self.start, entries)
 
 
@@ -107,7 +129,10 @@ class ModelRunner:
         attention: AttentionBackend,
         group: RankGroup = ALONE,
         graphs: DecodeGraphs | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
+        """``overlaps``: a step may be launched before the one in front of it is collected."""
         self.group = group
         self.graphs = graphs
         self.model = model
@@ -116,15 +141,15 @@ class ModelRunner:
         self.attention = attention
         self.policies: dict[int, Policy] = {}
         """By ``CompactionTask.policy_id``."""
-        self.compaction_seconds = 0.0
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
         self.coder: Coder | None = None
         if cache.codes is not None:
-            self.coder = Coder(cache, cache.codes, self.compressor)
+            self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
         self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._found: dict[int, Tensor] = {}
-        """Entries that events observed in the last step keep, by sequence."""
+        self._found: Observed[Tensor] = Observed(overlaps=overlaps)
+        """Entries that events keep, by sequence."""
+        self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
@@ -146,25 +171,32 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        step = LaunchedStep(None, np.zeros(0, np.int32), self._run_events(output))
-        step.agreed = self.group.agree()
+        step = LaunchedStep(*self._run_events(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
         self.batch.apply(output)
         if output.num_tokens:
             self._forward(output, step)
+        if self.group.rank == 0:
+            step.send()
+        self._last = step
         return step
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
-        hidden = self._hidden(output)
+        # Places of tokens: the batch's, then one for each pruned prompt.
+        tokens = output.num_decoding + len(output.prefill.token_ids)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
         last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
+        scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
+        wanted = np.arange(tokens) if scores else last[last < tokens]
+        hidden = self._hidden(output, wanted)
         rows = output.sampled_rows
         step.scored = self._score_prompts(output, hidden)
         if not len(rows):
             return
-        at = to_device(last, hidden.device)
+        places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
+        at = to_device(np.searchsorted(places, last), hidden.device)
         logits = self.model.logits(hidden[at])
         where = to_device(rows, hidden.device)
         positions = self.batch.num_computed[where]
@@ -188,17 +220,19 @@ class ModelRunner:
             (int(place), output.sampled[place].sampling.grammar)
             for place in self.batch.sampling.with_grammar(rows)
         ]
-        # On a GPU the forward is still running while the host works out the masks.
         allowed = None
         if step.grammars:
+            if self._last is not None:
+                self._last.collect()  # a mask depends on the token before
+            # On a GPU the forward is still running while the host works out the masks.
             masks = allowed_tokens(step.grammars, *logits.shape)
             allowed = to_device(masks, logits.device, torch.bool)
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _hidden(self, output: SchedulerOutput) -> Tensor:
-        """Hidden states of the batch's T tokens, then of the last token of each pruned prompt."""
+    def _hidden(self, output: SchedulerOutput, wanted: IntArray) -> Tensor:
+        """Hidden states of the batch's ``wanted`` tokens, then of each pruned prompt's last one."""
         hidden = []
         chunks = len(output.prefill.rows)
         if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
@@ -206,7 +240,8 @@ class ModelRunner:
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
             planned = self.attention.plan(batch)
-            hidden.append(self.model(input_ids, batch, self.cache, planned))
+            at = to_device(wanted, input_ids.device) if len(wanted) < len(input_ids) else None
+            hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
             policy = cast(PruningPolicy, self.policies[task.policy_id])
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
@@ -230,14 +265,13 @@ class ModelRunner:
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
 
-    def _run_events(self, output: SchedulerOutput) -> list[Tensor]:
-        """Carry out compactions, then observe what the next step's will keep: counts per task."""
-        # What was observed in the last step is carried out now or observed again.
-        found, self._found = self._found, {}
-        coded = {} if self.coder is None else self.coder.take()
+    def _run_events(self, output: SchedulerOutput) -> tuple[list[Tensor], Stopwatch | None]:
+        """Carry out compactions, then observe what later ones will keep: counts per task."""
+        found = self._found.take()
+        coded = {} if self.coder is None else self.coder.found.take()
         if not (output.compactions or output.observations):
-            return []
-        started, counts = time.perf_counter(), []
+            return [], None
+        watch, counts = Stopwatch(self.batch.device), []
         tables = self.batch.block_tables, self.batch.log_tables
         for task in output.compactions:
             policy = self.policies[task.policy_id]
@@ -259,18 +293,18 @@ class ModelRunner:
                 continue
             kept_counts, kept = self.compressor.observe(events, policy, *tables)
             counts.append(kept_counts)
-            self._found |= kept
-        self.compaction_seconds += time.perf_counter() - started
-        return counts
+            self._found.add(kept)
+        watch.stop()
+        return counts, watch
 
 
-def _logprobs(sampled: SampledTokens, wanted: IntArray) -> list[TokenLogprobs | None] | None:
-    if sampled.logprobs is None:
+def _logprobs(
+    found: list[np.ndarray[Any, Any]], wanted: IntArray
+) -> list[TokenLogprobs | None] | None:
+    """From what has come of ``SampledTokens.tensors``."""
+    if len(found) == 1:
         return None
-    parts: list[Tensor | None] = [
-        sampled.token_ids, sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs,
-    ]  # fmt: skip
-    rows = zip(*(part.tolist() for part in parts if part is not None), wanted, strict=True)
+    rows = zip(*(part.tolist() for part in found), wanted, strict=True)
     out: list[TokenLogprobs | None] = []
     for token, logprob, rank, top_ids, top_logprobs, count in rows:
         if count < 0:

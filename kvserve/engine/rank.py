@@ -61,6 +61,12 @@ class RankPlan:
     kept_scores: int
     """Scores that the policy keeps of each row, layer and head."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the one in front of it is collected."""
+        wanted = self.config.scheduler.async_scheduling
+        return self.device == "cuda" if wanted is None else wanted
+
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
         per_head = layout.rows > 1
@@ -80,6 +86,7 @@ class RankPlan:
             fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             store_kv=attention.store_kv,
+            store_queries=attention.store_queries,
         )
         batch = InputBatch(
             self.layout,
@@ -96,7 +103,8 @@ class RankPlan:
             cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
-        return ModelRunner(*parts, group, DecodeGraphs(*parts, sizes) if sizes else None)
+        graphs = DecodeGraphs(*parts, sizes) if sizes else None
+        return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.input_batch import InputBatch
-from kvserve.engine.kv_cache import KVCache, reduce_queries
+from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.transfer import to_device
+from kvserve.kernels.store_kv import reduce_queries
 from kvserve.scheduler.block_pool import IntArray
 
 
@@ -49,7 +50,8 @@ class QueryRecomputer:
         recorder = _QueryRecorder(self._cache, heads)
         input_ids = to_device(token_ids, self._batch.device).view(-1)
         batch = self._batch.revisit(rows, positions, entries)
-        self._model(input_ids, batch, recorder, self._attention.plan(batch))
+        nobody = input_ids[:0]
+        self._model(input_ids, batch, recorder, self._attention.plan(batch), nobody)
         by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)
         return by_layer.permute(1, 0, 3, 2, 4)
 

@@ -72,6 +72,12 @@ class SampledTokens:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is there, in this order."""
+        parts = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        return [part for part in parts if part is not None]
+
 
 class SamplingRows:
     """Sampling settings of all rows, on the device, with host copies of what steers the path."""

@@ -52,6 +52,7 @@ class BuiltEngine:
     policy: Policy
     query_reduce: str
     query_dtype: str
+    overlaps: bool
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -103,19 +104,19 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
-            *plan_rows(policy, plan, num_blocks, max_len),
+            *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),
             *threads,
-            *scheduling_rows(config, pool.num_host_blocks),
+            *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
             sampling_row(config, defaults),
         ],
     )
     reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
-    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype)
+    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps)
 
 
 def _plan(

@@ -25,8 +25,10 @@ _LAYOUT_MEANS = {
 }
 
 
-def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> list[Row]:
-    """The model, the cache, and how they are shared out."""
+def plan_rows(
+    policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
+) -> list[Row]:
+    """The model, the cache, and how they are shared out; ``fp8``: weights are held as such."""
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
     block_bytes = layout.block_elements * dtype.itemsize
@@ -39,7 +41,7 @@ def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> 
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
-        _weights_row(config, spec, dtype),
+        _weights_row(config, spec, dtype, fp8),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",
@@ -86,13 +88,18 @@ def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
     return "linear layers", "torch", "oneDNN is for float32 and bfloat16 on a CPU"
 
 
-def scheduling_rows(config: EngineConfig, num_host_blocks: int) -> list[Row]:
+def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:
     """Who runs, who makes way, and when events run."""
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     return [
         ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
+        (
+            "overlapped steps",
+            "on" if overlaps else "off",
+            "--async-scheduling; on unless told otherwise where there is a GPU",
+        ),
         ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
@@ -109,9 +116,12 @@ def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
     return "sampling defaults", _listed(defaults.sampling) or "none", reason
 
 
-def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Row:
+def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
     if config.model.load_format == "dummy":
-        return "weights", "random", "--load-format dummy"
+        return "weights", "random FP8" if fp8 else "random", "--load-format dummy"
+    if fp8:
+        reason = "as stored; activations are rounded to FP8 too, at a scale per token"
+        return "weights", "FP8 in the layers", reason
     if spec.quantization is None:
         return "weights", str(dtype)[6:], "--dtype"
     reason = "dequantised when read: the checkpoint's accuracy, not its size"

@@ -1,9 +1,12 @@
-"""From host arrays to the device without waiting for it."""
+"""Between host and device without waiting for more than is wanted."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,3 +21,58 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
     if torch.device(device).type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on their way to the host in one copy, behind what the device was given before."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Of any shapes; float32, or integers (or booleans) that fit int32."""
+        self._layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        words = [
+            (x if x.dtype == torch.float32 else x.int()).view(torch.int32).flatten()
+            for x in (tensor.contiguous() for tensor in tensors)
+        ]
+        self._words = torch.cat(words) if words else torch.zeros(0, dtype=torch.int32)
+        self._copied: torch.cuda.Event | None = None
+        if self._words.is_cuda:
+            host = torch.empty(self._words.shape, dtype=torch.int32, pin_memory=True)
+            self._words = host.copy_(self._words, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        """The tensors, once they are there: float32 and int32."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sizes = [shape.numel() for shape, _ in self._layouts]
+        arrays = np.split(self._words.numpy(), np.cumsum(sizes)[:-1]) if sizes else []
+        return [
+            words.view(np.float32 if dtype == torch.float32 else np.int32).reshape(shape)
+            for words, (shape, dtype) in zip(arrays, self._layouts, strict=True)
+        ]
+
+
+class Stopwatch:
+    """Seconds that the device takes for what it is given between here and ``stop``."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._started = self._now()
+        self._stopped = self._started
+
+    def stop(self) -> None:
+        self._stopped = self._now()
+
+    def seconds(self) -> float:
+        """Once the device has come that far."""
+        if isinstance(self._started, float):
+            return self._stopped - self._started
+        return float(self._started.elapsed_time(self._stopped)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -50,6 +50,8 @@ class EventBook:
         self._steps_since: dict[int, int] = {}
         self._uneven: set[int] = set()
         self._keeps_blocks: set[int] = set()
+        self._observing: set[int] = set()
+        """Sequences whose counts are on their way to the host."""
         self._counts: dict[tuple[int, int], IntArray] = {}
         """``[LG, R]`` entries that events just observed will keep, by sequence and first query.
 
@@ -131,9 +133,20 @@ class EventBook:
 
         Counts ``[LG, E, R]``, or kept columns ``[LG, E, R, K]`` (-1 behind the last).
         """
+        self.forget_observed(tasks)
         for task, found in zip(tasks, counts, strict=True):
             events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
             self._counts |= zip(events, np.moveaxis(found, 1, 0), strict=True)
+
+    def forget_observed(self, tasks: tuple[ObservationTask, ...]) -> None:
+        """Wait no longer for what these have observed."""
+        for task in tasks:
+            self._observing.difference_update(task.seq_ids.tolist())
+
+    @property
+    def observing(self) -> bool:
+        """Whether some row waits for counts that are on their way."""
+        return bool(self._observing)
 
     def prune(self, row: int) -> CompactionTask:
         """Book the event of a row whose prompt is computed in this step, and pruned on the way."""
@@ -148,9 +161,14 @@ class EventBook:
         return replace(task, token_ids=rows.token_ids[at, :num_prompt])
 
     def _due(self) -> IntArray:
-        n = self.rows.num_rows
-        due: IntArray = np.flatnonzero(self.rows.num_computed[:n] >= self.rows.next_event[:n])
-        return due.astype(np.int32)
+        """Rows with an event to come before they go on, unless its counts are on their way."""
+        rows, n = self.rows, self.rows.num_rows
+        due = rows.num_computed[:n] >= rows.next_event[:n]
+        due &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
+        at: IntArray = np.flatnonzero(due).astype(np.int32)
+        if self._observing:
+            at = at[[rows.owner(row).seq_id not in self._observing for row in at]]
+        return at
 
     def _plans(self, at: IntArray) -> list[EventPlans]:
         """What events of rows ``at`` would do now, policy by policy."""
@@ -241,6 +259,7 @@ class EventBook:
             best = plan.part(np.lexsort((self.rows.arrival[plan.at], -self._freed(plan))))
             if not plan.known:
                 observations.append(self._observation(best))
+                self._observing.update(observations[-1].seq_ids.tolist())
                 continue
             if isinstance(self._triggers[plan.policy_id], CodeBook):
                 compactions += self._code(best)

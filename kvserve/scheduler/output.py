@@ -194,6 +194,8 @@ class SchedulerOutput:
     """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
     """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
+    sampled_at: IntArray
+    """Logical positions of those tokens."""
 
     @property
     def sampled_rows(self) -> IntArray:

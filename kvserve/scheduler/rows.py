@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
 
 class RowTable:
     """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens.
 
-    ``num_tokens`` counts the token being sampled; ``num_computed`` is the logical length of the
-    cache; ``run_start`` the logical position of the oldest token that no event has taken;
-    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_identity`` bounds the
-    entries that are still the plain image of their tokens, ``num_published`` counts the columns
-    that the prefix cache has seen.
+    ``num_tokens`` counts tokens being sampled, of which the host does not know the last
+    ``num_unknown`` yet; ``num_computed`` is the logical length of the cache; ``run_start`` the
+    logical position of the oldest token that no event has taken; ``caught_up`` is 1 once the row's
+    next token comes from the sampler; ``num_identity`` bounds the entries that are still the plain
+    image of their tokens, ``num_published`` counts the columns that the prefix cache has seen.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
@@ -28,7 +32,7 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
-        self._counters: IntArray = np.zeros((16, max_rows), np.int32)
+        self._counters: IntArray = np.zeros((17, max_rows), np.int32)
         (
             self.num_prompt,
             self.num_tokens,
@@ -46,6 +50,7 @@ class RowTable:
             self.peak_blocks,
             self.num_identity,
             self.num_published,
+            self.num_unknown,
         ) = self._counters
 
     def live(self) -> list[Sequence]:
@@ -69,6 +74,7 @@ class RowTable:
         """Give ``seq`` the next row, with the ``counters`` it had when it left one."""
         row = self._next_row(seq)
         self._counters[:, row] = counters
+        self.num_unknown[row] = 0
         return row
 
     def counters_of(self, row: int) -> IntArray:
@@ -101,24 +107,23 @@ class RowTable:
         self.sequences[self.num_rows], seq.row = None, -1
 
     def promote_ready(self) -> None:
-        """Rows that got their first token, and have no event waiting, join the decoding ones."""
-        for row in range(self.num_decoding, self.num_rows):
-            if self.caught_up[row] and self.num_computed[row] < self.next_event[row]:
-                self._swap(row, self.num_decoding)
-                self.num_decoding += 1
+        """Rows that got their first token, and have nothing to wait for, join the decoding ones."""
+        behind = slice(self.num_decoding, self.num_rows)
+        ready = self.caught_up[behind] & ~self._waits(behind)
+        for row in np.flatnonzero(ready) + self.num_decoding:
+            self._swap(int(row), self.num_decoding)
+            self.num_decoding += 1
 
-    def demote_due(self) -> None:
-        """Decoding rows whose event has to wait for blocks sit the step out."""
-        decoding = slice(0, self.num_decoding)
-        for row in np.flatnonzero(self.num_computed[decoding] >= self.next_event[decoding])[::-1]:
+    def demote_waiting(self) -> None:
+        """Decoding rows that wait for an event, or for their last token, sit the step out."""
+        for row in np.flatnonzero(self._waits(slice(0, self.num_decoding)))[::-1]:
             self.num_decoding -= 1
             self._swap(int(row), self.num_decoding)
 
     def decoding_next(self) -> IntArray:
-        """Rows that want a token and have no event waiting, before they are sorted in front."""
-        n = self.num_rows
-        no_event = self.num_computed[:n] < self.next_event[:n]
-        return np.flatnonzero(self.caught_up[:n] & no_event).astype(np.int32)
+        """Rows that want a token and wait for nothing, before they are sorted in front."""
+        rows = slice(0, self.num_rows)
+        return np.flatnonzero(self.caught_up[rows] & ~self._waits(rows)).astype(np.int32)
 
     def take_swaps(self) -> tuple[tuple[int, int], ...]:
         """Rows exchanged since the last call, in order."""
@@ -131,6 +136,12 @@ class RowTable:
         places = start[:, None] + np.arange((last - start).max() + 1)
         tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
         return tokens
+
+    def _waits(self, rows: slice) -> BoolArray:
+        """Which of ``rows`` have an event first, or have all the tokens they may have."""
+        waits: BoolArray = self.num_computed[rows] >= self.next_event[rows]
+        waits |= self.num_tokens[rows] >= self.max_len[rows]
+        return waits
 
     def _next_row(self, seq: Sequence) -> int:
         row = self.num_rows

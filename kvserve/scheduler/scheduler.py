@@ -8,6 +8,7 @@ come first, and what they free serves the same step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
+
+    A step may be scheduled while the tokens of one before it are unknown, no more: what depends on
+    them waits. Who ends with such a token has computed one in vain, which ``update`` ignores.
 
     When blocks run out, in this order: prefix columns that nobody uses are dropped, optional events
     come early, and the newest sequence of the lowest priority makes way: a compressed one to host
@@ -128,9 +132,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes; tables and lengths are those after it."""
         rows = self.rows
+        in_flight = self.events.observing or bool(rows.num_unknown[: rows.num_rows].any())
         booked = self._compact()
         self._drop_finished()
-        rows.demote_due()
+        rows.demote_waiting()
         rows.promote_ready()
         self._make_room_for_decodes()
         decoding = np.arange(rows.num_decoding, dtype=np.int32)
@@ -142,6 +147,8 @@ class Scheduler:
         # Observing what then finds no blocks, again and again, is no progress.
         starving = self.events.starving and rows.num_rows > 1
         moves_on = len(decoding) or (booked.observations and not starving)
+        # Who waits for a step that is on its way can say nothing yet.
+        moves_on = moves_on or in_flight
         if starving and not (moves_on or chunks or self._admission.has_new):
             self._preempt()
             moves_on = True
@@ -155,8 +162,10 @@ class Scheduler:
         caught_up = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
         complete = rows.num_computed[caught_up] == rows.num_tokens[caught_up]
         sampled = np.concatenate([decoding, caught_up[complete]])
+        sampled_at = rows.num_tokens[sampled]
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1
+        rows.num_unknown[sampled] += 1
         n = rows.num_rows
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
@@ -183,6 +192,7 @@ class Scheduler:
             pruned=pruned,
             sampled_chunks=np.flatnonzero(complete),
             sampled=tuple(map(rows.owner, sampled.tolist())),
+            sampled_at=sampled_at,
         )
 
     def update(
@@ -194,30 +204,39 @@ class Scheduler:
         """
         rows = self.rows
         self.events.take_counts(output.observations, kept_counts)
-        at = np.fromiter((seq.row for seq in output.sampled), np.int32, len(output.sampled))
-        lengths = rows.num_tokens[at]
-        rows.token_ids[at, lengths - 1] = token_ids
-        stopped = (rows.stop_ids[at] == token_ids[:, None]).any(axis=1)
         finished, self._outgrown = self._outgrown, []
-        for i in np.flatnonzero(stopped | (lengths >= rows.max_len[at])):
+        running = [seq.status is SequenceStatus.RUNNING for seq in output.sampled]
+        for i in np.flatnonzero(np.logical_not(running)):
             seq = output.sampled[i]
-            seq.stop_token = int(token_ids[i]) if stopped[i] else None
-            self.finish(seq, "stop" if stopped[i] else "length")
-            finished.append(seq)
+            if seq.status is SequenceStatus.WAITING and self._learn_late(seq, int(token_ids[i])):
+                finished.append(seq)
+        sequences = list(compress(output.sampled, running))
+        at = np.fromiter((seq.row for seq in sequences), np.int32, len(sequences))
+        places, token_ids = output.sampled_at[running], token_ids[running]
+        rows.token_ids[at, places] = token_ids
+        rows.num_unknown[at] -= 1
+        stopped = (rows.stop_ids[at] == token_ids[:, None]).any(axis=1)
+        for i in np.flatnonzero(stopped | (places + 1 >= rows.max_len[at])):
+            self._end(sequences[i], int(token_ids[i]) if stopped[i] else None)
+            finished.append(sequences[i])
         return finished
 
-    def give_up(self, output: SchedulerOutput) -> tuple[Sequence, list[Sequence]]:
+    def give_up(self, output: SchedulerOutput) -> tuple[Sequence | None, list[Sequence]]:
         """Take back a step that failed on the device; return its newest sequence, which ends here
-        (reason ``error``), and all who have ended since the last step.
+        (reason ``error``; none if all have ended), and all who have ended since the last step.
 
         Nobody knows how much of the step was done: every other sequence computes its cache anew,
         with the events that it had, and neither cached nor parked blocks are used again.
         """
         rows = self.rows
-        rows.num_tokens[[seq.row for seq in output.sampled]] -= 1
+        sampled = [seq.row for seq in output.sampled]
+        rows.num_tokens[sampled] -= 1
+        rows.num_unknown[sampled] -= 1
+        self.events.forget_observed(output.observations)
         computed = (output.prefill.rows, *(task.rows for task in output.pruned))
         at = [*range(output.num_decoding), *np.concatenate(computed).tolist()]
-        newest = max(map(rows.owner, at) if at else self.running, key=lambda seq: seq.arrival)
+        computing = [seq for seq in self.running if not at or seq.row in at]
+        newest = max(computing, key=lambda seq: seq.arrival, default=None)
         for seq in self.running:
             if seq is newest:
                 self.finish(seq, "error")
@@ -229,7 +248,7 @@ class Scheduler:
                 self.swap.discard(seq)
         if self.blocks.prefix_cache is not None:
             self.blocks.prefix_cache.clear()
-        finished, self._outgrown = [newest, *self._outgrown], []
+        finished, self._outgrown = self._outgrown, []
         return newest, finished
 
     def check_integrity(self) -> None:
@@ -264,6 +283,9 @@ class Scheduler:
         """Send the newest of the lowest priority back to the queue; the only one left ends."""
         rows, n = self.rows, self.rows.num_rows
         seq = rows.owner(np.lexsort((rows.arrival[:n], rows.priority[:n]))[-1])
+        if n == 1 and rows.num_unknown[seq.row]:
+            rows.num_decoding = 0  # it sits the step out: its token may be its last
+            return
         if n == 1:
             self._outgrow(seq)
             self._drop_finished()
@@ -276,11 +298,25 @@ class Scheduler:
     def _begin_anew(self, seq: Sequence) -> None:
         """Back to the queue, its row and blocks given away."""
         seq.replay_until = max(seq.replay_until, int(self.rows.num_computed[seq.row]))
+        seq.awaits_token = bool(self.rows.num_unknown[seq.row])
         self._empty_row(seq)
         self.rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.add(seq)
         self.num_preemptions += 1
+
+    def _learn_late(self, seq: Sequence, token: int) -> bool:
+        """The token of a sequence that has lost its row meanwhile; returns whether that ends it."""
+        seq.token_ids[-1], seq.awaits_token = token, False
+        stopped = token in seq.stop_token_ids
+        if stopped or seq.num_tokens >= seq.max_len:
+            self._end(seq, token if stopped else None)
+        return seq.status is SequenceStatus.FINISHED
+
+    def _end(self, seq: Sequence, stop_token: int | None) -> None:
+        """A sequence has its last token."""
+        seq.stop_token = stop_token
+        self.finish(seq, "length" if stop_token is None else "stop")
 
     def _outgrow(self, seq: Sequence) -> None:
         """End a sequence that the whole pool cannot hold any longer."""
@@ -327,6 +363,8 @@ class Scheduler:
             return chunks
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             seq = self.waiting.first
+            if seq.awaits_token:
+                break
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:
                     self._outgrow(seq)

@@ -50,6 +50,8 @@ class Sequence:
     """Logical positions of its events so far."""
     replay_until: int = 0
     """Tokens computed when it lost its cache: up to there exactly ``events`` happen again."""
+    awaits_token: bool = False
+    """It lost its row while its newest token was being sampled; that is not known yet."""
     row: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None

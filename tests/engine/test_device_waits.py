@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache, rank, sampler, startup
+from kvserve.engine import compressor, rank, sampler, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.models import transformer
+from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
@@ -75,7 +77,7 @@ def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
     counts = [np.full(kept.shape, 6, np.int32) for kept in step.kept_counts]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [])
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [], 0.0)
 
 
 @pytest.fixture
@@ -84,14 +86,16 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        return Choice("triton", ByPhase(attention, attention), store_kv_triton, "")
+        stores = store_kv_triton, store_queries_triton
+        return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
+    operators = Operators("triton", "", *TRITON)
+    monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

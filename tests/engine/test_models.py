@@ -102,6 +102,19 @@ def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path
     assert (ours - sdpa).abs().max() < allowed.max()
 
 
+def test_the_last_layer_finishes_only_tokens_that_are_sampled_from(tmp_path: Path) -> None:
+    directory = str(write_checkpoint("llama", tmp_path))
+    settings: dict[str, Any] = {**CHUNKED, "max_num_batched_tokens": 64}
+    llm = LLM(directory, skip_tokenizer_init=True, **settings)
+    first, *_, last = llm.engine.core.runner.model.layers
+    finished: dict[Any, list[int]] = {first: [], last: []}
+    for layer in (first, last):
+        layer.register_forward_hook(lambda layer, _, out: finished[layer].append(len(out)))
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    # The second prompt takes two steps, and the first one decodes beside its second half.
+    assert finished == {first: [64, 32, 2, 1], last: [1, 2, 2, 1]}
+
+
 def with_rope(directory: Path, kind: str, **fields: Any) -> Path:
     """A Llama of 64 positions before scaling: prompts and answers go past them."""
     parameters = {"rope_type": kind, "rope_theta": 1e4, **ROPE[kind], **fields}

@@ -70,13 +70,16 @@ PLACES: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
 
 @pytest.mark.parametrize("policy", ["none", KARA, {"name": "adakv", "budget": 8, "window": 4}])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_newest_ends_and_the_others_go_on(llama_dir: Path, place: str, policy: Any) -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+def test_the_newest_ends_and_the_others_go_on(
+    llama_dir: Path, place: str, policy: Any, overlaps: bool
+) -> None:
     if policy == "none" and place in ("an event", "a swap"):
         pytest.skip("none has no events, and swaps nothing")
     expected = LLM(str(llama_dir), policy=policy, **SETTINGS).generate(
         PROMPTS, GREEDY, use_tqdm=False
     )
-    llm = LLM(str(llama_dir), policy=policy, **SETTINGS)
+    llm = LLM(str(llama_dir), policy=policy, async_scheduling=overlaps, **SETTINGS)
     core = llm.engine.core
     steps, (operator, name, when) = follow(core.runner), PLACES[place]
     if place == "a swap":

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache, sampler
+from kvserve.engine import compressor, sampler
 from kvserve.engine.policies import kara, scoring
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
-from kvserve.kernels.store_kv import store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -61,7 +60,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

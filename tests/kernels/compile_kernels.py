@@ -27,6 +27,11 @@ from triton.compiler import ASTSource
 
 from kvserve.kernels import dispatch
 from kvserve.kernels.compact_kv import compact_kv_triton
+from kvserve.kernels.elementwise import (
+    rms_norm_triton,
+    rotate_triton,
+    silu_and_mul_triton,
+)
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
@@ -111,8 +116,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
         new(4096, 32, 256, 8, 128, dtype=torch.uint8),
         3,
         slots(1, 64),
-        new(64, 8, 128, dtype=torch.uint8),
+        new(64, 32, 128),
     ),
+    "rms_norm": lambda: rms_norm_triton(new(64, 4096), new(4096), 1e-5),
+    "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
+    "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
+    "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),
     "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
     "gather_queries/e4m3": lambda: gather_queries_triton(
         new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)

@@ -26,8 +26,8 @@ if triton.__version__ not in BUDGETS:
 BUDGET = BUDGETS[triton.__version__]
 # Together they launch every kernel.
 NAMES = [
-    *("compact_kv", "store_kv", "gather_keys", "decode/split", "prefill"),
-    *("window_scores", "token_to_chunk", "sample_tokens"),
+    *("compact_kv", "store_kv", "gather_keys", "decode/split", "prefill", "window_scores"),
+    *("token_to_chunk", "sample_tokens", "rms_norm", "rotate", "silu_and_mul"),
 ]
 
 

@@ -53,7 +53,19 @@ def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> 
     assert seen["compactions"] > requests and seen["recomputed"] and seen["hits"], seen
 
 
+def test_steps_that_are_scheduled_before_tokens_are_known() -> None:
+    """The same, and sequences that end, are aborted or lose their rows with a token unknown."""
+    seen: Counter[str] = Counter()
+    for seed in range(9):
+        traffic = Traffic(seed, overlaps=True)
+        traffic.run(1_000)
+        seen += what_happened(traffic)
+        seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
+    assert len(seen) == 10, seen
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_a_million_random_operations(seed: int) -> None:
-    Traffic(seed).run(10_000)
+def test_a_million_random_operations(seed: int, overlaps: bool) -> None:
+    Traffic(seed, overlaps=overlaps).run(10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -12,6 +13,7 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
 from kvserve.scheduler.scheduler import Scheduler
@@ -103,35 +105,80 @@ def make_scheduler(
 
 
 def make_sequence(
-    seq_id: int, prompt: int, output: int, policy: int, *, first: int = 2, priority: int = 0
+    seq_id: int,
+    prompt: int,
+    output: int,
+    policy: int,
+    *,
+    first: int = 2,
+    priority: int = 0,
+    stops: tuple[int, ...] = (),
 ) -> Sequence:
     """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes."""
     tokens = np.arange(prompt, dtype=np.int32) + first
     max_len = prompt + output
     trigger = TRIGGERS[policy]
-    seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, priority=priority)
+    seq = Sequence(seq_id, tokens, prompt, max_len, stops, policy, trigger, priority=priority)
     seq.uneven, seq.keeps_blocks = policy in UNEVEN, policy in KEEPS_BLOCKS
     if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
         seq.prunes_prompt, seq.num_shareable = True, 0
     return seq
 
 
+class Loop:
+    """Steps one after the other or, with ``overlaps``, each scheduled before the one in front of it
+    has told its tokens."""
+
+    def __init__(
+        self, scheduler: Scheduler, shadow: ShadowRunner, *, overlaps: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        self.shadow = shadow
+        self.overlaps = overlaps
+        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[IntArray]]] = []
+
+    def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
+        """Schedule a step; what it computes, and who has ended since."""
+        output = self.scheduler.schedule()
+        for earlier, _, _ in self._in_flight:
+            assert not _observed(earlier) & _observed(output), "its counts are on their way"
+        self._in_flight.append((output, self.shadow.run(output), self.shadow.counts))
+        finished = self._update(self.overlaps)
+        return output, finished
+
+    def drain(self, limit: int = 3000) -> list[Sequence]:
+        """Run until nobody is left."""
+        finished: list[Sequence] = []
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return finished + self._update(0)
+            finished += self.step()[1]
+        raise AssertionError("no end in sight")
+
+    def _update(self, left: int) -> list[Sequence]:
+        finished: list[Sequence] = []
+        while len(self._in_flight) > left:
+            finished += self.scheduler.update(*self._in_flight.pop(0))
+        coming = Counter(seq.seq_id for output, _, _ in self._in_flight for seq in output.sampled)
+        for seq in self.scheduler.running:
+            assert self.scheduler.rows.num_unknown[seq.row] == coming[seq.seq_id]
+        self.scheduler.check_integrity()
+        return finished
+
+
+def _observed(output: SchedulerOutput) -> set[int]:
+    """Sequences that a step observes."""
+    return {seq_id for task in output.observations for seq_id in task.seq_ids.tolist()}
+
+
 def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
     """One step with all its checks; returns who finished."""
-    output = scheduler.schedule()
-    finished = scheduler.update(output, shadow.run(output), shadow.counts)
-    scheduler.check_integrity()
-    return finished
+    return Loop(scheduler, shadow).step()[1]
 
 
-def drain(scheduler: Scheduler, shadow: ShadowRunner, limit: int = 3000) -> list[Sequence]:
+def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
     """Run until nobody is left."""
-    finished: list[Sequence] = []
-    for _ in range(limit):
-        if not scheduler.has_work:
-            return finished
-        finished += step(scheduler, shadow)
-    raise AssertionError("no end in sight")
+    return Loop(scheduler, shadow).drain()
 
 
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
@@ -159,7 +206,9 @@ def preempt_now_and_then(
 class Traffic:
     """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
 
-    def __init__(self, seed: int, policies: set[int] | None = None) -> None:
+    def __init__(
+        self, seed: int, policies: set[int] | None = None, *, overlaps: bool = False
+    ) -> None:
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
@@ -175,7 +224,7 @@ class Traffic:
             max_observed_tokens=int(rng.choice([1, 20, 200])),
             gate=BreakEvenGate() if seed % 5 == 1 else None,
         )
-        self.shadow = ShadowRunner(self.scheduler, TRIGGERS)
+        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler, TRIGGERS), overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.num_added = self.num_hits = self.num_pruned = 0
@@ -186,7 +235,7 @@ class Traffic:
         for _ in range(operations):
             self._operate()
             self.alive = [s for s in self.alive if s.status is not SequenceStatus.FINISHED]
-        self.finished += drain(self.scheduler, self.shadow)
+        self.finished += self.loop.drain()
         assert_all_blocks_come_back(self.scheduler)
 
     def _operate(self) -> None:
@@ -196,13 +245,12 @@ class Traffic:
         elif draw < 0.15 and self.alive:
             scheduler.finish(self.alive[int(self.rng.integers(len(self.alive)))], "abort")
         else:
-            output = scheduler.schedule()
+            output, finished = self.loop.step()
             assert output.num_tokens <= self.budget
             self.num_hits += int(output.admitted.num_computed.any())
             self.num_pruned += len(output.pruned)
             self._learn(output.num_decoding)
-            tokens = self.shadow.run(output)
-            self.finished += scheduler.update(output, tokens, self.shadow.counts)
+            self.finished += finished
         scheduler.check_integrity()
 
     def _add(self) -> None:
@@ -213,7 +261,13 @@ class Traffic:
         first = int(rng.integers(2, 5))
         for _ in range(int(rng.choice([1, 1, 3]))):
             seq = make_sequence(
-                self.num_added, prompt, more, policy, first=first, priority=int(rng.integers(2))
+                self.num_added,
+                prompt,
+                more,
+                policy,
+                first=first,
+                priority=int(rng.integers(2)),
+                stops=(7, 8, 9) if self.num_added % 3 else (),
             )
             needed = scheduler.blocks_at_least(prompt, seq.max_len, seq.trigger)
             assert needed <= scheduler.pool.capacity

@@ -15,6 +15,8 @@ from kvserve.scheduler.block_pool import IntArray
 
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
+StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
+"""``store_queries`` of that file, likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ class BuildError(RuntimeError):
 def load_library(name: str) -> ctypes.CDLL:
     """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails."""
     source = Path(__file__).with_name(f"{name}.cpp")
-    key = hashlib.sha256(source.read_bytes() + repr((_FLAGS, _LINK, _cpu())).encode())
+    texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256(b"".join(texts) + repr((_FLAGS, _LINK, _cpu())).encode())
     file = f"{name}-{key.hexdigest()[:16]}.so"
     for folder in _cache_folders():
         if (folder / file).is_file() and _is_ours(folder):

@@ -5,7 +5,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "lanes.h"
 
 // What the launcher passes; it mirrors these fields. Strides are in elements.
 extern "C" struct Elementwise {
@@ -20,85 +21,53 @@ extern "C" struct Elementwise {
 
 namespace {
 
-constexpr int kLanes = 16;
+typedef Lanes<kMaxLanes> X;
+typedef X::F F;
 
-struct bf16 {
-  uint16_t bits;
-};
-
-template <typename To, typename From>
-inline To bits_of(From from) {
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) { return bits_of<float>(uint32_t{x.bits} << 16); }
-
-inline void round_to(float* to, float x) { *to = x; }
-inline void round_to(bf16* to, float x) {  // to nearest, ties to even
-  const uint32_t bits = bits_of<uint32_t>(x);
-  to->bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-template <typename T>
-inline float rounded(float x) {
-  T y;
-  round_to(&y, x);
-  return widen(y);
-}
-
-// exp to about 2e-7 relative, without branches, so that loops over it become vectors.
-inline float exp_bounded(float x) {
-  x = x > 88.0f ? 88.0f : x;
-  x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * bits_of<float>((static_cast<int32_t>(n) + 127) << 23);
+// body(i, count) for each vector of a row: `count` elements from i on, all lanes but for the last.
+template <int W = kMaxLanes, typename Body>
+inline void each_vector(int64_t width, Body body) {
+  int64_t i = 0;
+  for (; i + W <= width; i += W) body(i, W);
+  if (i < width) body(i, width - i);
 }
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t width) {
-  double squares[kLanes] = {};  // so that the mean is right to its last bit
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const double v = widen(x[i + lane]);
-      squares[lane] += v * v;
-    }
+  typedef Lanes<8> Half;  // of as many doubles as fill a vector
+  Half::D squares = {};   // doubles, so that the mean is right to its last bit
+  each_vector<8>(width, [&](int64_t i, int64_t count) {
+    const Half::D v = __builtin_convertvector(Half::load(x + i, count), Half::D);
+    squares += v * v;
+  });
   double sum = 0;
-  for (; i < width; ++i) sum += static_cast<double>(widen(x[i])) * widen(x[i]);
-  for (double square : squares) sum += square;
+  for (int lane = 0; lane < 8; ++lane) sum += squares[lane];
   const float scale = 1.0f / std::sqrt(static_cast<float>(sum / width) + eps);
-  for (i = 0; i < width; ++i)
-    round_to(&out[i], widen(weight[i]) * rounded<T>(widen(x[i]) * scale));
+  each_vector(width, [&](int64_t i, int64_t count) {
+    const F scaled = X::rounded<T>(X::load(x + i, count) * scale);
+    X::store(out + i, X::load(weight + i, count) * scaled, count);
+  });
 }
 
 template <typename T>
 void rotate(const T* x, const T* cos, const T* sin, T* out, int64_t width) {
   const int64_t half = width / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float left = widen(x[i]), right = widen(x[i + half]);
-    round_to(&out[i], rounded<T>(left * widen(cos[i])) - rounded<T>(right * widen(sin[i])));
-    round_to(&out[i + half], rounded<T>(right * widen(cos[i + half])) +
-                                 rounded<T>(left * widen(sin[i + half])));
-  }
+  each_vector(half, [&](int64_t i, int64_t count) {
+    const int64_t j = i + half;
+    const F left = X::load(x + i, count), right = X::load(x + j, count);
+    const F cos_left = X::load(cos + i, count), cos_right = X::load(cos + j, count);
+    const F sin_left = X::load(sin + i, count), sin_right = X::load(sin + j, count);
+    X::store(out + i, X::rounded<T>(left * cos_left) - X::rounded<T>(right * sin_left), count);
+    X::store(out + j, X::rounded<T>(right * cos_right) + X::rounded<T>(left * sin_right), count);
+  });
 }
 
 template <typename T>
 void silu_and_mul(const T* x, T* out, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) {
-    const float gate = widen(x[i]);
-    round_to(&out[i], rounded<T>(gate / (1.0f + exp_bounded(-gate))) * widen(x[i + width]));
-  }
+  each_vector(width, [&](int64_t i, int64_t count) {
+    const F gate = X::load(x + i, count), up = X::load(x + i + width, count);
+    X::store(out + i, X::rounded<T>(gate / (1.0f + X::exp(-gate))) * up, count);
+  });
 }
 
 template <typename T, typename Row>

@@ -13,90 +13,15 @@
 #include <utility>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
 
 constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
-#if defined(__AVX512F__)
-constexpr int kMaxLanes = 16, kMaxVectors = 4;
-#else
-constexpr int kMaxLanes = 8, kMaxVectors = 2;
-#endif
-
-struct bf16 {
-  uint16_t bits;
-};
-
-// ---- vectors of W lanes -------------------------------------------------------------------------
-
-template <int W>
-struct Vectors;
-
-template <>
-struct Vectors<8> {
-  typedef float F __attribute__((vector_size(32)));
-  typedef int32_t I __attribute__((vector_size(32)));
-  typedef uint32_t U __attribute__((vector_size(32)));
-  typedef uint16_t H __attribute__((vector_size(16)));
-};
-
-template <>
-struct Vectors<16> {
-  typedef float F __attribute__((vector_size(64)));
-  typedef int32_t I __attribute__((vector_size(64)));
-  typedef uint32_t U __attribute__((vector_size(64)));
-  typedef uint16_t H __attribute__((vector_size(32)));
-};
-
-template <int W>
-struct Lanes : Vectors<W> {
-  using typename Vectors<W>::F;
-  using typename Vectors<W>::I;
-  using typename Vectors<W>::U;
-  using typename Vectors<W>::H;
-
-  static inline F load(const float* from) {
-    F x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-  }
-  static inline F load(const bf16* from) {
-    H half;
-    std::memcpy(&half, from, sizeof half);
-    return (F)(__builtin_convertvector(half, U) << 16);
-  }
-  static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
-  static inline void store(bf16* to, F x) {  // to nearest, ties to even
-    U bits = (U)x;
-    H half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, H);
-    std::memcpy(to, &half, sizeof half);
-  }
-  static inline I count() {
-    I x;
-    for (int i = 0; i < W; ++i) x[i] = i;
-    return x;
-  }
-};
-
-// exp for x <= 0, to about 2e-7 relative; below -87 it is e^-87.
-template <int W>
-inline typename Lanes<W>::F exp_negative(typename Lanes<W>::F x) {
-  typedef typename Lanes<W>::F F;
-  typedef typename Lanes<W>::I I;
-  x = x > -87.0f ? x : F{} - 87.0f;
-  const F shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
-  const F n = shifted - 12582912.0f;
-  const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * (F)((__builtin_convertvector(n, I) + 127) << 23);
-}
+constexpr int kMaxVectors = kMaxLanes / 4;
 
 template <int W, int Step, int... L>
 inline void swap_corners(typename Lanes<W>::F& a, typename Lanes<W>::F& b,
@@ -381,7 +306,7 @@ class Kernel {
     for (int k = 0; k < W; ++k) largest = std::max(largest, highest[k]);
     F sum = {};
     for (int v = 0; v < width; v += W) {
-      const F weight = exp_negative<W>(X::load(row + v) - largest);
+      const F weight = X::exp(X::load(row + v) - largest);
       const F x = lane < seen - v ? weight : F{};
       X::store(row + v, x);
       sum += x;

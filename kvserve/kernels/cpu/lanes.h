@@ -1,0 +1,139 @@
+// Vectors of W floats, loaded from float32 or bfloat16 and stored as either.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMaxLanes = 16;
+#else
+constexpr int kMaxLanes = 8;
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <int W>
+struct Vectors;
+
+template <>
+struct Vectors<8> {
+  typedef float F __attribute__((vector_size(32)));
+  typedef double D __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(32)));
+  typedef uint32_t U __attribute__((vector_size(32)));
+  typedef uint16_t H __attribute__((vector_size(16)));
+};
+
+template <>
+struct Vectors<16> {
+  typedef float F __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(64)));
+  typedef uint32_t U __attribute__((vector_size(64)));
+  typedef uint16_t H __attribute__((vector_size(32)));
+};
+
+// Between 16 and 32 bits a lane.
+template <typename To, typename From>
+inline To resized(From x) {
+  return __builtin_convertvector(x, To);
+}
+#if defined(__AVX512F__)  // GCC 12 would do either in two halves
+template <>
+inline Vectors<16>::U resized(Vectors<16>::H x) {
+  return (Vectors<16>::U)_mm512_cvtepu16_epi32((__m256i)x);
+}
+template <>
+inline Vectors<16>::H resized(Vectors<16>::U x) {
+  return (Vectors<16>::H)_mm512_cvtepi32_epi16((__m512i)x);
+}
+#endif
+
+template <int W>
+struct Lanes : Vectors<W> {
+  using typename Vectors<W>::F;
+  using typename Vectors<W>::I;
+  using typename Vectors<W>::U;
+  using typename Vectors<W>::H;
+
+  static inline F load(const float* from) {
+    F x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+  static inline F load(const bf16* from) {
+    H half;
+    std::memcpy(&half, from, sizeof half);
+    return (F)(resized<U>(half) << 16);
+  }
+  static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
+  static inline void store(bf16* to, F x) {
+    const H half = narrowed(x);
+    std::memcpy(to, &half, sizeof half);
+  }
+
+  // The first `count` lanes alone; the others are zero.
+  template <typename T>
+  static inline F load(const T* from, int64_t count) {
+    if (count == W) return load(from);
+    T part[W] = {};
+    std::memcpy(part, from, count * sizeof(T));
+    return load(part);
+  }
+  template <typename T>
+  static inline void store(T* to, F x, int64_t count) {
+    if (count == W) return store(to, x);
+    T part[W];
+    store(part, x);
+    std::memcpy(to, part, count * sizeof(T));
+  }
+
+  // x as it would be read back after a store as T.
+  template <typename T>
+  static inline F rounded(F x) {
+    if constexpr (sizeof(T) == sizeof(bf16)) return (F)(resized<U>(narrowed(x)) << 16);
+    return x;
+  }
+
+  static inline I count() {
+    I x;
+    for (int i = 0; i < W; ++i) x[i] = i;
+    return x;
+  }
+
+  // To about 2e-7 relative; beyond -87 and 88 it stays what it is there.
+  static inline F exp(F x) {
+    x = x > -87.0f ? x : F{} - 87.0f;
+    x = x < 88.0f ? x : F{} + 88.0f;
+    const F shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole numbers
+    const F n = shifted - 12582912.0f;
+    const F r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (F)((__builtin_convertvector(n, I) + 127) << 23);
+  }
+
+ private:
+  // To nearest, ties to even.
+  static inline H narrowed(F x) {
+#if defined(__AVX512BF16__)
+    if constexpr (W == 16) return (H)_mm512_cvtneps_pbh((__m512)x);
+#endif
+    const U bits = (U)x;
+    return resized<H>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+};
+
+}  // namespace
