@@ -245,7 +245,7 @@ def _narrow(
     total = tl.sum(total * weights)
 
     # The lanes' largest are TILE different tokens. Where these alone satisfy a filter, what it
-    # keeps is not below the weakest of them: on peaked logits, few tokens.
+    # keeps is not below the weakest of them.
     by_mass = (tl.sum(weights) >= top_p * total) | (tl.exp(weakest - best) < min_p)
     covered = tl.where(top_k > 0, top_k <= TILE, by_mass)
     floor = order_of(tl.where(covered, weakest, float("-inf")), 0x7FFFFFFF)
