@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
@@ -25,8 +25,10 @@ from kvserve.kernels.paged_attention import (
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
@@ -36,6 +38,7 @@ WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
 CHUNK_BUDGET, MAX_CHUNK = 16, 8
 # query heads, KV heads, head dim
 SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064}
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,15 @@ def cases(setting: Setting) -> Iterator[Case]:
     if setting.granularity is Granularity.HEAD:
         yield coded_case(setting)
     yield store_case(setting, cache, tables)
+    yield from sampling_cases(setting)
     if setting.context >= WINDOW:
         yield from event_cases(setting, cache, tables)
+
+
+def beside_torch(case: Case) -> Iterator[Case]:
+    """A case, and what torch takes for the same where the engine could as well run that."""
+    yield case
+    yield replace(case, kernel=f"{case.kernel} by torch", triton=case.torch)
 
 
 def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -178,6 +188,29 @@ def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
     return Case("store", partial(store, store_kv_triton), partial(store, store_kv_torch), num_bytes)
 
 
+def sampling_cases(setting: Setting) -> Iterator[Case]:
+    """A token for every row, from peaked logits: drawn from all, and from what filters leave."""
+    rows, device = setting.rows, setting.device
+    logits = torch.randn(rows, VOCABULARY[setting.shape], device=device) * 3
+    seeds = torch.randint(2**63 - 1, (rows,), device=device)
+    positions = torch.arange(rows, device=device)
+    # Temperature, top_p, top_k, min_p. A filter reads twice before the draw does.
+    for kernel, row, reads in (
+        ("sample", (0.7, 1.0, 0.0, 0.0), 1),
+        ("filter and sample", (0.7, 0.95, 50.0, 0.01), 3),
+    ):
+        settings = torch.tensor(row, device=device).repeat(rows, 1)
+        inputs = logits, settings, seeds, positions, reads > 1
+        yield from beside_torch(
+            Case(
+                kernel,
+                partial(sample_tokens_triton, *inputs),
+                partial(sample_tokens_torch, *inputs),
+                reads * logits.nbytes,
+            )
+        )
+
+
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     """An event of every row: gather a window's keys, score them, move what is kept."""
     layout, rows, layers = setting.layout, setting.rows, setting.layers
@@ -226,8 +259,16 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
             layers,
         )
     scores = torch.rand(rows, *lanes, seen, device=device)
-    select = partial(token_to_chunk, scores, KEPT, CHUNK_BUDGET, MAX_CHUNK)
-    yield Case("select", select, select, scores.nbytes, layers=layers)
+    select = scores, KEPT, CHUNK_BUDGET, MAX_CHUNK
+    yield from beside_torch(
+        Case(
+            "select",
+            partial(token_to_chunk_triton, *select),
+            partial(token_to_chunk_torch, *select),
+            scores.nbytes + scores.numel() // seen * KEPT * 8,
+            layers=layers,
+        )
+    )
     kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
     buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
     src = slots(start + torch.cat([kept, buffer], dim=-1))

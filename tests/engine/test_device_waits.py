@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import coder, compressor, rank, startup
+from kvserve.engine import coder, compressor, rank, sampler, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
@@ -25,12 +25,14 @@ from kvserve.engine.coder import Codebook, Coder
 from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
-from kvserve.engine.policies import scoring
+from kvserve.engine.policies import kara, scoring
 from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from kvserve.log import ConfigError
 from kvserve.scheduler.output import ObservationTask
@@ -98,6 +100,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
+    monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
+    monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
     monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *args, **options: None)
     monkeypatch.setattr(LaunchedStep, "collect", collect)
 

@@ -35,7 +35,9 @@ from kvserve.kernels.elementwise import (
 )
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
+from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -102,6 +104,16 @@ def score(
     window_scores_triton(q, k, 0.1, aggregate)
 
 
+def sample(vocab: int = 128_256, filtered: bool = True) -> None:
+    settings = new(64, 4, dtype=torch.float32)
+    logits = new(64, vocab, dtype=torch.float32)
+    sample_tokens_triton(logits, settings, slots(64), slots(64), filtered)
+
+
+def choose(count: int, keep: int) -> None:
+    token_to_chunk_triton(new(2, 32, 8, count, dtype=torch.float32), keep, 16, 8)
+
+
 VARIANTS: dict[str, Callable[[], object]] = {
     "compact_kv": lambda: compact_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
     "compact_kv/head": lambda: compact_kv_triton(
@@ -156,6 +168,11 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "window_scores/dim64": lambda: score(dim=64),
     "window_scores/e4m3": lambda: score(queries=torch.float8_e4m3fn),
     "window_scores/float32_queries": lambda: score(queries=torch.float32),
+    "token_to_chunk": lambda: choose(480, 144),
+    "token_to_chunk/longest": lambda: choose(4096, 1000),
+    "sample_tokens": sample,
+    "sample_tokens/unfiltered": lambda: sample(filtered=False),
+    "sample_tokens/odd_vocabulary": lambda: sample(vocab=151_669),
 }
 
 
