@@ -91,6 +91,7 @@ JOBS = (
     *(Job(policy, overlaps=False) for policy in (NONE, KARA)),
     *(Job(policy, eager=True) for policy in (NONE, KARA)),
     *(Job(policy) for policy in (PYRAMID, ADA)),
+    *(Job(policy, model="llama-3.1-8b-fp8") for policy in (NONE, KARA)),
     *(Job(policy, model="qwen3-4b") for policy in (NONE, KARA, THRESHOLD)),
     *(Job(policy, model="qwen3-14b") for policy in (NONE, KARA, THRESHOLD)),
 )

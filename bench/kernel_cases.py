@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.engine.policies.selection import token_to_chunk_torch
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
@@ -24,8 +25,10 @@ from kvserve.kernels.paged_attention import (
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
@@ -35,6 +38,7 @@ WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
 CHUNK_BUDGET, MAX_CHUNK = 16, 8
 # query heads, KV heads, head dim
 SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064}
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,18 @@ def cases(setting: Setting) -> Iterator[Case]:
     """The kernels' work in a step and in an event of Kara's, one after the other."""
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
+    if setting.granularity is Granularity.HEAD:
+        yield coded_case(setting)
     yield store_case(setting, cache, tables)
+    yield from sampling_cases(setting)
     if setting.context >= WINDOW:
         yield from event_cases(setting, cache, tables)
+
+
+def beside_torch(case: Case) -> Iterator[Case]:
+    """A case, and what torch takes for the same where the engine could as well run that."""
+    yield case
+    yield replace(case, kernel=f"{case.kernel} by torch", triton=case.torch)
 
 
 def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -115,6 +128,51 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         )
 
 
+def coded_case(setting: Setting) -> Case:
+    """Decoding over rows that are codes but for their newest block; a codebook has half as many
+    vectors as they had keys and values."""
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    rows, device, coded = setting.rows, setting.device, (setting.context - 1) // BLOCK * BLOCK
+    per_block = 2 * BLOCK * dim * setting.dtype.itemsize // (2 * CODE_WORDS)
+    widths = -(-coded // per_block), -(-coded // (2 * BLOCK)), 1
+    count = rows * kv_heads * sum(widths)
+    blocks = torch.randperm(count, device=device).int() + 1
+    index, book, raw = (
+        part.contiguous() for part in blocks.view(rows, kv_heads, -1).split(widths, dim=2)
+    )
+    tables = torch.zeros(rows, kv_heads, coded // BLOCK + 1, dtype=torch.int32, device=device)
+    tables[..., -1:] = raw
+    cache = setting.random(count + 1, 2, BLOCK, 1, dim)
+    slots = cache.view(count + 1, -1).view(torch.int16).view(count + 1, per_block, CODE_WORDS)
+    shape = rows * kv_heads * widths[0], per_block
+    refs = torch.randint(0, coded, (2, *shape), device=device)
+    scales = torch.rand(2, *shape, device=device) + 0.5
+    place = torch.randint(0, setting.context, (2, *shape), device=device)
+    distance = place[0] - place[1]
+    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance).packed()
+    slots[index.flatten().long()] = words
+    inv_freq = 1e4 ** -(torch.arange(0, dim, 2, device=device) / dim)
+    codes = Codes(
+        slots,
+        cache.view(count + 1, 2 * BLOCK, dim),
+        torch.full((rows, kv_heads), coded, device=device),
+        index,
+        book,
+        turns_of(inv_freq, setting.context),
+    )
+    own, q = torch.arange(rows, device=device), setting.random(rows, q_heads, dim)
+    last = torch.full((kv_heads, rows), setting.context - 1, dtype=torch.int32, device=device)
+    inputs = q, cache[:, 0], cache[:, 1], tables, Chunks(own, last, setting.context), dim**-0.5
+    vectors = (coded + 2 * (setting.context - coded)) * dim * q.itemsize
+    return Case(
+        "decode of codes",
+        partial(paged_attention_triton, *inputs, codes=codes),
+        partial(paged_attention_torch, *inputs, codes=codes),
+        rows * kv_heads * (vectors + 2 * CODE_WORDS * coded) + 2 * q.numel() * q.itemsize,
+        4 * q_heads * dim * rows * setting.context,
+    )
+
+
 def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
     _, kv_heads, dim = SHAPES[setting.shape]
     key, value = (setting.random(setting.rows, kv_heads, dim) for _ in range(2))
@@ -128,6 +186,29 @@ def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
 
     num_bytes = 4 * key.numel() * key.itemsize
     return Case("store", partial(store, store_kv_triton), partial(store, store_kv_torch), num_bytes)
+
+
+def sampling_cases(setting: Setting) -> Iterator[Case]:
+    """A token for every row, from peaked logits: drawn from all, and from what filters leave."""
+    rows, device = setting.rows, setting.device
+    logits = torch.randn(rows, VOCABULARY[setting.shape], device=device) * 3
+    seeds = torch.randint(2**63 - 1, (rows,), device=device)
+    positions = torch.arange(rows, device=device)
+    # Temperature, top_p, top_k, min_p. A filter reads twice before the draw does.
+    for kernel, row, reads in (
+        ("sample", (0.7, 1.0, 0.0, 0.0), 1),
+        ("filter and sample", (0.7, 0.95, 50.0, 0.01), 3),
+    ):
+        settings = torch.tensor(row, device=device).repeat(rows, 1)
+        inputs = logits, settings, seeds, positions, reads > 1
+        yield from beside_torch(
+            Case(
+                kernel,
+                partial(sample_tokens_triton, *inputs),
+                partial(sample_tokens_torch, *inputs),
+                reads * logits.nbytes,
+            )
+        )
 
 
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -178,8 +259,16 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
             layers,
         )
     scores = torch.rand(rows, *lanes, seen, device=device)
-    select = partial(token_to_chunk, scores, KEPT, CHUNK_BUDGET, MAX_CHUNK)
-    yield Case("select", select, select, scores.nbytes, layers=layers)
+    select = scores, KEPT, CHUNK_BUDGET, MAX_CHUNK
+    yield from beside_torch(
+        Case(
+            "select",
+            partial(token_to_chunk_triton, *select),
+            partial(token_to_chunk_torch, *select),
+            scores.nbytes + scores.numel() // seen * KEPT * 8,
+            layers=layers,
+        )
+    )
     kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
     buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
     src = slots(start + torch.cat([kept, buffer], dim=-1))

@@ -19,6 +19,7 @@ def targets(rows: list[dict[str, Any]], period: int) -> list[dict[str, Any]]:
         _target("compaction, share of a copy's bandwidth", 0.85, _shares(rows, "compact")),
         _target("decode, of the fastest peer's speed", 0.9, _of_peers(rows)),
         _target("event, of the decode attention it serves", 0.03, _events(rows, period), most=True),
+        _target("sampling and selection, of torch's time", 1.0, _of_torch(rows), most=True),
     ]
 
 
@@ -54,6 +55,16 @@ def _of_peers(rows: list[dict[str, Any]]) -> list[tuple[float, str]]:
         if peers and "decode" in kernels:
             found.append((min(peers) / kernels["decode"]["us"], at))
     return found
+
+
+def _of_torch(rows: list[dict[str, Any]]) -> list[tuple[float, str]]:
+    """What torch runs nearly as fast needs no kernel of ours."""
+    return [
+        (kernels[name]["us"] / kernels[f"{name} by torch"]["us"], f"{name} {at}")
+        for at, kernels in _by_place(rows).items()
+        for name in kernels
+        if f"{name} by torch" in kernels
+    ]
 
 
 def _events(rows: list[dict[str, Any]], period: int) -> list[tuple[float, str]]:

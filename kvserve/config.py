@@ -213,6 +213,13 @@ class EngineConfig:
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
+    code_attention: str = setting(
+        "auto",
+        "how attention gets at entries that spindlekv holds as codes: it reads them (direct), or "
+        "each layer's are rebuilt in scratch blocks before it attends (rebuild); auto is direct "
+        "where the attention backend can",
+        choices=("auto", "direct", "rebuild"),
+    )
     grammar_backend: str = setting(
         "llguidance",
         "what compiles JSON schemas and grammars for structured output",

@@ -52,8 +52,10 @@ POLICY_IMPORTS = (
 ONLY = {
     "kvserve/scheduler/": ("numpy", "kvserve"),
     "kvserve/kernels/": ("torch", "triton"),
+    "kvserve/kernels/cpu/": ("torch", "kvserve.kernels"),
     "kvserve/engine/policies/": POLICY_IMPORTS,
     "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),
+    "kvserve/engine/policies/selection.py": (*POLICY_IMPORTS, "kvserve.kernels"),
 }
 
 # Only these paths know these packages.
@@ -344,6 +346,7 @@ GOOD = [
     ("kvserve/engine/policies/a.py", "import math, torch\nfrom .scoring import mass"),
     ("kvserve/engine/policies/a.py", "from kvserve.scheduler.trigger import AtPrefillEnd"),
     ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.window_scores import mass"),
+    ("kvserve/engine/policies/selection.py", "from kvserve.kernels.token_to_chunk import x"),
     ("kvserve/engine/attention/flash.py", "import flash_attn"),
     ("kvserve/benchmarks/a.py", "def plot():\n    import matplotlib.pyplot\n    import openai"),
     ("kvserve/benchmarks/a.py", "from kvserve import LLM, __version__"),

@@ -14,6 +14,7 @@ _COLUMNS = {
         Column("policy", "policy", left=True),
         Column("retention", "retention", "g"),
         Column("prefix caching", "prefix_caching", left=True),
+        Column("codes", "code_attention", left=True),
         Column("sequences", "sequences", "d"),
         Column("output tokens", "output_tokens", ",d"),
         Column("wall s", "wall_s", ".2f"),

@@ -130,7 +130,7 @@ def _codes(found: Inspection) -> str:
     return (
         f"codes: {details.coded_entries} of {details.held_entries} entries, with "
         f"{details.codebook_entries} vectors (r1 {kept:.3f}, r2 {book:.3f}); "
-        f"{details.held_bytes} bytes of blocks at the end, scratch included"
+        f"{details.held_bytes} bytes of blocks at the end"
     )
 
 

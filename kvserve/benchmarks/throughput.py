@@ -7,8 +7,9 @@ has a fresh engine and a warm-up that does not count; ``--repeat`` takes the row
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,13 +31,15 @@ from kvserve.benchmarks.report import Report, Row
 from kvserve.benchmarks.runs import Contestant, rows_against_first, run_in_turns
 from kvserve.benchmarks.traffic import Traffic, add_traffic_arguments
 from kvserve.config import SchedulerConfig
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
 
 _COLUMNS = columns(
-    *("policy", "prefix_caching", "output_tokens", "wall_s", "output_tok_s", "spread"),
-    *("ratio_to_first", "mean_running", "peak_running", "mean_pool_usage", "held_over_logical"),
-    *("blocks_released", "compactions", "early_compactions", "evicted_tokens", "preemptions"),
-    *("swaps", "prompt_cached", "steps", "itl_p50_ms", "itl_p99_ms"),
-    *("exact_match", "interval_95", "correct_prefix"),
+    *("policy", "prefix_caching", "code_attention", "output_tokens", "wall_s", "output_tok_s"),
+    *("spread", "ratio_to_first", "mean_running", "peak_running", "mean_pool_usage"),
+    *("held_over_logical", "allocated_bytes_at_end", "blocks_released", "compactions"),
+    *("early_compactions", "evicted_tokens", "preemptions", "swaps", "prompt_cached", "steps"),
+    *("itl_p50_ms", "itl_p99_ms", "exact_match", "interval_95", "correct_prefix"),
 )
 
 
@@ -59,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-prefix-caching",
         action="store_true",
         help="run every policy with prefix caching on and off, in turns",
+    )
+    parser.add_argument(
+        "--compare-code-attention",
+        action="store_true",
+        help="run policies that hold codes twice, in turns: attention that reads them, and that "
+        "has them rebuilt",
     )
     parser.add_argument(
         "--compare-transformers",
@@ -105,19 +114,19 @@ class Throughput(Benchmark):
         return Report("throughput", about, _COLUMNS, rows, settings, notes(rows))
 
     def _sides(self, spec: PolicySpec) -> list[Contestant]:
-        """One contestant per policy, or two that differ in prefix caching."""
-        run = partial(self._traffic.run, spec, pool=self._pool)
-        if not self.args.compare_prefix_caching:
-            return [Contestant(spec.label, spec, run)]
-        return [
-            Contestant(
-                spec.label,
-                spec,
-                partial(run, enable_prefix_caching=side == "on"),
-                {"prefix_caching": side},
-            )
-            for side in ("off", "on")
-        ]
+        """One contestant per policy, or one for each way of running it that is compared."""
+        ways: list[dict[str, str]] = [{}]
+        if self.args.compare_prefix_caching:
+            ways = [{"prefix_caching": side} for side in ("off", "on")]
+        if self.args.compare_code_attention and writes_codes(make_policy(spec.as_dict)):
+            ways = [way | {"code_attention": how} for way in ways for how in ("direct", "rebuild")]
+        return [Contestant(spec.label, spec, self._run(spec, way), way) for way in ways]
+
+    def _run(self, spec: PolicySpec, way: dict[str, str]) -> Callable[[str], Figures]:
+        settings: dict[str, Any] = {**way}
+        if "prefix_caching" in way:
+            settings["enable_prefix_caching"] = settings.pop("prefix_caching") == "on"
+        return partial(self._traffic.run, spec, pool=self._pool, **settings)
 
     def _run_transformers(self, title: str) -> Figures:
         from kvserve.benchmarks.transformers_baseline import generate
@@ -143,6 +152,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         label, ratio = row["policy"], row["ratio_to_first"]
         if "prefix_caching" in row:
             label += f", prefix caching {row['prefix_caching']}"
+        if "code_attention" in row:
+            label += f", codes {row['code_attention']}"
         if row["policy_args"] is None:
             continue
         if row["policy_args"]["name"] != NO_COMPRESSION.name and not row["compactions"]:

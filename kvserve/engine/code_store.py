@@ -1,10 +1,5 @@
-"""Codes in the cache: index slots and vectors written, read, and rebuilt into scratch blocks.
-
-A slot is eight 16-bit words: the references of key and value, their scales (float16), the token's
-position and its distance from the position of its key's vector (int32 each). Vectors are keys as
-they were cached, after RoPE, and values; a key turned by that distance is the vector turned back,
-scaled and rotated by its own position, and for a vector's own token the very same numbers.
-"""
+"""Codes in the cache: two readings of its blocks, and what is rebuilt of them for attention that
+does not read codes itself."""
 
 from __future__ import annotations
 
@@ -14,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.spec import RopeSpec
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, read_codes, rotated, turns_of
 from kvserve.log import ConfigError
 from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 
-_WORDS = SLOT_BYTES // 2
+assert SLOT_BYTES == 2 * CODE_WORDS
 
 
 def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
@@ -41,35 +37,8 @@ def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """What is stored of each entry; all of one shape. References and places are int64."""
-
-    ref_k: Tensor
-    ref_v: Tensor
-    scale_k: Tensor
-    scale_v: Tensor
-    position: Tensor
-    distance: Tensor
-
-    def packed(self) -> Tensor:
-        """int16 [..., 8]."""
-        refs = torch.stack([self.ref_k, self.ref_v], dim=-1).to(torch.int16)
-        scales = torch.stack([self.scale_k, self.scale_v], dim=-1).half().view(torch.int16)
-        places = torch.stack([self.position, self.distance], dim=-1).int().view(torch.int16)
-        return torch.cat([refs, scales, places], dim=-1)
-
-    @classmethod
-    def unpacked(cls, words: Tensor) -> Slots:
-        """From int16 [..., 8]."""
-        refs = words[..., :2].long() & 0xFFFF
-        scales = words[..., 2:4].contiguous().view(torch.float16).float()
-        places = words[..., 4:].contiguous().view(torch.int32).long()
-        return cls(*refs.unbind(-1), *scales.unbind(-1), *places.unbind(-1))
-
-
-@dataclass(frozen=True, slots=True)
 class CodedRows:
-    """The n rows of a batch, seen as codes.
+    """The n rows of a batch whose codes are rebuilt before each layer attends.
 
     ``totals`` entries are coded in each layer, which the host knows; ``coded [LG, n, R]`` in each
     lane; ``kv_tables``, ``index_tables``, ``vector_tables`` ``[LG, n, R, .]``.
@@ -85,21 +54,26 @@ class CodedRows:
 class CodeStore:
     """Reads and writes codes in the blocks of one cache (one layer and one KV head a block)."""
 
-    def __init__(self, kv: Tensor, inv_freq: Tensor) -> None:
-        """kv: [num_blocks, 1, 2, B, 1, D]; inv_freq: float32 [D / 2]."""
+    def __init__(self, kv: Tensor, inv_freq: Tensor, max_len: int) -> None:
+        """kv: [num_blocks, 1, 2, B, 1, D]; inv_freq: float32 [D / 2]; sequences of ``max_len``."""
         num_blocks, _, _, self.block_size, _, dim = kv.shape
         self.vectors = kv.view(-1, dim)
-        self.slots = kv.view(num_blocks, -1).view(torch.int16).view(-1, _WORDS)
+        self.slots = kv.view(num_blocks, -1).view(torch.int16).view(-1, CODE_WORDS)
         self.slots_per_block = len(self.slots) // num_blocks
         self.vectors_per_block = 2 * self.block_size
         self._inv_freq = inv_freq
+        self._turns = turns_of(inv_freq, max_len)
+
+    def codes(self, coded: Tensor, slot_tables: Tensor, vector_tables: Tensor) -> Codes:
+        """What attention reads of rows with these tables in one layer."""
+        slots = self.slots.view(-1, self.slots_per_block, CODE_WORDS)
+        vectors = self.vectors.view(-1, self.vectors_per_block, self.vectors.shape[-1])
+        return Codes(slots, vectors, coded, slot_tables, vector_tables, self._turns)
 
     def turn(self, keys: Tensor, distance: Tensor) -> Tensor:
         """Keys [..., D] rotated by ``distance [...]`` positions more: float32."""
         angle = distance[..., None].float() * self._inv_freq
-        left, right = keys.float().chunk(2, dim=-1)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+        return rotated(keys, angle.cos(), angle.sin())
 
     def rebuild(self, layer: int, rows: CodedRows) -> None:
         """Write keys and values of one layer's coded entries to the scratch that tables name."""
@@ -108,23 +82,9 @@ class CodeStore:
         # With the size known, a GPU need not be waited for.
         lane = lane.repeat_interleave(counts, output_size=total)
         entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
-        index, vectors, kv = (
-            table[layer].flatten(0, 1)
-            for table in (rows.index_tables, rows.vector_tables, rows.kv_tables)
-        )
-        slots = Slots.unpacked(self.slots[_at(index, lane, entry, self.slots_per_block)])
-        key, value = (
-            self.vectors[_at(vectors, lane, ref, self.vectors_per_block)].float()
-            for ref in (slots.ref_k, slots.ref_v)
-        )
-        key = self.turn(key, slots.distance) * slots.scale_k[:, None]
-        value = value * slots.scale_v[:, None]
-        block = kv[lane, entry // self.block_size].long()
+        tables = rows.coded[layer], rows.index_tables[layer], rows.vector_tables[layer]
+        key, value = read_codes(self.codes(*tables), lane, entry)
+        block = rows.kv_tables[layer].flatten(0, 1)[lane, entry // self.block_size].long()
         to = block * self.vectors_per_block + entry % self.block_size
         self.vectors[to] = key.to(self.vectors.dtype)
         self.vectors[to + self.block_size] = value.to(self.vectors.dtype)
-
-
-def _at(tables: Tensor, lane: Tensor, number: Tensor, per_block: int) -> Tensor:
-    """Flat places of things ``number [P]`` of lanes ``lane [P]``; tables: [lanes, M]."""
-    return tables[lane, number // per_block].long() * per_block + number % per_block

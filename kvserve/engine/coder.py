@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.code_store import CodeStore, Slots
+from kvserve.engine.code_store import CodeStore
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import groups_of, lanes_of
@@ -23,6 +23,7 @@ from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import slots_of
 from kvserve.kernels.codebook import extend, scales
+from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
@@ -58,8 +59,9 @@ class Found:
 
     def of(self, events: list[int]) -> Found:
         """Some of the events."""
-        slots = Slots(*(getattr(self.slots, f.name)[events] for f in fields(Slots)))
-        return Found(self.keys[events], self.values[events], slots, self.new_vectors[events])
+        at = to_device(events, self.keys.device)
+        slots = Slots(*(getattr(self.slots, f.name)[at] for f in fields(Slots)))
+        return Found(self.keys[at], self.values[at], slots, self.new_vectors[at])
 
 
 class Coder:
@@ -242,33 +244,37 @@ class Coder:
         def lanes(x: IntArray) -> Tensor:
             return to_device(x, device).transpose(0, 1)
 
+        def put(flat: Tensor, x: Tensor, first: Tensor, end: Tensor, blocks: Tensor) -> None:
+            number = first[..., None] + torch.arange(x.shape[3], device=device)
+            per_block = len(flat) // len(self._cache.kv)
+            _put(flat, x, number, number < end[..., None], blocks, per_block)
+
         before, after = lanes(codes.coded_before), lanes(codes.coded)
-        number = torch.arange(found.slots.ref_k.shape[-1], device=device)
-        new = number < (after - before)[..., None]
-        packed = found.slots.packed()
-        _put(store.slots, packed, new, before, lanes(codes.index_blocks), store.slots_per_block)
+        put(store.slots, found.slots.packed(), before, after, lanes(codes.index_blocks))
         before, have = lanes(codes.vectors_before), lanes(codes.num_vectors)
-        number = torch.arange(found.new_vectors.shape[3], device=device)
-        new = number < (have - before)[..., None]
-        vector_blocks = lanes(codes.vector_blocks)
-        _put(store.vectors, found.new_vectors, new, before, vector_blocks, 2 * size)
+        put(store.vectors, found.new_vectors, before, have, lanes(codes.vector_blocks))
         if not (task.plan.window_len > 0).all():
             return
-        number = torch.arange(found.keys.shape[3], device=device)
-        raw = (number >= after[..., None]) & (number < lanes(task.new_lens)[..., None])
-        e, layer, head, at = raw.nonzero(as_tuple=True)
-        block = lanes(task.dst_blocks)[e, layer, head, at // size]
-        for kind, entries in enumerate((found.keys, found.values)):
-            store.vectors[block * 2 * size + kind * size + at % size] = entries[raw]
+        entry = torch.arange(found.keys.shape[3], device=device)
+        raw = (entry >= after[..., None]) & (entry < lanes(task.new_lens)[..., None])
+        place = (entry // size * 2 * size + entry % size).expand(raw.shape)
+        for kind, x in enumerate((found.keys, found.values)):
+            number = place + kind * size
+            _put(store.vectors, x, number, raw, lanes(task.dst_blocks), 2 * size)
 
 
 def _put(
-    flat: Tensor, x: Tensor, which: Tensor, first: Tensor, blocks: Tensor, per_block: int
+    flat: Tensor, x: Tensor, number: Tensor, which: Tensor, blocks: Tensor, per_block: int
 ) -> None:
-    """Write ``x [E, L, H, N, ...]`` where ``which``; its numbers in a lane begin at ``first``."""
-    e, layer, head, at = which.nonzero(as_tuple=True)
-    number = first[e, layer, head] + at
-    flat[blocks[e, layer, head, number // per_block] * per_block + number % per_block] = x[which]
+    """Write ``x [E, L, H, N, ...]`` where ``which``, each as the ``number``-th of its lane.
+
+    blocks: [E, L, H, M]. The others go to the null block, as zeros: to leave them out, a device
+    would have to be waited for.
+    """
+    if blocks.shape[-1]:
+        column = (number // per_block).clamp(max=blocks.shape[-1] - 1)
+        to = blocks.gather(-1, column) * per_block + number % per_block
+        flat[torch.where(which, to, 0)] = torch.where(which[..., None], x, 0)
 
 
 def _with_new(

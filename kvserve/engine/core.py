@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 
-import numpy as np
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.grammar import GrammarCompiler, Matcher, SequenceGrammar
-from kvserve.engine.logit_rules import RowRules
+from kvserve.engine.grammar import GrammarCompiler, Matcher
+from kvserve.engine.intake import Intake
 from kvserve.engine.messages import (
     EngineInfo,
     FinishedSequence,
@@ -23,18 +21,12 @@ from kvserve.engine.messages import (
 )
 from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
-from kvserve.engine.request_policies import RequestPolicies
-from kvserve.engine.sampler import PromptScoring, RowSampling
 from kvserve.engine.startup import build_engine
 from kvserve.engine.step_counts import StepCounts
-from kvserve.log import RequestError, logger
+from kvserve.log import logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import RowState
 
 _STATS_INTERVAL = 0.05
 
@@ -59,12 +51,11 @@ class EngineCore:
         self.scheduler = built.scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
-        self._policies = RequestPolicies(config, built)
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._waiting_since: dict[int, float] = {}
         self._queued_seconds: dict[int, float] = {}
         self.grammars = GrammarCompiler(config, self.info)
-        self._seeds = np.random.default_rng(config.model.seed)
+        self._intake = Intake(config, built, self.grammars)
         self._prompt_tokens = self._generation_tokens = 0
         self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
@@ -82,66 +73,12 @@ class EngineCore:
 
         ``matcher`` is its grammar where it has been compiled before.
         """
-        prompt, limit = len(new.token_ids), self.info.max_model_len
-        if not prompt:
-            raise RequestError("prompt must not be empty", param="prompt")
-        if prompt >= limit:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; this model's context is {limit} tokens and "
-                "at least one must be left to generate",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        worst = max(new.token_ids)
-        if worst >= self.info.vocab_size or min(new.token_ids) < 0:
-            raise RequestError(
-                f"prompt holds a token id outside [0, {self.info.vocab_size})", param="prompt"
-            )
-        if new.max_tokens is not None and prompt + new.max_tokens > limit:
-            raise RequestError(
-                f"max_tokens is {new.max_tokens} and the prompt has {prompt} tokens; together "
-                f"they exceed the context of {limit} tokens",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        self._check_tokens(new)
-        if new.priority and self.config.scheduler.scheduling_policy != "priority":
-            raise RequestError(
-                "priority needs a server started with --scheduling-policy priority",
-                param="priority",
-            )
-        policy = self._policies.resolve(new.kv_policy)
-        prunes = isinstance(policy.trigger, Pruned) and bool(
-            policy.trigger.prunes(np.array(prompt))
-        )
-        if prunes:
-            self._check_whole(prompt, policy)
-        if new.prompt_logprobs is not None:
-            _check_exact(prompt, policy, prunes)
-        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
-        self._check_fits(prompt, max_len, policy)
-        sequence = Sequence(
-            seq_id=new.seq_id,
-            token_ids=np.array(new.token_ids, np.int32),
-            num_prompt_tokens=prompt,
-            max_len=max_len,
-            stop_token_ids=tuple(new.stop_token_ids),
-            policy_id=self._policies.id_of(policy, (seq for seq, _ in self._sequences.values())),
-            trigger=policy.trigger,
-            uneven=policy.granularity is not Granularity.MODEL,
-            keeps_blocks=policy.keeps_blocks,
-            prunes_prompt=prunes,
-            sampling=self._row_sampling(new, prompt, matcher),
-            priority=new.priority,
-            num_shareable=0 if prunes else self.runner.model.spec.num_shareable(prompt),
-        )
-        if new.prompt_logprobs is not None:
-            # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
-            sequence.column_hashes = [os.urandom(16)]
+        others = (seq for seq, _ in self._sequences.values())
+        sequence = self._intake.sequence(new, others, matcher)
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self._waiting_since[new.seq_id] = time.monotonic()
         self.scheduler.add(sequence)
-        self._prompt_tokens += prompt
+        self._prompt_tokens += sequence.num_prompt_tokens
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -296,63 +233,6 @@ class EngineCore:
 
     # ---- sequences ---------------------------------------------------------------------------
 
-    def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
-        wanted = self.scheduler.blocks_at_least(prompt, max_len, policy.trigger)
-        capacity = self.scheduler.pool.capacity
-        if wanted > capacity:
-            raise RequestError(
-                f"a prompt of {prompt} tokens under policy {policy.name} needs {wanted} KV blocks "
-                f"at once and the pool has {capacity}; raise --kv-cache-memory or "
-                "--num-gpu-blocks-override",
-                param="prompt",
-                code="kv_cache_too_small",
-            )
-
-    def _check_whole(self, prompt: int, policy: Policy) -> None:
-        """Layers that compute different tokens cannot be computed chunk by chunk."""
-        limit = self.config.scheduler.max_num_batched_tokens
-        if prompt > limit:
-            raise RequestError(
-                f"policy {policy.name} prunes a prompt between layers and cannot compute it in "
-                f"chunks: this one has {prompt} tokens and a step takes {limit}; raise "
-                "--max-num-batched-tokens or choose another policy",
-                param="prompt",
-                code="policy_not_allowed",
-            )
-
-    def _check_tokens(self, new: NewSequence) -> None:
-        """Token ids other than the prompt's."""
-        named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
-        for name, ids in named.items():
-            if any(not 0 <= token < self.info.vocab_size for token in ids):
-                raise RequestError(
-                    f"{name} holds a token id outside [0, {self.info.vocab_size})", param=name
-                )
-
-    def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
-        seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
-        branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
-        return RowSampling(
-            temperature=new.temperature,
-            top_p=new.top_p,
-            top_k=max(new.top_k, 0),
-            min_p=new.min_p,
-            seed=seed ^ branch,
-            min_len=prompt + new.min_tokens,
-            logprobs=new.logprobs,
-            rules=RowRules.of(new),
-            think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
-            think_limit=prompt + (new.thinking_token_budget or 0),
-            prompt=PromptScoring.of(new),
-            grammar=self._grammar(new, matcher),
-        )
-
-    def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
-        if new.structured_output is None:
-            return None
-        matcher = matcher or self.grammars.compile(new.structured_output)
-        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids)
-
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""
         now = time.monotonic()
@@ -391,16 +271,3 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
-
-
-def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
-    """A prompt is scored against all of itself: no event may come before its end."""
-    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
-    if prunes or policy.trigger.next_event(state)[0] < num_prompt:
-        raise RequestError(
-            f"log-probabilities of the prompt need all of it in the cache, and policy "
-            f'{policy.name} compresses this one before its end; send "kv_policy": "none"',
-            param="kv_policy",
-            code="policy_not_allowed",
-        )

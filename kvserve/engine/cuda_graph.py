@@ -25,11 +25,11 @@ _LARGEST = 512
 
 
 def capture_sizes(
-    config: EngineConfig, device: str, choice: Choice, *, codes: bool
+    config: EngineConfig, device: str, choice: Choice, *, rebuilds_codes: bool
 ) -> tuple[list[int], str]:
     """Ascending, none where there are to be no graphs; and why, for the start-up table.
 
-    ``codes``: the cache may hold codes, which are found only as the step runs.
+    ``rebuilds_codes``: how many there are is known only as a step runs.
 
     ``ConfigError`` where sizes are named and cannot be.
     """
@@ -39,8 +39,8 @@ def capture_sizes(
     if device != "cuda" and not wanted:
         return [], "no GPU"
     refused = None
-    if codes:
-        refused = "codes are rebuilt in each step; choose another --policy"
+    if rebuilds_codes:
+        refused = "codes are rebuilt in each step; --code-attention direct spares that"
     elif not choice.backend.replays:
         refused = f"decode attention {choice.name} plans each step anew; --attention-backend"
     if refused is not None:

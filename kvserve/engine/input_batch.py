@@ -16,6 +16,7 @@ from kvserve.engine.code_store import CodedRows
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.sampler import SamplingRows
 from kvserve.engine.transfer import to_device
+from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -49,6 +50,8 @@ class InputBatch:
         self.vector_tables = torch.zeros(vectors, dtype=torch.int32, device=device)
         self.coded = torch.zeros_like(self.kv_lens)
         self.num_vectors = torch.zeros_like(self.kv_lens)
+        self.codes: tuple[Codes, ...] | None = None
+        """What attention reads of them, by layer group, where it reads codes itself."""
         self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -142,7 +145,8 @@ class InputBatch:
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
-            codes=self._codes(chunk_rows, output.num_coded),
+            codes=self.codes,
+            rebuilt=self._rebuilt(chunk_rows, output.num_coded),
         )
         return input_ids, batch
 
@@ -161,6 +165,7 @@ class InputBatch:
             rows=np.arange(size, dtype=np.int32),
             starts=np.arange(size + 1),
             columns=np.full(size, self.block_tables.shape[3]),
+            codes=self.codes,
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -178,6 +183,7 @@ class InputBatch:
             rows=np.zeros(1, np.int32),
             starts=np.array([0, tokens]),
             columns=np.array([self.block_tables.shape[3]]),
+            codes=self.codes,
         )
 
     def refill(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -239,7 +245,7 @@ class InputBatch:
             causal=bool((np.diff(entries) == 1).all()),
         )
 
-    def _codes(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
+    def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
         kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, StoreKV
+from kvserve.engine.attention.base import ForwardBatch, StoreKV, StoreQueries
 from kvserve.engine.code_store import CodeStore
 from kvserve.engine.transfer import to_device
 from kvserve.kernels.store_kv import store_kv, store_queries
@@ -15,7 +15,6 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
-_E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
 class KVCache:
@@ -37,11 +36,12 @@ class KVCache:
         fp8_log: bool = False,
         num_host_blocks: int = 0,
         store_kv: StoreKV = store_kv,
+        store_queries: StoreQueries = store_queries,
     ) -> None:
         self.layout = layout
         self.codes: CodeStore | None = None
         self.log_heads = log_heads
-        self._store_kv = store_kv
+        self._store_kv, self._store_queries = store_kv, store_queries
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
         # Block 0 is a null block here too. Pages that no sequence was parked in cost no memory.
         host_shape = layout.cache_shape(num_host_blocks + 1)
@@ -61,19 +61,14 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
-        What the batch's rows hold as codes is rebuilt. q: [T, Hq, D]; k, v: [T, Hkv, D].
+        Before them, what ``batch.rebuilt`` names. q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
-        if batch.codes is not None and self.codes is not None:
-            self.codes.rebuild(layer, batch.codes)
+        if batch.rebuilt is not None and self.codes is not None:
+            self.codes.rebuild(layer, batch.rebuilt)
         group, place = divmod(layer, self.layout.layers_per_block)
         self._store_kv(self.kv, place, batch.slots[group], k, v)
         if batch.query_slots is not None:
-            reduced = reduce_queries(q, self.log_heads)
-            if self.query_log.dtype is torch.uint8:
-                reduced = (
-                    reduced.clamp(-_E4M3.max, _E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
-                )
-            store_queries(self.query_log, place, batch.query_slots[group], reduced)
+            self._store_queries(self.query_log, place, batch.query_slots[group], q)
 
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""
@@ -100,11 +95,6 @@ class KVCache:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         group, place = divmod(layer, self.layout.layers_per_block)
         return self.kv[:, place, 0], self.kv[:, place, 1], group
-
-
-def reduce_queries(q: Tensor, heads: int) -> Tensor:
-    """q: [T, Hq, D] -> [T, heads, D], means over neighbours; all of them where heads is Hq."""
-    return q.unflatten(1, (heads, -1)).mean(dim=2)
 
 
 def log_block_tokens(layout: KVLayout, log_heads: int, per_number: int = 1) -> int:

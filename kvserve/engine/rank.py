@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
 from kvserve.engine.code_store import CodeStore
 from kvserve.engine.compressor import SCRATCH_BYTES
 from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
@@ -88,6 +88,7 @@ class RankPlan:
             fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             store_kv=attention.store_kv,
+            store_queries=attention.store_queries,
         )
         batch = InputBatch(
             self.layout,
@@ -101,7 +102,10 @@ class RankPlan:
         )
         if self.code_slots:
             assert model.rotary.inv_freq is not None
-            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq)
+            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
+            if self.code_attention(attention)[0]:
+                tables = batch.coded, batch.index_tables, batch.vector_tables
+                batch.codes = tuple(map(cache.codes.codes, *tables))
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
@@ -109,7 +113,12 @@ class RankPlan:
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        return capture_sizes(self.config, self.device, attention, codes=self.code_slots > 0)
+        rebuilds = self.code_slots > 0 and not self.code_attention(attention)[0]
+        return capture_sizes(self.config, self.device, attention, rebuilds_codes=rebuilds)
+
+    def code_attention(self, attention: Choice) -> tuple[bool, str]:
+        """Whether attention reads codes itself, and why."""
+        return reads_codes(self.config.code_attention, attention)
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """What is left for the pool. On a GPU the largest step is tried, unless its size is given.
@@ -144,7 +153,16 @@ class RankPlan:
             (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
             for tokens in (layout.block_size, logged)
         )
-        return Pool(2, 0, kv, log, None)
+        if not self.code_slots:
+            return Pool(2, 0, kv, log, None)
+        index, vectors = (
+            (layout.layer_groups, rows, layout.rows, -(-tokens // per_block))
+            for tokens, per_block in (
+                (self.max_len, self.code_slots),
+                (2 * self.max_len, 2 * layout.block_size),
+            )
+        )
+        return Pool(2, 0, kv, log, (index, vectors))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.input_batch import InputBatch
-from kvserve.engine.kv_cache import KVCache, reduce_queries
+from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.transfer import to_device
+from kvserve.kernels.store_kv import reduce_queries
 from kvserve.scheduler.block_pool import IntArray
 
 

@@ -1,7 +1,7 @@
 """From logits to tokens, for a whole batch at once.
 
-Noise is a hash of (seed, position, token id): what a request samples depends neither on the batch
-it runs in nor on when its step is prepared (Gumbel-max; the branch is part of the seed).
+Rules, stops and grammars change logits; ``kernels/sample_tokens.py`` filters and draws. What a
+request samples depends neither on the batch it runs in nor on when its step is prepared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvserve.engine.logit_rules import LogitRules, RowRules
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.transfer import to_device
 from kvserve.kernels import elementwise
+from kvserve.kernels.sample_tokens import sample_tokens
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
 
@@ -84,6 +85,7 @@ class SamplingRows:
     """Sampling settings of all rows, on the device, with host copies of what steers the path."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
+        # Temperature (0: greedy), top_p, top_k, min_p.
         self._settings = torch.zeros(max_rows, 4, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -101,7 +103,8 @@ class SamplingRows:
         """Take over the settings of newly admitted sequences (``Sequence.sampling``)."""
         for seq in sequences:
             s: RowSampling = seq.sampling
-            settings = max(s.temperature, 1e-5), s.top_p, float(s.top_k), s.min_p
+            temperature = max(s.temperature, 1e-5) if s.temperature > 0.0 else 0.0
+            settings = temperature, s.top_p, float(s.top_k), s.min_p
             self._settings[seq.row] = to_device(settings, self._settings.device, torch.float32)
             self._seeds[seq.row] = s.seed
             self._min_len[seq.row] = s.min_len
@@ -156,13 +159,10 @@ class SamplingRows:
             logits = self._hold_back_stops(logits, rows, positions)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        tokens = argmax(logits)
-        random = np.flatnonzero(host[:, 0])
-        if len(random):
-            picked = to_device(random, logits.device)
-            tokens[picked] = self.draw(
-                logits[picked], rows[picked], positions[picked], bool(host[:, 1].any())
-            )
+        if host[:, 0].any():
+            tokens = self.draw(logits, rows, positions, bool(host[:, 1].any()))
+        else:
+            tokens = argmax(logits)
         if host[:, 5].any():
             tokens = self._end_reasoning(tokens, rows, positions)
         if host[:, 4].any():
@@ -188,11 +188,7 @@ class SamplingRows:
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
         """A token of each row; ``filtered``: some ask for top-k, top-p or min-p."""
-        temperature, top_p, top_k, min_p = self._settings[rows].unbind(dim=1)
-        scaled = logits / temperature[:, None]
-        if filtered:
-            scaled = _filter(scaled, top_p, top_k, min_p)
-        return (scaled + gumbel_noise(self._seeds[rows], positions, logits.shape[1])).argmax(-1)
+        return sample_tokens(logits, self._settings[rows], self._seeds[rows], positions, filtered)
 
     def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Put in the token that ends the reasoning of rows which have used up their budget."""
@@ -203,13 +199,9 @@ class SamplingRows:
         return tokens
 
     def _hold_back_stops(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        held = positions < self._min_len[rows]
         ids = self._stop_ids[rows]
-        banned = torch.zeros_like(logits).scatter_(1, ids.clamp(min=0), -torch.inf)
-        # Unused places of `ids` are -1 and would ban token 0: put that one back where unasked.
-        asked = (ids == 0).any(dim=1)
-        banned[:, 0] = torch.where(asked, -torch.inf, 0.0)
-        return torch.where(held[:, None], logits + banned, logits)
+        held = (positions < self._min_len[rows])[:, None] & (ids >= 0)
+        return logits.scatter_add(1, ids.clamp(min=0), torch.where(held, -torch.inf, 0.0))
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]
@@ -217,39 +209,6 @@ class SamplingRows:
             self._stop_ids = torch.nn.functional.pad(self._stop_ids, (0, missing), value=-1)
         self._stop_ids[row] = -1
         self._stop_ids[row, : len(stop_ids)] = to_device(stop_ids, self._stop_ids.device)
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel noise of every token id: seeds, positions int64 [S] -> float32 [S, V]."""
-    key = _mix(_mix(seeds ^ (seeds >> 32)) ^ positions)
-    token = torch.arange(vocab_size, device=seeds.device)
-    bits = _mix(key[:, None] + token * 0x9E3779B1)
-    # 23 bits: with one more, float32 rounds the largest to 1, whose noise is infinite and would
-    # lift even a token that a filter or a grammar has banned.
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (the finaliser of MurmurHash3), in int64 arithmetic."""
-    x = x & 0xFFFFFFFF
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Keep what top-k, then top-p, then min-p allow: [S, V] with -inf elsewhere."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    limit = torch.where(top_k > 0, top_k, float(scaled.shape[1]))
-    ordered = ordered.masked_fill(rank >= limit[:, None], -torch.inf)
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    out = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
-    out[:, 0] = False
-    kept = ordered.masked_fill(out, -torch.inf)
-    return torch.empty_like(scaled).scatter_(1, order, kept)
 
 
 def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> SampledTokens:

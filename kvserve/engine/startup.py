@@ -26,6 +26,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.rank import Pool, RankPlan
 from kvserve.engine.startup_table import (
+    codes_rows,
     graphs_row,
     linear_layers_row,
     memory_row,
@@ -87,6 +88,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     attention = plan.attention(config.attention_backend)
+    codes = codes_rows(plan, attention)
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
         scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
@@ -104,9 +106,10 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
-            *plan_rows(policy, plan, num_blocks, max_len),
+            *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            *codes,
             graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),
@@ -139,6 +142,11 @@ def _plan(
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     code_slots = 0
+    if not writes_codes(policy) and config.code_attention != "auto":
+        raise ConfigError(
+            f"--code-attention {config.code_attention}: policy {policy.name} holds no codes; "
+            "leave it at auto"
+        )
     if writes_codes(policy):
         code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
     kept = policy.kept_scores
@@ -178,6 +186,7 @@ def _start(
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
         code_slots=plan.code_slots,
+        code_scratch=not plan.code_attention(attention)[0],
     )
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     codes = scheduler.blocks.codes

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice
 from kvserve.engine.memory import Profile
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import can_pack
@@ -25,8 +26,10 @@ _LAYOUT_MEANS = {
 }
 
 
-def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> list[Row]:
-    """The model, the cache, and how they are shared out."""
+def plan_rows(
+    policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
+) -> list[Row]:
+    """The model, the cache, and how they are shared out; ``fp8``: weights are held as such."""
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
     block_bytes = layout.block_elements * dtype.itemsize
@@ -39,7 +42,7 @@ def plan_rows(policy: Policy, plan: RankPlan, num_blocks: int, max_len: int) -> 
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
-        _weights_row(config, spec, dtype),
+        _weights_row(config, spec, dtype, fp8),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",
@@ -70,6 +73,14 @@ def memory_row(profile: Profile) -> Row:
         return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
     state = f"weights {weights}, a step {step}, events and swaps {events}"
     return "memory", state, "measured before the pool; --gpu-memory-utilization"
+
+
+def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:
+    """How attention gets at entries held as codes, where there may be any."""
+    if not plan.code_slots:
+        return []
+    direct, reason = plan.code_attention(attention)
+    return [("codes", "read" if direct else "rebuilt", reason)]
 
 
 def graphs_row(sizes: list[int], reason: str) -> Row:
@@ -114,9 +125,12 @@ def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
     return "sampling defaults", _listed(defaults.sampling) or "none", reason
 
 
-def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Row:
+def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
     if config.model.load_format == "dummy":
-        return "weights", "random", "--load-format dummy"
+        return "weights", "random FP8" if fp8 else "random", "--load-format dummy"
+    if fp8:
+        reason = "as stored; activations are rounded to FP8 too, at a scale per token"
+        return "weights", "FP8 in the layers", reason
     if spec.quantization is None:
         return "weights", str(dtype)[6:], "--dtype"
     reason = "dequantised when read: the checkpoint's accuracy, not its size"

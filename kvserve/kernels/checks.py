@@ -8,9 +8,15 @@ and refuse them.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
+
+if TYPE_CHECKING:
+    from kvserve.kernels.paged_attention import Chunks
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -43,12 +49,18 @@ def check_slots(slots: Tensor, num_blocks: int, block: int) -> None:
 
 
 def check_tables(
-    tables: Tensor, rows: Tensor, last: Tensor, starts: Tensor | None, keys: Tensor
+    tables: Tensor,
+    rows: Tensor,
+    last: Tensor,
+    starts: Tensor | None,
+    keys: Tensor,
+    coded: Tensor | None = None,
 ) -> None:
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
 
     tables: [num_rows, R, M]; rows: [P]; last: [R, T]; starts: [P + 1] or ``None``, where P = T;
-    keys: [num_blocks, B, ...]. Block 0, which freed columns name, is no row's.
+    keys: [num_blocks, B, ...]. Block 0, which freed columns name, is no row's. The first ``coded
+    [num_rows, R]`` entries stand elsewhere.
     """
     if not _looks():
         return
@@ -65,10 +77,97 @@ def check_tables(
             f"entry {int(last.max())} is not in tables {list(tables.shape)} of blocks of {block}"
         )
     own = tables[rows]
-    seen = torch.arange(columns, device=own.device) * block <= last.T[..., None]
+    first = torch.arange(columns, device=own.device) * block
+    seen = first <= last.T[..., None]
+    if coded is not None:
+        seen &= first >= coded[rows][..., None]
     wrong = own[seen & ((own < 1) | (own >= num_blocks))]
     if len(wrong):
         raise IndexError(
             f"block {int(wrong[0])} in tables {list(tables.shape)} is not one that a row may hold, "
             f"of a cache {list(keys.shape)}"
         )
+
+
+def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
+    """Raises ``ValueError`` for codes that do not go with tables [num_rows, R, M] and the cache."""
+    slots, vectors, coded, slot_tables, vector_tables, turns = codes
+    num_blocks, block, heads, dim = keys.shape
+    wanted = {
+        "slots": (slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16),
+        "vectors": (vectors, (num_blocks, 2 * block, dim), keys.dtype),
+        "coded": (coded, tables.shape[:2], torch.int64),
+        "slot_tables": (slot_tables, (*tables.shape[:2], slot_tables.shape[-1]), torch.int32),
+        "vector_tables": (vector_tables, (*tables.shape[:2], vector_tables.shape[-1]), torch.int32),
+        "turns": (turns, (len(turns), dim), torch.float32),
+    }
+    for name, (x, shape, dtype) in wanted.items():
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of codes have to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
+    if heads != 1:
+        raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")
+
+
+def check_references(codes: Codes, rows: Tensor) -> None:
+    """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` refers to nothing."""
+    if not _looks():
+        return
+
+    def inside(what: str, number: Tensor, end: int, least: int = 0) -> None:
+        wrong = number[(number < least) | (number >= end)]
+        if len(wrong):
+            raise IndexError(f"{what} {int(wrong[0])} of codes is not in {least} to {end - 1}")
+
+    slots, vectors, coded, slot_tables, vector_tables, turns = codes
+    own, per_index, per_book = rows.unique(), slots.shape[1], vectors.shape[1]
+    inside("number", coded[own].flatten(), slot_tables.shape[2] * per_index + 1)
+    entry = torch.arange(slot_tables.shape[2] * per_index, device=own.device)
+    row, table, entry = (entry < coded[own][..., None]).nonzero(as_tuple=True)
+    row = own[row]
+    block = slot_tables[row, table, entry // per_index].long()
+    inside("slot block", block, len(slots), least=1)
+    read = Slots.unpacked(slots[block, entry % per_index])
+    inside("distance", read.distance.abs(), len(turns))
+    for ref in (read.ref_k, read.ref_v):
+        inside("vector", ref, vector_tables.shape[2] * per_book)
+        inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
+
+
+def check_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    codes: Codes | None,
+) -> None:
+    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
+    token sees is not there. Arguments are those of ``paged_attention_triton``.
+    """
+    check_head_dim(q, keys, values)
+    rows, last, _, starts, _ = chunks
+    tokens, per_row = len(q), tables.shape[1]
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
+    if len({x.dtype for x in (q, keys, values)}) > 1:
+        raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
+    if q.shape[1] % (per_row * keys.shape[2]):
+        groups = f"{per_row} * {keys.shape[2]} KV heads"
+        raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
+    if last.shape != (per_row, tokens):
+        raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
+    if len(rows) != (tokens if starts is None else len(starts) - 1):
+        wanted = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
+        raise ValueError(
+            f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
+        )
+    if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
+        raise ValueError("tables, rows and last have to be contiguous")
+    coded = None if codes is None else codes.coded
+    check_tables(tables, rows, last, starts, keys, coded)
+    if codes is not None:
+        check_codes(codes, tables, keys)
+        check_references(codes, rows)

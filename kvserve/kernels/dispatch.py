@@ -15,6 +15,15 @@ import torch
 VARYING = {"columns", "inner", "length", "places", "splits", "tokens", "window"}
 
 
+class Helper:
+    """Decorates a function that Triton kernels call, of its module or of those that import it."""
+
+    __call__: Callable[..., Any]  # in kernels alone, where Triton's own stands in its place
+
+    def __init__(self, source: Callable[..., Any]) -> None:
+        self.source = source
+
+
 class Kernel:
     """Decorates the source of a Triton kernel, which finds ``tl`` among its module's names."""
 
@@ -26,10 +35,9 @@ class Kernel:
         """The source in Triton's hands, or in its interpreter's under ``TRITON_INTERPRET=1``."""
         try:
             import triton
-            import triton.language as tl
         except ImportError as error:
             raise ImportError("GPU kernels need Triton: pip install 'kvserve[cuda]'") from error
-        self.source.__globals__["tl"] = tl
+        _complete(self.source.__globals__)
         names = self.source.__code__.co_varnames[: self.source.__code__.co_argcount]
         return triton.jit(self.source, do_not_specialize=[n for n in names if n in VARYING])
 
@@ -37,6 +45,17 @@ class Kernel:
         """Run on a grid of programs, if there is one. ``options``: constants, ``num_warps``."""
         if all(grid):
             self.compiler[grid](*args, **options)
+
+
+def _complete(module: dict[str, Any]) -> None:
+    """Give a module that holds kernels what these name: ``tl``, and its helpers as Triton's."""
+    import triton
+    import triton.language as tl
+
+    helpers = {name: x.source for name, x in module.items() if isinstance(x, Helper)}
+    module.update({name: triton.jit(source) for name, source in helpers.items()}, tl=tl)
+    for source in helpers.values():
+        _complete(source.__globals__)
 
 
 class Tile(NamedTuple):

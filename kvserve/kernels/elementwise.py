@@ -1,10 +1,22 @@
-"""What a model does beside its matrix products and attention, in torch: the reference."""
+"""What a model does beside its matrix products: in torch, the reference, and in Triton.
+
+Arithmetic is float32, and rounds wherever torch's operators do.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvserve.kernels.dispatch import Kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_TILE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,3 +42,136 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def argmax(x: Tensor) -> Tensor:
     """x: [T, N] -> the first place of each row's largest number: int64 [T]."""
     return x.argmax(dim=-1)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``rms_norm``; x: [T, N], or heads of a wider row [T, heads, N]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = x.unsqueeze(1) if x.dim() == 2 else x
+    tokens, heads, width = wide.shape
+    _check("rms_norm", wide, weight.shape == (width,) and weight.dtype is x.dtype)
+    _rms_norm.launch(
+        (tokens, heads),
+        out,
+        x,
+        weight,
+        *wide.stride()[:2],
+        eps,
+        WIDTH=width,
+        SPAN=1 << (width - 1).bit_length(),
+        num_warps=8 if width > 2048 else 4 if width > 256 else 1,
+    )
+    return out
+
+
+def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As ``rotate``."""
+    tokens, heads, dim = x.shape
+    fits = cos.shape == sin.shape == (tokens, 1, dim) and cos.dtype is sin.dtype is x.dtype
+    _check("rotate", x, fits and dim % 2 == 0 and cos.is_contiguous() and sin.is_contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate.launch(
+        (tokens,),
+        out,
+        x,
+        cos,
+        sin,
+        *x.stride()[:2],
+        HEADS=heads,
+        HEAD_SPAN=1 << (heads - 1).bit_length(),
+        HALF=dim // 2,
+        HALF_SPAN=1 << (dim // 2 - 1).bit_length(),
+        num_warps=4,
+    )
+    return out
+
+
+def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
+    """As ``silu_and_mul``."""
+    tokens, both = gate_up.shape
+    _check("silu_and_mul", gate_up, both % 2 == 0)
+    out = gate_up.new_empty(tokens, both // 2)
+    grid = tokens, -(-both // 2 // _TILE)
+    _silu_and_mul.launch(
+        grid, out, gate_up, gate_up.stride(0), WIDTH=both // 2, TILE=_TILE, num_warps=4
+    )
+    return out
+
+
+def _check(name: str, x: Tensor, fits: bool) -> None:
+    if not fits or x.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: {x.dtype} {list(x.shape)}, strides {list(x.stride())}: dense rows, and "
+            "operands that fit them, are needed"
+        )
+
+
+@Kernel
+def _rms_norm(
+    out,
+    x,
+    weight,
+    token_stride,
+    head_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, SPAN)
+    mask = place < WIDTH
+    numbers = tl.load(x + token * token_stride + head * head_stride + place, mask=mask, other=0.0)
+    wide = numbers.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
+    scale = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+    rounded = wide.to(numbers.dtype).to(tl.float32) * scale
+    row = token * tl.num_programs(1) + head
+    tl.store(out + row * WIDTH + place, rounded.to(numbers.dtype), mask=mask)
+
+
+@Kernel
+def _rotate(
+    out,
+    x,
+    cos,
+    sin,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    HEAD_SPAN: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_SPAN: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head, place = tl.arange(0, HEAD_SPAN)[:, None], tl.arange(0, HALF_SPAN)
+    mask, known = (head < HEADS) & (place[None] < HALF), place < HALF
+    source = x + token * token_stride + head * head_stride + place[None]
+    left = tl.load(source, mask=mask, other=0.0)
+    right = tl.load(source + HALF, mask=mask, other=0.0)
+    angles = token * 2 * HALF + place
+    first = tl.load(cos + angles, mask=known, other=0.0).to(tl.float32)[None]
+    second = tl.load(cos + angles + HALF, mask=known, other=0.0).to(tl.float32)[None]
+    first_sin = tl.load(sin + angles, mask=known, other=0.0).to(tl.float32)[None]
+    second_sin = tl.load(sin + angles + HALF, mask=known, other=0.0).to(tl.float32)[None]
+    dtype = left.dtype
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    turned = (left * first).to(dtype).to(tl.float32)
+    turned -= (right * first_sin).to(dtype).to(tl.float32)
+    other = (right * second).to(dtype).to(tl.float32)
+    other += (left * second_sin).to(dtype).to(tl.float32)
+    target = out + (token * HEADS + head) * 2 * HALF + place[None]
+    tl.store(target, turned.to(dtype), mask=mask)
+    tl.store(target + HALF, other.to(dtype), mask=mask)
+
+
+@Kernel
+def _silu_and_mul(out, gate_up, token_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = place < WIDTH
+    source = gate_up + token * token_stride + place
+    gate = tl.load(source, mask=mask, other=0.0)
+    up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + token * WIDTH + place, (activated * up).to(gate.dtype), mask=mask)

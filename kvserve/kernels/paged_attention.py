@@ -2,7 +2,8 @@
 
 P chunks of consecutive tokens have R block tables each: one for all KV heads, or one for every KV
 head. Each token has a last entry that it sees, so a chunk is causal where these rise by one, and a
-strided observation pass sets them as it likes. Decoding is chunks of one token.
+strided observation pass sets them as it likes. Decoding is chunks of one token. The first entries
+of a table may be held as codes (``coded_entries.py``): they are decoded tile by tile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_tables
+from kvserve.kernels.checks import check_attention
+from kvserve.kernels.coded_entries import Codes, read_codes
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 
 if TYPE_CHECKING:
@@ -38,12 +40,19 @@ class Chunks(NamedTuple):
 
 
 def paged_attention_torch(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    scale: float,
+    codes: Codes | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads.
+    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
+    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -52,6 +61,12 @@ def paged_attention_torch(
     tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
     k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    if codes is not None:
+        place = torch.arange(k.shape[4], device=q.device)
+        at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
+        decoded = read_codes(codes, rows[at[0]] * per_token + at[1], at[2])
+        for x, entries in zip((k, v), decoded, strict=True):
+            x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
     place = torch.arange(logits.shape[-1], device=q.device)
@@ -70,14 +85,16 @@ def paged_attention_triton(
     chunks: Chunks,
     scale: float,
     num_splits: int | None = None,
+    codes: Codes | None = None,
 ) -> Tensor:
-    """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen.
+    """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
+    that refer to what is not there.
 
     Query heads of a KV head share its loads; few long rows are split over the context.
     ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    _check(q, keys, values, tables, chunks)
+    check_attention(q, keys, values, tables, chunks, codes)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
@@ -87,6 +104,9 @@ def paged_attention_triton(
     tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
+    if codes is not None:
+        # Decoding an entry takes registers that its tile then lacks.
+        tile = tile._replace(columns=max(16, tile.columns // 2))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
     if num_splits is None:
@@ -107,6 +127,7 @@ def paged_attention_triton(
         rows,
         last,
         rows if starts is None else starts,
+        *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
         columns,
@@ -122,6 +143,7 @@ def paged_attention_triton(
         TILE=tile.columns,
         SPLIT=num_splits > 1,
         CHUNKED=starts is not None,
+        SLOTS=0 if codes is None else codes.slots.shape[1],
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -140,34 +162,20 @@ def paged_attention_triton(
     return out
 
 
+def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:
+    """What the kernel reads of codes; a slot is four words of 32 bits there."""
+    if codes is None:
+        return *[unused] * 6, 0, 0, 0
+    slots, vectors, coded, slot_tables, vector_tables, turns = codes
+    widths = slot_tables.shape[2], vector_tables.shape[2], len(turns)
+    return slots.view(torch.int32), vectors, coded, slot_tables, vector_tables, turns, *widths
+
+
 def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> int:
     """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
     wanted = 2 * num_processors(device) // max(1, programs)
     most = min(wanted, max_held // (4 * tile.columns), _MAX_SPLITS)
     return 1 << (max(1, most).bit_length() - 1)
-
-
-def _check(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:
-    check_head_dim(q, keys, values)
-    rows, last, _, starts, _ = chunks
-    tokens, per_row = len(q), tables.shape[1]
-    if keys.shape != values.shape or keys.stride() != values.stride():
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
-    if len({x.dtype for x in (q, keys, values)}) > 1:
-        raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
-    if q.shape[1] % (per_row * keys.shape[2]):
-        groups = f"{per_row} * {keys.shape[2]} KV heads"
-        raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
-    if last.shape != (per_row, tokens):
-        raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
-    if len(rows) != (tokens if starts is None else len(starts) - 1):
-        wanted = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
-        raise ValueError(
-            f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
-        )
-    if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
-        raise ValueError("tables, rows and last have to be contiguous")
-    check_tables(tables, rows, last, starts, keys)
 
 
 @Kernel
@@ -181,6 +189,15 @@ def _attend(
     rows,
     last,
     starts,
+    slots,
+    vectors,
+    coded,
+    slot_tables,
+    vector_tables,
+    turns,
+    slot_columns,
+    vector_columns,
+    num_turns,
     scale,
     tokens,
     columns,
@@ -199,6 +216,7 @@ def _attend(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -222,30 +240,86 @@ def _attend(
     share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
-    row_table = tables + (tl.load(rows + chunk).to(tl.int64) * ROWS + table) * columns
+    row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
+    row_table = tables + row * columns
     k_base = keys + head * kv_head_stride + dims[None, :]
     v_base = values + head * kv_head_stride + dims[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
-    for start in range(begin, end, TILE):
-        entry = start + tl.arange(0, TILE)
-        block = tl.load(row_table + entry // BLOCK, mask=entry < end, other=-1).to(tl.int64)
-        known = (block >= 0) & (block < num_blocks)
-        at = (block * block_stride + entry % BLOCK * entry_stride)[:, None]
-        k = tl.load(k_base + at, mask=known[:, None], other=0.0)
-        logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        seen = (entry[None, :] < limit[:, None]) & known[None, :]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_high = tl.maximum(high, tl.max(logits, axis=1))
-        shift = tl.where(new_high == float("-inf"), 0.0, new_high)
-        probs = tl.exp2(logits - shift[:, None])
-        decay = tl.exp2(high - shift)
-        total = total * decay + tl.sum(probs, axis=1)
-        v = tl.load(v_base + at, mask=known[:, None], other=0.0)
-        acc = acc * decay[:, None]
-        acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
-        high = new_high
+    if SLOTS > 0:
+        HALF: tl.constexpr = DIM // 2
+        num_coded = tl.load(coded + row).to(tl.int32)
+    # Entries held as codes, if there can be any, then those behind them.
+    for raw in tl.static_range(0 if SLOTS > 0 else 1, 2):
+        first_entry, stop = begin, end
+        if SLOTS > 0:
+            if raw:
+                first_entry = tl.maximum(begin, num_coded)
+            else:
+                stop = tl.minimum(end, num_coded)
+        for start in tl.range(first_entry, stop, TILE, num_stages=None if raw else 1):
+            entry = start + tl.arange(0, TILE)
+            if raw:
+                block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
+                block = block.to(tl.int64)
+                known = (block >= 0) & (block < num_blocks)
+                at = (block * block_stride + entry % BLOCK * entry_stride)[:, None]
+                k = tl.load(k_base + at, mask=known[:, None], other=0.0)
+            else:
+                block = tl.load(
+                    slot_tables + row * slot_columns + entry // SLOTS,
+                    mask=(entry < stop) & (entry // SLOTS < slot_columns),
+                    other=-1,
+                ).to(tl.int64)
+                known = (block >= 0) & (block < num_blocks)
+                slot = slots + (block * SLOTS + entry % SLOTS) * 4
+                refs = tl.load(slot, mask=known, other=0)
+                scales = tl.load(slot + 1, mask=known, other=0)
+                distance = tl.load(slot + 3, mask=known, other=0)
+                k_ref, v_ref = refs & 0xFFFF, (refs >> 16) & 0xFFFF
+                k_scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+                v_scale = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+                known = known & (tl.abs(distance) < num_turns)
+                k_column, v_column = k_ref // (2 * BLOCK), v_ref // (2 * BLOCK)
+                row_vectors = vector_tables + row * vector_columns
+                k_block = tl.load(
+                    row_vectors + k_column, mask=known & (k_column < vector_columns), other=-1
+                ).to(tl.int64)
+                v_block = tl.load(
+                    row_vectors + v_column, mask=known & (v_column < vector_columns), other=-1
+                ).to(tl.int64)
+                known = known & (k_block >= 0) & (k_block < num_blocks)
+                known = known & (v_block >= 0) & (v_block < num_blocks)
+                k_at = vectors + ((k_block * 2 * BLOCK + k_ref % (2 * BLOCK)) * DIM)[:, None]
+                v_at = vectors + ((v_block * 2 * BLOCK + v_ref % (2 * BLOCK)) * DIM)[:, None]
+                turn_at = turns + (tl.abs(distance) * DIM)[:, None] + (dims % HALF)[None, :]
+                cos = tl.load(turn_at, mask=known[:, None], other=0.0)
+                sin = tl.load(turn_at + HALF, mask=known[:, None], other=0.0)
+                negative = (distance < 0)[:, None] != (dims < HALF)[None, :]
+                own = tl.load(k_at + dims[None, :], mask=known[:, None], other=0.0)
+                pair_at = k_at + ((dims + HALF) % DIM)[None, :]
+                pair = tl.load(pair_at, mask=known[:, None], other=0.0)
+                k = own * cos + pair * tl.where(negative, -sin, sin)
+                k = k.to(queries.dtype)
+            logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+            if not raw:
+                logits *= k_scale.to(tl.float32)[None, :]
+            seen = (entry[None, :] < limit[:, None]) & known[None, :]
+            logits = tl.where(seen, logits, float("-inf"))
+            new_high = tl.maximum(high, tl.max(logits, axis=1))
+            shift = tl.where(new_high == float("-inf"), 0.0, new_high)
+            probs = tl.exp2(logits - shift[:, None])
+            decay = tl.exp2(high - shift)
+            total = total * decay + tl.sum(probs, axis=1)
+            if raw:
+                v = tl.load(v_base + at, mask=known[:, None], other=0.0)
+            else:
+                v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
+                probs *= v_scale.to(tl.float32)[None, :]
+            acc = acc * decay[:, None]
+            acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
+            high = new_high
 
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]

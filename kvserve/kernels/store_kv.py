@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import check_slots
@@ -11,6 +12,9 @@ from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+_E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
 def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -24,10 +28,10 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
 
 
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
-    """Store one layer's reduced queries.
+    """Log one layer's queries, as means over groups of neighbouring heads.
 
-    query_log: [num_blocks, Lb, tokens, Hb, D], the cache seen as log blocks; slots: int64 [R, T];
-    query: [T, R * Hb, D].
+    query_log: [num_blocks, Lb, tokens, Hb, D], the cache seen as log blocks (uint8: e4m3 numbers);
+    slots: int64 [R, T]; query: [T, R * Hb * group, D].
     """
     store = store_queries_triton if query_log.is_cuda else store_queries_torch
     store(query_log, layer, slots, query)
@@ -45,6 +49,7 @@ def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, val
 def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
     """The reference of ``store_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
+    query = _as_logged(query_log, slots, query)
     rows = (slots + slots // tokens * (tokens * (layers - 1)) + layer * tokens).view(-1)
     flat = query_log.view(-1, heads * dim)
     flat.index_copy_(0, rows, _by_row(query, slots, heads * dim))
@@ -64,7 +69,19 @@ def store_kv_triton(
 
 def store_queries_triton(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
     """As ``store_kv_triton``."""
-    _launch(query_log[:, layer], slots, query)
+    _launch(query_log[:, layer], slots, _as_logged(query_log, slots, query))
+
+
+def reduce_queries(q: Tensor, heads: int) -> Tensor:
+    """q: [T, Hq, D] -> [T, heads, D], means over neighbours; all of them where heads is Hq."""
+    return q.unflatten(1, (heads, -1)).mean(dim=2)
+
+
+def _as_logged(query_log: Tensor, slots: Tensor, query: Tensor) -> Tensor:
+    reduced = reduce_queries(query, len(slots) * query_log.shape[3])
+    if query_log.dtype is not torch.uint8:
+        return reduced
+    return reduced.clamp(-_E4M3.max, _E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _launch(

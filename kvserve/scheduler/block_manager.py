@@ -20,7 +20,8 @@ from kvserve.scheduler.trigger import NOT_LOGGING
 class BlockManager:
     """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held.
 
-    ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not).
+    ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not);
+    ``code_scratch``: whether these are rebuilt in blocks of the pool before a layer attends.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class BlockManager:
         log_block_tokens: int,
         prefix_cache: PrefixCache | None = None,
         code_slots: int = 0,
+        code_scratch: bool = True,
     ) -> None:
         self.layout = layout
         self.pool = pool
@@ -43,7 +45,9 @@ class BlockManager:
         self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
         self.codes: CodeTables | None = None
         if code_slots:
-            self.codes = CodeTables(pool, layout, max_rows, max_model_len, code_slots)
+            self.codes = CodeTables(
+                pool, layout, max_rows, max_model_len, code_slots, scratch=code_scratch
+            )
 
     def start_row(self, row: int) -> None:
         """An empty row that logs no queries."""
@@ -180,22 +184,24 @@ class BlockManager:
     def take_code_updates(
         self, num_rows: int, scheduled: IntArray
     ) -> tuple[TableUpdate, TableUpdate, tuple[int, ...]]:
-        """Updates of the index and vector tables; entries that scheduled rows have coded, by layer.
+        """Updates of the index and vector tables; entries of scheduled rows to rebuild, by layer.
 
-        No numbers where nothing is coded.
+        No numbers where nothing is.
         """
         if self.codes is None:
             return NO_UPDATE, NO_UPDATE, ()
-        coded = self.codes.coded[:, scheduled].sum(axis=(1, 2))
         index, vectors = self.codes.index, self.codes.vectors
         updates = index.take_update(num_rows), vectors.take_update(num_rows)
+        if not self.codes.scratch:
+            return *updates, ()
+        coded = self.codes.coded[:, scheduled].sum(axis=(1, 2))
         return *updates, tuple(coded.tolist()) if coded.any() else ()
 
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
         if (self._log_from[rows] == positions).all():
             return
-        self.log.move_front(rows, positions // self.log_block_tokens)
+        self.log.move_front(rows, positions[:, None] // self.log_block_tokens)
         self._log_from[rows] = positions
 
     def logged_from(self, rows: list[int]) -> IntArray:

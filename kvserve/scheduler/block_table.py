@@ -1,9 +1,10 @@
 """Block tables of all rows and KV groups, in vectorised numpy.
 
-A row holds columns ``[first, end)`` of its table. Both tables of a run have this form: the one of
-keys and values, which starts at column 0, and the one of logged queries, addressed by logical
-position, whose front is given back. Letters: LG layer groups, R tables per row, M columns. A
-lane is one group of one row, numbered as in ``[LG, max_rows, R]``.
+A row holds columns ``[first, end)`` of its table. All tables of a run have this form: the one of
+keys and values, whose front is given back where it becomes codes, and the one of logged queries,
+addressed by logical position, whose front is given back once it was scored. Letters: LG layer
+groups, R tables per row, M columns. A lane is one group of one row, numbered as in ``[LG, max_rows,
+R]``.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ class BlockTable:
         return per_row
 
     def move_front(self, rows: IntArray, first: IntArray) -> None:
-        """Give back the columns before ``first [rows]``; a row without others goes on there."""
-        first = np.minimum(first, self.blocks.shape[3])[None, :, None]
+        """Give back the columns before ``first [LG, rows, R]`` (or what broadcasts to it); a row
+        without others goes on there."""
+        first = np.minimum(first, self.blocks.shape[3])
         surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
         self.pool.release(self._named(rows, self.first[:, rows], surplus))
         self.first[:, rows] = first

@@ -1,9 +1,10 @@
 """Codebook storage: which entries of a row are held as codes, and in which blocks.
 
 A coded lane (one KV group of a row) holds its first entries as slots in *index blocks*, which refer
-to vectors in *vector blocks*; both come from the pool of all others. For those entries its table of
-keys and values names *scratch blocks*, in which a forward rebuilds them layer by layer, so they are
-shared by all layers of a KV head. Behind them stand raw blocks, as anywhere.
+to vectors in *vector blocks*; both come from the pool of all others. Behind them stand raw blocks,
+as anywhere. Its table of keys and values begins there; or, where attention does not read codes, it
+names *scratch blocks* for the codes, in which a forward rebuilds them layer by layer, so that all
+layers of a KV head share them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Coding:
 class CodeTables:
     """Index and vector tables of all rows; ``coded`` entries and ``num_vectors`` of each lane.
 
-    Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block.
+    Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block. ``scratch``: whether
+    codes are rebuilt.
     """
 
     def __init__(
@@ -50,7 +52,10 @@ class CodeTables:
         max_rows: int,
         max_model_len: int,
         slots_per_block: int,
+        *,
+        scratch: bool,
     ) -> None:
+        self.scratch = scratch
         self.slots_per_block = slots_per_block
         self.vectors_per_block = 2 * layout.block_size
         self._pool = pool
@@ -82,9 +87,12 @@ class CodeTables:
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that codes take of each row, less those that its lanes' tables share."""
+        held = self.index.held(num_rows) + self.vectors.held(num_rows)
+        if not self.scratch:
+            return held
         shared = self.coded[:, :num_rows] // self._size
         twice: IntArray = (shared.sum(axis=0) - shared.max(axis=0)).sum(axis=1, dtype=np.int32)
-        return self.index.held(num_rows) + self.vectors.held(num_rows) - twice
+        return held - twice
 
     def plan(
         self, row: int, kv_lens: IntArray, found: IntArray, afresh: bool, raw_fallback: bool
@@ -93,7 +101,7 @@ class CodeTables:
 
         found: ``[LG, R, 2]``, entries kept (``afresh``) or to be coded in addition, and the vectors
         they need. With ``raw_fallback`` a lane stays raw for good if its codes would take as many
-        blocks as its entries, and so do all lanes of a head that do not save their scratch.
+        blocks as its entries, and so do all lanes of a head that do not save the scratch they need.
         """
         entries, vectors = found[..., 0], found[..., 1]
         if not afresh:
@@ -104,8 +112,9 @@ class CodeTables:
             index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
             saved = coded // self._size - index - book
             coded = np.where(saved > 0, coded, 0)
-            worth = np.where(saved > 0, saved, 0).sum(axis=0) > coded.max(axis=0) // self._size
-            coded = np.where(worth, coded, 0)
+            if self.scratch:
+                worth = np.where(saved > 0, saved, 0).sum(axis=0) > coded.max(axis=0) // self._size
+                coded = np.where(worth, coded, 0)
         return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
 
     def wanted(self, row: int, coding: Coding) -> int:
@@ -113,11 +122,13 @@ class CodeTables:
         at, size = np.array([row]), self._size
         codes = self.index.wanted(at, coding.coded[:, None])
         codes += self.vectors.wanted(at, coding.num_vectors[:, None])
-        scratch = (coding.coded // size).max(axis=0)
+        if self.scratch:
+            before, after = ((x // size).max(axis=0) for x in (self.coded[:, row], coding.coded))
+            codes += int((after - before).sum())
         if not coding.afresh:
-            return int(codes + (scratch - (self.coded[:, row] // size).max(axis=0)).sum())
+            return codes
         raw = -(-coding.kv_lens // size) - coding.coded // size
-        return int(codes + scratch.sum() + raw.sum())
+        return codes + int(raw.sum())
 
     def replaced(self, row: int, coding: Coding) -> int:
         """Raw blocks whose entries become codes, where a row is not written afresh."""
@@ -125,15 +136,25 @@ class CodeTables:
 
     def book(self, row: int, kv: BlockTable, coding: Coding) -> None:
         """Take the blocks of an event in exchange for those it replaces; they are there."""
-        at, size = np.array([row]), self._size
-        before, after = self.coded[:, row] // size, coding.coded // size
+        at, first = np.array([row]), coding.coded // self._size
+        if coding.afresh:
+            kv.truncate(at, np.zeros_like(first)[:, None])
+        if self.scratch:
+            self._name_scratch(row, kv, first)
+        else:
+            kv.move_front(at, first[:, None])
+        kv.extend(at, coding.kv_lens[:, None])
+        self.index.extend(at, coding.coded[:, None])
+        self.vectors.extend(at, coding.num_vectors[:, None])
+        self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
+
+    def _name_scratch(self, row: int, kv: BlockTable, after: IntArray) -> None:
+        """Let the columns before ``after [LG, R]`` of each lane name the scratch of its head."""
+        before = self.coded[:, row] // self._size
         scratch = np.zeros((after.shape[1], int(after.max(initial=0))), np.int32)
-        longest = before.argmax(axis=0)
-        for head, layer in enumerate(longest):
+        for head, layer in enumerate(before.argmax(axis=0)):
             known = before[layer, head]
             scratch[head, :known] = kv.blocks[layer, row, head, :known]
-        if coding.afresh:
-            kv.truncate(at, np.zeros_like(after)[:, None])
         column = np.arange(scratch.shape[1])
         missing = (column >= before.max(axis=0)[:, None]) & (column < after.max(axis=0)[:, None])
         kv.release_columns(row, before, after)
@@ -141,10 +162,6 @@ class CodeTables:
         scratch[missing] = fresh
         kv.name(row, before, after, scratch)
         self._pool.release(fresh)
-        kv.extend(at, coding.kv_lens[:, None])
-        self.index.extend(at, coding.coded[:, None])
-        self.vectors.extend(at, coding.num_vectors[:, None])
-        self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
 
     def blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
         """Where events write that have just been booked; ``before`` is what was held then."""

@@ -42,8 +42,10 @@ class EventBook:
         self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
-        self.starving = False
-        """An event that writes codes has found no blocks, and none has been booked since."""
+        self._starved: tuple[int, int] | None = None
+        """The first (by priority, then arrival: the last to make way) whose codes found no blocks,
+        until its event or that of one before it is booked.
+        """
         self._max_observed = max_observed
         self.gate = gate
         self._triggers: dict[int, Trigger] = {}
@@ -99,9 +101,8 @@ class EventBook:
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
         due = self._due()
-        self.starving = self.starving and any(
-            isinstance(self._triggers[i], CodeBook) for i in set(self.rows.policy_id[due].tolist())
-        )
+        if not any(self._rank(row) == self._starved for row in due):
+            self._starved = None  # it has made way itself, or ended
         plans = self._plans(due)
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
@@ -142,6 +143,11 @@ class EventBook:
         """Wait no longer for what these have observed."""
         for task in tasks:
             self._observing.difference_update(task.seq_ids.tolist())
+
+    @property
+    def starving(self) -> bool:
+        """Whether an event that writes codes finds no blocks: what comes free is for it."""
+        return self._starved is not None
 
     @property
     def observing(self) -> bool:
@@ -250,13 +256,14 @@ class EventBook:
             return Booked()
         freed = np.concatenate([self._freed(plan) for plan in plans])
         observed = np.concatenate([plan.observed for plan in plans])
-        arrival = self.rows.arrival[np.concatenate([plan.at for plan in plans])]
-        order = np.lexsort((arrival, -freed))
+        at = np.concatenate([plan.at for plan in plans])
+        order = np.lexsort((self.rows.arrival[at], self.rows.priority[at], -freed))
         fits = np.ones(len(order), bool)
         if max_observed is not None:
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
         for plan in chosen(plans, fits):
-            best = plan.part(np.lexsort((self.rows.arrival[plan.at], -self._freed(plan))))
+            ranks = self.rows.arrival[plan.at], self.rows.priority[plan.at]
+            best = plan.part(np.lexsort((*ranks, -self._freed(plan))))
             if not plan.known:
                 observations.append(self._observation(best))
                 self._observing.update(observations[-1].seq_ids.tolist())
@@ -273,6 +280,10 @@ class EventBook:
             # Those that went first find no blocks: they must not keep the others waiting.
             return self._book(chosen(plans, ~fits), max_observed)
         return Booked(tuple(compactions), tuple(observations))
+
+    def _rank(self, row: int) -> tuple[int, int]:
+        """Of two rows the higher one makes way."""
+        return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
     def _freed(self, plan: EventPlans) -> IntArray:
         """What events go by. Those that write codes evict little and come first, the oldest first:
@@ -292,9 +303,12 @@ class EventBook:
         """Book, one after the other, as many events that write codes as there are blocks for."""
         assert plan.columns is not None
         released, codes = self.blocks.code(plan.at, plan.columns)
-        self.starving = codes is None
-        if self.starving:
+        first = self._rank(plan.at[0])
+        if codes is None:
+            self._starved = min(first, self._starved or first)
             return []
+        if self._starved is not None and first <= self._starved:
+            self._starved = None
         done = plan.part(slice(len(released)))
         return [replace(self._booked(done, np.zeros_like(done.at), released), codes=codes)]
 

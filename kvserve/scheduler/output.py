@@ -181,7 +181,7 @@ class SchedulerOutput:
     index_update: TableUpdate
     vector_update: TableUpdate
     num_coded: tuple[int, ...]
-    """Entries that the scheduled rows hold as codes, by layer; empty if they hold none."""
+    """Entries of the scheduled rows to be rebuilt from codes, by layer; empty if there are none."""
     num_decoding: int
     prefill: PrefillBatch
     columns: IntArray

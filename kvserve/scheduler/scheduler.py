@@ -15,11 +15,12 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.chunks import Chunks
 from kvserve.scheduler.event_plans import Booked
 from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch, SchedulerOutput
+from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -56,6 +57,7 @@ class Scheduler:
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
         code_slots: int = 0,
+        code_scratch: bool = True,
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -67,6 +69,7 @@ class Scheduler:
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
             code_slots,
+            code_scratch,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = EventBook(
@@ -87,6 +90,7 @@ class Scheduler:
             reserve=admission_reserve,
             chunked=chunked_prefill,
         )
+        self._chunks = Chunks(self.rows, self.blocks, self.events, self._prefixes, self._admission)
         self._max_tokens = max_num_batched_tokens
         self._arrivals = 0
         # Who ended since the last step, and whom the next update reports for outgrowing the pool.
@@ -157,8 +161,8 @@ class Scheduler:
             self._preempt()
             chunks = self._schedule_chunks()
         admitted = self._admission.take_new_rows()
-        pruned = self._take_pruned(chunks)
-        prefill = self._prefill_batch(chunks)
+        pruned = self._chunks.take_pruned(chunks)
+        prefill = self._chunks.batch(chunks)
         caught_up = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
         complete = rows.num_computed[caught_up] == rows.num_tokens[caught_up]
         sampled = np.concatenate([decoding, caught_up[complete]])
@@ -355,7 +359,7 @@ class Scheduler:
         at = np.arange(rows.num_decoding, rows.num_rows)
         at = at[rows.caught_up[at] == 0]
         for row in at[np.lexsort((rows.arrival[at], rows.priority[at]))].tolist():
-            length = self._continue(row, budget)
+            length = self._chunks.reserve(row, budget)
             if length:
                 chunks.append((row, length))
                 budget -= length
@@ -371,53 +375,7 @@ class Scheduler:
                 break
             self.waiting.remove(seq)
             if not rows.caught_up[seq.row]:
-                length = self._continue(seq.row, budget)
+                length = self._chunks.reserve(seq.row, budget)
                 chunks.append((seq.row, length))
                 budget -= length
         return chunks
-
-    def _continue(self, row: int, budget: int) -> int:
-        """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait.
-
-        A chunk ends where an event is due.
-        """
-        rows, at = self.rows, np.array([row], np.int32)
-        target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
-        length = self._admission.chunk_length(
-            rows.owner(row), int(rows.num_computed[row]), target, budget
-        )
-        new = np.array([length], np.int32)
-        if not length or not self.blocks.have_free(
-            self.blocks.wanted(at, new, rows.num_computed[at])
-        ):
-            return 0
-        self.blocks.grow(at, new, rows.num_computed[at])
-        self._prefixes.publish_chunk(row, length)
-        return length
-
-    def _take_pruned(self, chunks: list[tuple[int, int]]) -> tuple[CompactionTask, ...]:
-        """Take whole prompts that are pruned while they are computed out of ``chunks``."""
-        rows, tasks = self.rows, []
-        for chunk in chunks.copy():
-            row, length = chunk
-            if rows.owner(row).prunes_prompt and not rows.num_computed[row]:
-                chunks.remove(chunk)
-                self.blocks.advance(np.array([row]), np.array([length]))
-                rows.num_computed[row] = length
-                tasks.append(self.events.prune(row))
-        return tuple(tasks)
-
-    def _prefill_batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
-        if not chunks:
-            return NO_CHUNKS
-        at = np.array([row for row, _ in chunks], np.int32)
-        lengths = np.array([length for _, length in chunks], np.int32)
-        starts = self.rows.num_computed[at]
-        self.blocks.grow(at, lengths, starts)
-        self.blocks.advance(at, lengths)
-        self.rows.num_computed[at] += lengths
-        tokens = [
-            self.rows.token_ids[row, start : start + length]
-            for row, start, length in zip(at, starts, lengths, strict=True)
-        ]
-        return PrefillBatch(at, starts, lengths, np.concatenate(tokens))

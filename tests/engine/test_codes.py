@@ -14,10 +14,11 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.engine import coder
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.code_store import CodedRows, CodeStore, Slots
+from kvserve.engine.code_store import CodedRows, CodeStore
 from kvserve.engine.inspect import inspect
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.codebook import Cover, extend
+from kvserve.kernels.coded_entries import Codes, Slots, read_codes
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.sequence import Sequence
@@ -64,10 +65,12 @@ def logits_of(llm: LLM) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "codes"), [("cpu", "direct"), ("cpu", "rebuild"), ("torch", "auto")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unmerged_tokens_give_the_logits_of_the_full_cache(
-    backend: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, codes: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vectors are stored as they were and turned by nothing: not one bit differs."""
 
@@ -78,7 +81,8 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
     monkeypatch.setattr(coder, "extend", nobody)
     settings = {"attention_backend": backend, "kv_layout": "head", "dtype": dtype}
     exact = logits_of(make_llm(llama_dir, "none", **settings))
-    llm = make_llm(llama_dir, {**NOTHING_MERGES, "raw_fallback": False}, **settings)
+    policy = {**NOTHING_MERGES, "raw_fallback": False}
+    llm = make_llm(llama_dir, policy, **settings, code_attention=codes)
     got = logits_of(llm)
     assert len(got) == len(exact) == TOKENS
     assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
@@ -96,15 +100,19 @@ def test_a_codebook_that_would_cost_more_is_not_built(llama_dir: Path) -> None:
     assert generate(plain, [PROMPT])[1][0].held_bytes == details.held_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("codes", "dtype"), [("direct", "float32"), ("direct", "bfloat16"), ("rebuild", "bfloat16")]
+)
 def test_every_request_of_a_random_run_keeps_its_bound(
-    dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+    codes: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that forwards rebuild is within the request's bound of what was stored there."""
+    """All that forwards read as codes, or rebuild, is within the request's bound of what was
+    stored there."""
     rng = np.random.default_rng(7)
     llm = make_llm(
         *(llama_dir, MUCH_MERGES),
         dtype=dtype,
+        code_attention=codes,
         max_num_seqs=4,
         max_num_batched_tokens=40,
         num_gpu_blocks_override=400,
@@ -125,23 +133,37 @@ def test_every_request_of_a_random_run_keeps_its_bound(
             known = stored.setdefault(seq.seq_id, torch.zeros(shape))
             known[layer, :, batch.positions[first:end]] = kinds[:, first:end]
         store(layer, batch, q, k, v)
+        for codes, row in ((batch.codes[layer], row) for row in batch.rows if batch.codes):
+            for head, count in enumerate(codes.coded[row].tolist()):
+                lane = torch.tensor(len(codes.coded[row]) * row + head)
+                got = read_codes(codes, lane.expand(count), torch.arange(count))
+                compare(layer, rows.owner(row), head, slots_of(codes, row, head), torch.stack(got))
+
+    def slots_of(codes: Codes, row: int, head: int) -> Slots:
+        """What is stored of a lane's coded entries."""
+        at, per_block = torch.arange(int(codes.coded[row, head])), codes.slots.shape[1]
+        block = codes.slot_tables[row, head, at // per_block].long()
+        return Slots.unpacked(codes.slots[block, at % per_block])
+
+    def compare(layer: int, seq: Sequence, head: int, slots: Slots, got: Tensor) -> None:
+        """got: [2, N, D], what is attended to instead of what was stored."""
+        was = stored[seq.seq_id][layer, :, slots.position, head]
+        error = (got.float() - was).norm(dim=-1) / was.norm(dim=-1)
+        errors.setdefault(seq.seq_id, []).append(error)
+        policy = core.runner.policies[seq.policy_id]
+        assert writes_codes(policy)
+        for kind, theta in zip(error, (policy.theta_k, policy.theta_v), strict=True):
+            assert (kind <= math.sqrt(2 * (1 - theta)) + 0.01).all(), policy
 
     def check(self: CodeStore, layer: int, coded: CodedRows) -> None:
         rebuild(self, layer, coded)
+        tables = coded.coded[layer], coded.index_tables[layer], coded.vector_tables[layer]
+        codes = self.codes(*tables)
         for (row, head), count in np.ndenumerate(coded.coded[layer].numpy()):
-            index, kv = coded.index_tables[layer, row, head], coded.kv_tables[layer, row, head]
-            at, per_block = torch.arange(count), self.slots_per_block
-            slots = self.slots[index[at // per_block].long() * per_block + at % per_block]
-            block = kv[at // BLOCK].long() * 2 * BLOCK + at % BLOCK
-            got = self.vectors[torch.stack([block, block + BLOCK])].float()
-            seq = owners[row]
-            was = stored[seq.seq_id][layer, :, Slots.unpacked(slots).position, head]
-            error = (got - was).norm(dim=-1) / was.norm(dim=-1)
-            errors.setdefault(seq.seq_id, []).append(error)
-            policy = core.runner.policies[seq.policy_id]
-            assert writes_codes(policy)
-            for kind, theta in zip(error, (policy.theta_k, policy.theta_v), strict=True):
-                assert (kind <= math.sqrt(2 * (1 - theta)) + 0.01).all(), policy
+            at = torch.arange(count)
+            block = coded.kv_tables[layer, row, head, at // BLOCK].long() * 2 * BLOCK + at % BLOCK
+            got = self.vectors[torch.stack([block, block + BLOCK])]
+            compare(layer, owners[row], head, slots_of(codes, row, head), got)
 
     monkeypatch.setattr(cache, "store", remember)
     monkeypatch.setattr(CodeStore, "rebuild", check)
@@ -190,6 +212,58 @@ def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(llama_dir: Path) -> None:
         scheduler.check_integrity()
 
 
+def test_reading_codes_gives_the_tokens_of_rebuilding_them(llama_dir: Path) -> None:
+    """Chunks, decodes and events of many rows; without the scratch, in fewer bytes."""
+    policy = {**MUCH_MERGES, "raw_fallback": False}
+    settings = {"max_num_batched_tokens": 30, "enable_prefix_caching": False}
+    (direct, read), (rebuilt, scratch) = (
+        generate(make_llm(llama_dir, policy, **settings, code_attention=codes), [PROMPT, *MATES])
+        for codes in ("auto", "rebuild")
+    )
+    assert direct == rebuilt
+    for without, kv in zip(read, scratch, strict=True):
+        for name in ("coded_entries", "codebook_entries", "held_entries", "compactions"):
+            assert getattr(without, name) == getattr(kv, name)
+        assert (without.held_bytes < kv.held_bytes) == (kv.coded_entries > 0)
+    assert sum(kv.compactions for kv in read) > 2 * len(read)
+
+
+@pytest.mark.parametrize("codes", ["direct", "rebuild"])
+def test_bytes_reported_are_those_allocated(
+    codes: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = {**MUCH_MERGES, "raw_fallback": False}
+    llm = make_llm(llama_dir, policy, enable_prefix_caching=False, code_attention=codes)
+    scheduler, allocated = llm.engine.core.scheduler, list[int]()
+    empty_row, block = scheduler._empty_row, llm.engine.core.runner.cache.kv[0]
+
+    def watched(seq: Sequence) -> None:
+        allocated.append(scheduler.pool.capacity - scheduler.pool.num_free)
+        empty_row(seq)
+
+    monkeypatch.setattr(scheduler, "_empty_row", watched)
+    _, (details,) = generate(llm, [PROMPT])
+    assert details.coded_entries > 0
+    assert [details.held_bytes] == [blocks * block.numel() * 4 for blocks in allocated]
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "why"),
+    [
+        ({}, "read", "by attention, without scratch"),
+        ({"code_attention": "rebuild"}, "rebuilt", "each layer's before it attends"),
+        ({"attention_backend": "torch"}, "rebuilt", "attention torch does not read codes"),
+        ({"attention_backend": "torch,cpu"}, "rebuilt", "attention torch,cpu does not"),
+    ],
+)
+def test_the_startup_table_says_how_codes_are_attended_to(
+    settings: dict[str, Any], state: str, why: str, llama_dir: Path
+) -> None:
+    summary = make_llm(llama_dir, SPINDLE, **settings).engine.core.info.summary
+    ((_, found, reason),) = [row for row in summary if row[0] == "codes"]
+    assert found == state and reason.startswith(why) and "--code-attention" in reason
+
+
 def test_raw_prompt_blocks_stay_shareable(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, MUCH_MERGES)
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -230,6 +304,10 @@ def test_what_cannot_be_coded_is_refused(llama_dir: Path, tmp_path: Path) -> Non
         make_llm(llama_dir, {**SPINDLE, "window": 3})
     with pytest.raises(ConfigError, match="--kv-layout layer"):
         make_llm(llama_dir, SPINDLE, kv_layout="layer")
+    with pytest.raises(ConfigError, match="--code-attention direct: attention torch does not read"):
+        make_llm(llama_dir, SPINDLE, attention_backend="torch", code_attention="direct")
+    with pytest.raises(ConfigError, match="--code-attention rebuild: policy none holds no codes"):
+        make_llm(llama_dir, "none", code_attention="rebuild")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     dynamic = write_checkpoint("llama", tmp_path, rope_parameters=rope)
     with pytest.raises(ConfigError, match=r"--policy.codebook: .*dynamic NTK"):

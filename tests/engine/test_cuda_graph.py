@@ -129,6 +129,20 @@ def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: An
     assert before == [x.data_ptr() for x in [*now, runner.cache.kv, runner.cache.query_log]]
 
 
+def test_codes_are_read_in_replays(llama_dir: Path) -> None:
+    """Rows become codes between replays, some are computed again, and freed blocks are spoilt."""
+    policy = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}
+    policy |= {"ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
+    args = PROMPTS, [policy] * len(PROMPTS)
+    graphs = make_llm(llama_dir, policy, num_gpu_blocks_override=800, cudagraph_capture_sizes=SIZES)
+    watch(graphs)
+    preempt_now_and_then(graphs.engine.core.scheduler, np.random.default_rng(0), 0.05)
+    counts = count_steps(graphs)
+    assert generate(graphs, *args) == generate(make_llm(llama_dir, policy), *args)
+    assert counts["all"] > 30 and counts["events"] > 5
+    assert graphs.stats().preemptions_total
+
+
 def test_a_plan_is_made_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step would compute from lengths cannot change in a graph: none of it may be asked."""
     llm = make_llm(llama_dir, KARA, cudagraph_capture_sizes=SIZES)
@@ -179,7 +193,10 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager leaves nothing to capture"),
-        ({"policy": "spindlekv", "block_size": 16}, "codes are rebuilt in each step"),
+        (
+            {"policy": "spindlekv", "block_size": 16, "code_attention": "rebuild"},
+            "codes are rebuilt in each step",
+        ),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
     ids=["backend", "eager", "codes", "sizes"],

@@ -91,6 +91,10 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
     tables = llm.engine.core.runner.batch
     assert pool.table_shape == tables.block_tables.shape
     assert pool.log_shape == tables.log_tables.shape
+    spindlekv = {"name": "spindlekv", "flush_every": 4}
+    tables = make_llm(llama_dir, policy=spindlekv).engine.core.runner.batch
+    pool = given[0]._smallest_pool()
+    assert pool.code_shapes == (tables.index_tables.shape, tables.vector_tables.shape)
 
 
 def test_memory_that_torch_gave_back_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine import sampler
-from kvserve.engine.sampler import RowSampling, SamplingRows, gumbel_noise
+from kvserve.engine.sampler import RowSampling, SamplingRows
+from kvserve.kernels import sample_tokens as kernel
+from kvserve.kernels.sample_tokens import gumbel_noise, keep_allowed
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import Never
 
@@ -52,7 +53,7 @@ def test_noise_is_uniform_in_every_direction() -> None:
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
 def test_noise_is_finite(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Infinite noise would bring back tokens that are banned."""
-    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(kernel, "_mix", lambda x: torch.full_like(x, bits))
     assert gumbel_noise(torch.tensor([1]), torch.tensor([1]), 3).isfinite().all()
 
 
@@ -81,6 +82,13 @@ def test_filters(changes: dict[str, Any], allowed: set[int]) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])  # softmax .01 .03 .09 .23 .64
     tokens = draw(replace(BASE, **changes), logits, 500)
     assert set(tokens.tolist()) == allowed
+
+
+def test_a_row_without_limits_loses_nothing_to_rounding() -> None:
+    """Beside a row that filters, as alone: probabilities may add to 1 before the last."""
+    torch.manual_seed(0)
+    one, none = torch.ones(50), torch.zeros(50)
+    assert keep_allowed(torch.randn(50, 300) * 8, one, none, none).isfinite().all()
 
 
 def test_rows_sample_the_same_in_any_batch() -> None:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, kv_cache
-from kvserve.engine.policies import scoring
+from kvserve.engine import compressor, sampler
+from kvserve.engine.policies import kara, scoring
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
-from kvserve.kernels.store_kv import store_queries_triton
+from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
-KARA = {"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5, "chunk_budget": 0, "period": 2}
+KARA = {
+    "name": "kara",
+    "window": 8,
+    "buffer": 2,
+    "ratio": 0.5,
+    "chunk_budget": 1,
+    "max_chunk": 3,
+    "period": 2,
+}
 SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
     **{"theta_k": 0.6, "theta_v": 0.5},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
 
 
@@ -49,15 +60,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(kv_cache, "store_queries", store_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
+    monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
+    monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
     return names
 
 
 def generate(
     directory: Path, backend: str, layout: str, policy: Any = KARA, **settings: Any
 ) -> list[list[int]]:
-    """Greedy tokens of two sequences, each of which compacts its cache."""
+    """Tokens of two sequences, one greedy, one drawn, each of which compacts its cache."""
     llm = LLM(
         str(directory),
         policy=policy,
@@ -71,7 +83,7 @@ def generate(
         num_gpu_blocks_override=64,
         **settings,
     )
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
     assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
     assert all(output.kv_cache_details.compactions for output in outputs)
     assert any(output.kv_cache_details.coded_entries for output in outputs) == (policy is SPINDLE)
@@ -88,14 +100,19 @@ def test_tokens_equal_those_of_torch(
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
-    assert launched == kernels
+    assert launched == kernels | {"_choose", "_narrow", "_draw"}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"cudagraph_capture_sizes": (2,)}, {"code_attention": "rebuild"}],
+    ids=["direct", "rebuild"],
+)
 def test_rows_of_codes_give_the_tokens_of_torch(
-    tiny_dir: Path, request: pytest.FixtureRequest
+    tiny_dir: Path, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The kernels read what was rebuilt, chunks and decodes apart."""
+    """The kernels read codes, decodes as in a graph; or what was rebuilt, as torch's attention."""
     expected = generate(tiny_dir, "torch", "head", SPINDLE)
     launched = request.getfixturevalue("launched")
-    assert generate(tiny_dir, "triton", "head", SPINDLE) == expected
+    assert generate(tiny_dir, "triton", "head", SPINDLE, **settings) == expected
     assert {"_store", "_attend"} < launched

@@ -30,14 +30,19 @@ def test_cases_agree_with_their_references(
     granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = tiny(granularity, device, monkeypatch)
+    codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
     assert set(bench.differences(setting)) == {
         *("decode", "prefill", "store", "window scores e4m3"),
+        *("sample", "sample by torch", "filter and sample", "filter and sample by torch"),
+        "select by torch",
         *EVENT,
+        *codes,
     }
 
 
 def tiny(granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setitem(kernel_cases.SHAPES, "tiny", (4, 2, 16))
+    monkeypatch.setitem(kernel_cases.VOCABULARY, "tiny", 90)
     sizes = {"BLOCK": 16, "WINDOW": 40, "KEPT": 12, "BUFFER": 8, "CHUNK_BUDGET": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_cases, name, value)
@@ -70,12 +75,14 @@ def test_targets_name_the_worst() -> None:
     rows = [row("decode", 1024, 100.0, 0.8), row("decode", 4096, 100.0, 0.9)]
     rows += [row("decode by flashinfer", 1024, 95.0, 0.84), row("compact", 4096, 400.0, 0.9, 4)]
     rows += [row(name, 4096, 4000.0, 0.5, 4) for name in EVENT if name != "compact"]
-    decode, compact, peers, event = targets(rows, 100)
+    rows += [row("select by torch", 4096, 2000.0, 0.5, 4)]
+    decode, compact, peers, event, fused = targets(rows, 100)
     assert decode["worst"] == 0.8 and decode["at"] == "llama-8b model 1024" and not decode["met"]
     assert compact["met"] and peers["worst"] == 0.95 and peers["met"]
     # Four kernels of 1,000 us a layer and one of 100, every hundred steps of 100 us.
     assert event["worst"] == pytest.approx(0.41) and not event["met"]
-    assert [target["met"] for target in targets([], 100)] == [None] * 4
+    assert fused["worst"] == 2.0 and fused["at"] == "select llama-8b model 4096"
+    assert [target["met"] for target in targets([], 100)] == [None] * 5
 
 
 def test_a_run_goes_on_where_it_stopped(
@@ -102,7 +109,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
     settings = ["--shape", "tiny", "--layout", "model", "--context", "50", "70"]
-    for limit, new, left in (("-1", 0, 2), ("480", 18, 0), ("480", 0, 0)):
+    for limit, new, left in (("-1", 0, 2), ("480", 28, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
         monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
@@ -110,7 +117,7 @@ def test_a_run_goes_on_where_it_stopped(
         assert len(timed) == new
         assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
     found = json.loads(path.read_text())
-    assert len(found["rows"]) == 18 and len(found["parity"]) == 1
+    assert len(found["rows"]) == 28 and len(found["parity"]) == 1
     assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 

@@ -233,6 +233,34 @@ def test_store(tokens: int, tables: int, dtype: torch.dtype) -> None:
     assert bool(cache.any()) is bool(tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize(("group", "dim"), [(1, 16), (2, 16), (4, 12)])
+def test_log_queries(tables: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    """Means over groups; what goes to block 0 is not written."""
+    torch.manual_seed(0)
+    log, expected = torch.zeros(2, 20, 3, 8, 4 // tables, dim, dtype=dtype)
+    slots = torch.cat([torch.zeros(3, dtype=torch.int64), torch.randperm(152)[:11] + 8])
+    slots = slots[torch.randperm(14)].view(tables, -1)
+    query = torch.randn(slots.shape[1], 4 * group + 2, dim).to(dtype)[:, : 4 * group]
+    store_kv.store_queries(log, 1, slots, query)
+    reference.store_queries(expected, 1, slots, query)
+    expected[0] = 0
+    torch.testing.assert_close(log, expected, atol=0.0, rtol=2**-7 if group == 4 else 0.0)
+    assert log.any()
+
+
+def test_queries_that_do_not_fit_the_log_are_refused() -> None:
+    log, query = torch.zeros(20, 3, 8, 2, 16), torch.ones(3, 4, 16)
+    with pytest.raises(IndexError, match="store_queries: slot 160 is not in a pool of 20 blocks"):
+        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 160]]), query)
+    assert not log.any()
+    with pytest.raises(ValueError, match=r"new entries \[3, 3, 16\] .*: \[3, 2, 16\] is needed"):
+        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query[:, :3])
+    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
+        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query.double())
+
+
 @pytest.mark.parametrize("slot", [-1, 160, 2**40])
 def test_a_slot_outside_of_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
     cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)

@@ -70,7 +70,7 @@ def test_store_and_gather_queries(
     log = memory.view(BLOCKS, shape.layers_per_block, tokens, shape.heads_per_block, shape.head_dim)
     expected = log.clone()
     slots = random_slots(shape, shape.rows, 5)
-    query = torch.randint(0, 100, (5, shape.num_kv_heads, shape.head_dim)).to(log.dtype)
+    query = (50 * torch.randn(5, 3 * shape.num_kv_heads, shape.head_dim)).to(cache.dtype)
     store_queries_torch(expected, 0, slots, query)
     store_queries_triton(log, 0, slots, query)
     assert torch.equal(log, expected)

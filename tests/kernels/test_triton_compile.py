@@ -25,7 +25,11 @@ if triton.__version__ not in BUDGETS:
     pytest.skip(reason, allow_module_level=True)
 BUDGET = BUDGETS[triton.__version__]
 # Together they launch every kernel.
-NAMES = ["compact_kv", "store_kv", "gather_keys", "decode/split", "prefill", "window_scores"]
+NAMES = [
+    *("compact_kv", "store_kv", "gather_keys", "decode/split", "decode/codes", "prefill"),
+    *("window_scores", "token_to_chunk", "sample_tokens"),
+    *("rms_norm", "rotate", "silu_and_mul"),
+]
 
 
 def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> Any:
@@ -82,6 +86,9 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     for kernel in ("attend", "log_sums", "shares"):
         assert "cp.async.cg.shared.global" in ptx(tmp_path, kernel)
         assert "mma" in ptx(tmp_path, kernel)
+    # Sampling divides as torch does, and takes no logarithm that is wrong near 1.
+    assert "div.rn.f32" in ptx(tmp_path, "narrow")
+    assert "div.rn.f32" in ptx(tmp_path, "draw") and "lg2.approx" not in ptx(tmp_path, "draw")
 
 
 def ptx(folder: Path, kernel: str) -> str:

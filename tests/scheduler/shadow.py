@@ -110,7 +110,8 @@ class ShadowRunner:
         assert blocks.held(row + 1)[row] == len(np.unique(np.concatenate(named)))
 
     def _check_codes(self, row: int, lane: Lane) -> None:
-        """Codes are where the tables say, and a lane's coded columns name its head's scratch."""
+        """Codes are where the tables say; a lane's table begins behind them, or names its head's
+        scratch for them."""
         codes, coded = self.scheduler.blocks.codes, self.coded[row][lane]
         if codes is None:
             return
@@ -123,6 +124,9 @@ class ShadowRunner:
         for i in range(codes.num_vectors[at]):
             block = codes.vectors.blocks[(*at, i // codes.vectors_per_block)]
             assert self.code_memory[int(block), i % codes.vectors_per_block] == ("vector", i)
+        if not codes.scratch:
+            assert self.scheduler.blocks.kv.first[at] == coded // self.size
+            return
         columns = slice(0, coded // self.size)
         longest = int(codes.coded[:, row, head].argmax())
         scratch = self.scheduler.blocks.kv.blocks[longest, row, head, columns]

@@ -223,6 +223,7 @@ class Traffic:
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
             gate=BreakEvenGate() if seed % 5 == 1 else None,
+            code_scratch=bool(seed % 2),
         )
         self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler, TRIGGERS), overlaps=overlaps)
         self.alive: list[Sequence] = []

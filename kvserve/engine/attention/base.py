@@ -11,10 +11,13 @@ from torch import Tensor
 
 from kvserve.engine.code_store import CodedRows
 from kvserve.engine.transfer import to_device
+from kvserve.kernels.coded_entries import Codes
 from kvserve.scheduler.block_pool import IntArray
 
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
+StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
+"""``store_queries`` of that file, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,8 @@ class ForwardBatch:
     ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups); ``causal``,
     whether every token of a chunk sees one entry more than the token before it.
 
-    ``codes``: what of the rows is held as codes, and has to be rebuilt before a layer attends.
+    Where rows are held as codes, either attention reads them: ``codes``, of each layer group and of
+    all ``num_rows``; or they are rebuilt before a layer attends: ``rebuilt``.
     """
 
     positions: Tensor
@@ -44,7 +48,8 @@ class ForwardBatch:
     starts: IntArray
     columns: IntArray
     causal: bool = True
-    codes: CodedRows | None = None
+    codes: tuple[Codes, ...] | None = None
+    rebuilt: CodedRows | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -65,7 +70,7 @@ class ForwardBatch:
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
-            codes=None,
+            rebuilt=None,
         )
 
     def by_token(self) -> ForwardBatch:
@@ -118,6 +123,8 @@ class AttentionBackend(Protocol):
     """Whether the plan of a decoding batch stays true when what its tensors hold changes, below
     ``columns``: it keeps their addresses, copies nothing of them, and is the same for all lengths.
     """
+    reads_codes: bool
+    """Whether it attends to ``ForwardBatch.codes``."""
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Prepare, once for all layers, whatever this backend wants to know of a batch."""

@@ -22,6 +22,7 @@ class ByPhase:
         self.prefill = prefill
         self.decode = decode
         self.replays = decode.replays
+        self.reads_codes = prefill.reads_codes and decode.reads_codes
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         decoding, chunks = batch.num_decoding, len(batch.rows)

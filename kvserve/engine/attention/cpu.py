@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.transfer import to_device
+from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
 
 
@@ -15,6 +16,7 @@ class CpuAttention:
     """Logits are scaled by ``scale``."""
 
     replays = True
+    reads_codes = True
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -22,7 +24,8 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
-        return _Planned(Chunks(rows, starts, batch.last.contiguous()), batch.tables, self._scale)
+        chunks = Chunks(rows, starts, batch.last.contiguous())
+        return _Planned(chunks, batch.tables, self._scale, batch.codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,9 @@ class _Planned:
     chunks: Chunks
     tables: Tensor
     scale: float
+    codes: tuple[Codes, ...] | None
 
     def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
-        return paged_attention(q, keys, values, self.tables, self.chunks, group, self.scale)
+        codes = None if self.codes is None else self.codes[group]
+        return paged_attention(q, keys, values, self.tables, self.chunks, group, self.scale, codes)

@@ -21,6 +21,7 @@ class FlashAttention:
     """Logits are scaled by ``scale``."""
 
     replays = False
+    reads_codes = False
 
     def __init__(self, scale: float) -> None:
         from flash_attn import flash_attn_varlen_func

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import AttentionBackend, StoreKV
+from kvserve.engine.attention.base import AttentionBackend, StoreKV, StoreQueries
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.flash import FlashAttention
@@ -46,6 +46,7 @@ class Choice:
     name: str
     backend: AttentionBackend
     store_kv: StoreKV
+    store_queries: StoreQueries
     reason: str
 
 
@@ -60,6 +61,7 @@ class _Candidate:
     how: str
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
+    store_queries: StoreQueries = store_kv.store_queries
     store_kv: StoreKV = store_kv.store_kv
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ _CANDIDATES = (
         devices=("cpu",),
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
+        store_queries=cpu_store_kv.store_queries,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -123,6 +126,7 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
+        store_queries=store_kv.store_queries_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
     ),
@@ -169,11 +173,29 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if names[0] != names[-1] or "decode" not in prefill.phases:
         decode, tokens = _take(names[-1], "decode", needs, refused)
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
+    stores = decode.store_kv, decode.store_queries
     if prefill is decode:
-        return Choice(decode.name, tokens, decode.store_kv, "; ".join([decode.how, *refusals]))
+        return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
     how = f"prefill: {prefill.how}", f"decode: {decode.how}"
     name = f"{prefill.name},{decode.name}"
-    return Choice(name, ByPhase(chunks, tokens), decode.store_kv, "; ".join([*how, *refusals]))
+    return Choice(name, ByPhase(chunks, tokens), *stores, "; ".join([*how, *refusals]))
+
+
+def reads_codes(wanted: str, choice: Choice) -> tuple[bool, str]:
+    """Whether attention reads codes itself (``--code-attention direct``), and why.
+
+    ``ConfigError`` if it is asked to and cannot.
+    """
+    can = choice.backend.reads_codes
+    if wanted == "direct" and not can:
+        raise ConfigError(
+            f"--code-attention direct: attention {choice.name} does not read codes; choose rebuild "
+            "or, for prefill and decode, --attention-backend cpu or triton"
+        )
+    if wanted == "rebuild":
+        return False, "each layer's before it attends, in scratch blocks; --code-attention"
+    how = "by attention, without scratch" if can else f"attention {choice.name} does not read codes"
+    return can, f"{how}; --code-attention"
 
 
 def _take(

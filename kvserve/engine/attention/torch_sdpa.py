@@ -20,6 +20,7 @@ class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
     replays = False
+    reads_codes = False
 
     def __init__(self, scale: float, block_size: int, dtype: torch.dtype) -> None:
         self._scale = scale

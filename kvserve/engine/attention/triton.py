@@ -12,6 +12,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.transfer import to_device
 from kvserve.kernels.checks import HEAD_DIMS
+from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 
 
@@ -30,6 +31,7 @@ class TritonAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
     replays = True
+    reads_codes = True
 
     def __init__(self, scale: float, block_size: int) -> None:
         self._scale = scale
@@ -44,7 +46,7 @@ class TritonAttention:
         chunks = [
             Chunks(rows, last, max_held, starts, max_chunk) for last in batch.last.contiguous()
         ]
-        return _Planned(chunks, batch.tables, self._scale)
+        return _Planned(chunks, batch.tables, self._scale, batch.codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,10 @@ class _Planned:
     chunks: list[Chunks]
     tables: Tensor
     scale: float
+    codes: tuple[Codes, ...] | None
 
     def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         tables, chunks = self.tables[group], self.chunks[group]
-        return paged_attention_triton(q, keys, values, tables, chunks, self.scale)
+        codes = None if self.codes is None else self.codes[group]
+        return paged_attention_triton(q, keys, values, tables, chunks, self.scale, codes=codes)

@@ -18,6 +18,7 @@ class XformersAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
     replays = False
+    reads_codes = False
 
     def __init__(self, scale: float, block_size: int) -> None:
         from xformers.ops import fmha

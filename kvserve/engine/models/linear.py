@@ -1,4 +1,4 @@
-"""Matrix products: plain, or over weights that oneDNN has packed for this CPU.
+"""Matrix products: plain, over FP8, or over weights that oneDNN has packed for this CPU.
 
 ``F.linear`` is MKL's for float32, and on AMD CPUs MKL takes its AVX2 path, at less than half of
 oneDNN's speed with AVX512. For bfloat16 it is oneDNN's, but reorders the weights in each call.
@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.memory import use_large_pages
+from kvserve.engine.models.fp8 import multiply
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, in], weight: [out, in], packed or not -> [T, out]."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
+    """x: [T, in], weight: [out, in], packed or not -> [T, out]. FP8 weights have ``scales``."""
+    if scales is not None:
+        product = multiply(x, weight, scales)
+        return product if bias is None else product + bias
     if weight.is_mkldnn:
         # The operator that inductor calls for frozen CPU weights; there is no public one that
         # takes plain activations.
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)
 

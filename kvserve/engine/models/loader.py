@@ -13,7 +13,9 @@ from tqdm import tqdm
 from kvserve.config import ModelConfig
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.fp8 import FP8, can_multiply
 from kvserve.engine.models.linear import can_pack
+from kvserve.engine.models.quantization import Fp8, Fp8Scales, Fp8Values
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
@@ -30,20 +32,42 @@ def load_model(
     group: RankGroup = ALONE,
 ) -> Transformer:
     """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
+    checkpoint = None if config.load_format == "dummy" else Checkpoint(directory)
+    part = spec.part(group.size)
+    heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
+    sizes = part.hidden_size, part.intermediate_size, heads, kv_heads
+    fp8 = fp8_stored(spec, checkpoint) and can_multiply(dtype, device, *sizes)
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, dtype, device, group)
-    if config.load_format == "dummy":
+        model = Transformer(spec, dtype, device, group, fp8=fp8)
+    if checkpoint is None:
         _fill_randomly(model, config.seed + group.rank)
     else:
-        _read_weights(model, Checkpoint(directory), config.model)
+        _read_weights(model, checkpoint, config.model)
     if can_pack(dtype, device):
         model.pack()
     return model.eval()
 
 
+def fp8_stored(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:
+    """Whether all matrices of the layers are FP8, meant for activations rounded token by token."""
+    if not isinstance(spec.quantization, Fp8) or not spec.quantization.by_token:
+        return False
+    if checkpoint is None:
+        return True
+    matrices = [
+        name
+        for name in checkpoint.names
+        if name.startswith("model.layers.") and name.endswith(".weight") and "norm" not in name
+    ]
+    return all(f"{name}_scale" in checkpoint.names for name in matrices)
+
+
 def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None:
-    targets, dtype = weight_targets(model), model.embedding.dtype
-    stored = {weight: _storage(checkpoint, model.spec, weight) for weight in targets}
+    targets = weight_targets(model)
+    stored = {
+        weight: _storage(checkpoint, model.spec, weight, target.tensor.dtype)
+        for weight, target in targets.items()
+    }
     _check_names(model, checkpoint, stored)
     hidden = None if model.group.rank == 0 else True
     for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=hidden):
@@ -55,17 +79,22 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
                 f"{target.shape}; they are not of one model"
             )
         for place, values in storage.pieces(checkpoint, weight, target.region):
-            values = values.to(dtype)
-            if not all(bound.isfinite() for bound in values.aminmax()):
+            values = values.to(target.tensor.dtype)
+            if not all(bound.isfinite() for bound in values.float().aminmax()):
                 raise ConfigError(
                     f"--model: {weight} in {file} holds NaN or infinite values as "
-                    f"{str(dtype)[6:]}; fetch it again, or choose another --dtype"
+                    f"{str(values.dtype)[6:]}; fetch it again, or choose another --dtype"
                 )
             target.write(place, values)
 
 
-def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
-    """Quantised checkpoints keep some weights as they are: what is there decides."""
+def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str, held: torch.dtype) -> Storage:
+    """Quantised checkpoints keep some weights as they are: what is there decides, and how they are
+    ``held``."""
+    if held is FP8:
+        return Fp8Values()
+    if weight.endswith(".weight_scale"):
+        return Fp8Scales()
     quantized = spec.quantization
     if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
         return quantized
@@ -95,6 +124,11 @@ def _fill_randomly(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif parameter.dtype is FP8:
+            values = torch.empty_like(parameter, dtype=torch.float32)
+            parameter.copy_(values.normal_(0.0, 1.0, generator=generator))
+        elif name.endswith("_scales"):
+            parameter.fill_(0.02)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
 

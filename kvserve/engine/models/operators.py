@@ -1,9 +1,10 @@
-"""What a model does beside its matrix products: compiled on a CPU, torch's operators elsewhere."""
+"""What a model does beside its matrix products: compiled on a CPU, Triton's kernels on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -27,17 +28,19 @@ class Operators:
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
     """The fastest for this type and device."""
+    how = "norms, rotation and activation in one pass each"
+    if device == "cuda":
+        if find_spec("triton") is None:
+            return Operators("torch", "Triton is not installed: pip install 'kvserve[cuda]'")
+        return Operators("triton", how, *TRITON)
     if device != "cpu" or dtype not in compiled.DTYPES:
         return Operators("torch", "compiled ones are for float32 and bfloat16 on a CPU")
     try:
         load_library("elementwise")
     except BuildError as error:
         return Operators("torch", f"compiled ones are not there: {error}")
-    return Operators(
-        "compiled",
-        "norms, rotation, activation and greedy choice in one pass each",
-        compiled.rms_norm,
-        compiled.rotate,
-        compiled.silu_and_mul,
-        compiled.argmax,
-    )
+    return Operators("compiled", how, *COMPILED)
+
+
+TRITON = elementwise.rms_norm_triton, elementwise.rotate_triton, elementwise.silu_and_mul_triton
+COMPILED = compiled.rms_norm, compiled.rotate, compiled.silu_and_mul, compiled.argmax

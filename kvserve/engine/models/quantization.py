@@ -1,7 +1,8 @@
 """Quantised weights: what config.json says of them, and how they become numbers again.
 
 Weights are dequantised as they are read and held in the model's dtype: the checkpoint's accuracy,
-not its size. Nothing else is quantised: activations and the KV cache stay as they are.
+not its size. Where the machine multiplies FP8 (``fp8.py``) such weights are read as they are, if
+the checkpoint wants activations rounded token by token. The KV cache stays as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.storage import Piece, Region, Storage, rows_per_piece
 from kvserve.log import ConfigError
 
@@ -55,9 +57,13 @@ def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
 
 @dataclass(frozen=True)
 class Fp8:
-    """e4m3 numbers times a float scale per tensor or per output channel."""
+    """e4m3 numbers times a float scale per tensor or per output channel.
+
+    ``by_token``: activations are to be rounded to FP8 at scales found as they come.
+    """
 
     not_applied: str
+    by_token: bool
     method: str = "compressed-tensors"
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -70,22 +76,54 @@ class Fp8:
         return checkpoint.shape(name)
 
     def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
-        scale_name = f"{name}_scale"
-        rows, columns = checkpoint.shape(name)
-        scale = checkpoint.tensor(scale_name).float()
-        if scale.numel() not in (1, rows):
-            raise ConfigError(
-                f"--model: {scale_name} in {checkpoint.file(scale_name)} has shape "
-                f"{tuple(scale.shape)}; kvserve reads one scale per tensor or per output channel"
-            )
-        scale = scale.view(-1, 1).expand(rows, 1)
-        for part, values in checkpoint.pieces(name, rows_per_piece((columns,)), region):
-            if values.dtype is not torch.float8_e4m3fn:
+        scales = _fp8_scales(checkpoint, f"{name}_scale", checkpoint.shape(name)[0])
+        for (part, *_), values in Fp8Values().pieces(checkpoint, name, region):
+            yield (part,), values.float() * scales[part]
+
+
+class Fp8Values:
+    """The numbers alone, as they are stored."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+        return checkpoint.shape(name)
+
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
+        size = rows_per_piece(checkpoint.shape(name)[1:])
+        for part, values in checkpoint.pieces(name, size, region):
+            if values.dtype is not FP8:
                 raise ConfigError(
                     f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]} beside "
                     "a scale; it should be float8_e4m3fn"
                 )
-            yield (part,), values.float() * scale[part]
+            yield (part,), values
+
+
+class Fp8Scales:
+    """Their scales, one per output."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+        return (checkpoint.shape(name.removesuffix("_scale"))[0], 1)
+
+    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
+        rows = self.shape(checkpoint, name)[0]
+        yield region, _fp8_scales(checkpoint, name, rows)[region]
+
+
+def _fp8_scales(checkpoint: Checkpoint, name: str, rows: int) -> Tensor:
+    """[rows, 1], from one per tensor or per output channel."""
+    scales = checkpoint.tensor(name).float()
+    if scales.numel() not in (1, rows):
+        raise ConfigError(
+            f"--model: {name} in {checkpoint.file(name)} has shape {tuple(scales.shape)}; kvserve "
+            "reads one scale per tensor or per output channel"
+        )
+    return scales.view(-1, 1).expand(rows, 1)
 
 
 def _parse_fp8(raw: Mapping[str, Any], where: str) -> Fp8:
@@ -108,12 +146,14 @@ def _parse_fp8(raw: Mapping[str, Any], where: str) -> Fp8:
             raise refuse(f"as {kind} weights")
         if weights.get("strategy") not in ("tensor", "channel"):
             raise refuse(f"with one scale per {weights.get('strategy')}")
+    inputs = [group.get("input_activations") or {} for group in groups.values()]
+    by_token = all(each.get("dynamic") is True for each in inputs)
     not_applied = []
-    if any(group.get("input_activations") for group in groups.values()):
+    if any(inputs):
         not_applied.append("the quantisation of activations")
     if raw.get("kv_cache_scheme"):
         not_applied.append("the quantised KV cache")
-    return Fp8(" and ".join(not_applied))
+    return Fp8(" and ".join(not_applied), by_token)
 
 
 # ---- AWQ ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.distributed import ALONE, RankGroup
+from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
@@ -19,27 +20,36 @@ from kvserve.engine.models.spec import ModelSpec
 
 
 class Layer(nn.Module):
-    """One rank's heads and part of the MLP (``spec``); qkv and gate-up are one matrix each."""
+    """One rank's heads and part of the MLP (``spec``); qkv and gate-up are one matrix each.
 
-    def __init__(self, spec: ModelSpec, operators: Operators, group: RankGroup) -> None:
+    Matrices that are held as FP8 have a scale per output.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, operators: Operators, group: RankGroup, *, fp8: bool
+    ) -> None:
         super().__init__()
         self.spec, self.operators, self.group = spec, operators, group
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self.input_norm = _empty(spec.hidden_size)
-        self.qkv = _empty(width, spec.hidden_size)
+        self.qkv, self.qkv_scales = _matrix(width, spec.hidden_size, fp8)
         self.qkv_bias = _empty(width) if spec.qkv_bias else None
         self.q_norm = _empty(spec.head_dim) if spec.qk_norm else None
         self.k_norm = _empty(spec.head_dim) if spec.qk_norm else None
-        self.out = _empty(spec.hidden_size, spec.num_heads * spec.head_dim)
+        heads = spec.num_heads * spec.head_dim
+        self.out, self.out_scales = _matrix(spec.hidden_size, heads, fp8)
         self.post_norm = _empty(spec.hidden_size)
-        self.gate_up = _empty(2 * spec.intermediate_size, spec.hidden_size)
-        self.down = _empty(spec.hidden_size, spec.intermediate_size)
+        width = 2 * spec.intermediate_size
+        self.gate_up, self.gate_up_scales = _matrix(width, spec.hidden_size, fp8)
+        self.down, self.down_scales = _matrix(spec.hidden_size, spec.intermediate_size, fp8)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        qkv = linear(x, self.qkv, self.qkv_bias, self.qkv_scales).view(
+            x.shape[0], -1, spec.head_dim
+        )
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
@@ -63,10 +73,14 @@ class Layer(nn.Module):
         attended = attention.forward(index, q, cache).flatten(1)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
-        hidden = hidden + self.group.sum(linear(attended, self.out))
-        gate_up = linear(self._norm(hidden, self.post_norm), self.gate_up)
+            if not len(hidden):
+                return hidden
+        attended = linear(attended, self.out, scales=self.out_scales)
+        hidden = hidden + self.group.sum(attended)
+        x = self._norm(hidden, self.post_norm)
+        gate_up = linear(x, self.gate_up, scales=self.gate_up_scales)
         activated = self.operators.silu_and_mul(gate_up)
-        return hidden + self.group.sum(linear(activated, self.down))
+        return hidden + self.group.sum(linear(activated, self.down, scales=self.down_scales))
 
     def pack(self) -> None:
         """Hand the matrices to oneDNN."""
@@ -85,17 +99,24 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: str, group: RankGroup = ALONE
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: str,
+        group: RankGroup = ALONE,
+        *,
+        fp8: bool = False,
     ) -> None:
+        """``fp8``: the layers' matrices are held as FP8."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.fp8 = spec, fp8
         self.part = spec.part(group.size)
         self.group = group
         self.operators = select_operators(dtype, device)
         rows = -(-spec.vocab_size // group.size)
         self.embedding = _empty(rows, spec.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(self.part, self.operators, group) for _ in range(spec.num_layers)
+            Layer(self.part, self.operators, group, fp8=fp8) for _ in range(spec.num_layers)
         )
         self.norm = _empty(spec.hidden_size)
         self.head = self.embedding if spec.tied_embeddings else _empty(rows, spec.hidden_size)
@@ -152,5 +173,12 @@ class Transformer(nn.Module):
         return self.group.sum(found.masked_fill(elsewhere[:, None], 0))
 
 
-def _empty(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+def _empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def _matrix(rows: int, columns: int, fp8: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """A weight [rows, columns] and, as FP8, its scales [rows, 1]."""
+    if not fp8:
+        return _empty(rows, columns), None
+    return _empty(rows, columns, dtype=FP8), _empty(rows, 1, dtype=torch.float32)

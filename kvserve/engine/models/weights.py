@@ -101,6 +101,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
             "down": Target.shared(layer.down, group, dim=1),
         }
         targets |= {f"{prefix}{names[part]}.weight": target for part, target in parts.items()}
+        targets |= _scales(layer, prefix, names)
     return targets
 
 
@@ -117,7 +118,8 @@ def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     spec, attention = layer.spec, prefix + "self_attn."
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     targets = {}
-    for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+    kinds = {"weight": layer.qkv, "weight_scale": layer.qkv_scales, "bias": layer.qkv_bias}
+    for kind, fused in kinds.items():
         if fused is not None:
             for part, rows in zip("qkv", fused.split([q_size, kv_size, kv_size]), strict=True):
                 targets[f"{attention}{part}_proj.{kind}"] = Target.shared(rows, layer.group)
@@ -133,5 +135,25 @@ def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     rows = torch.arange(len(layer.qkv), device=layer.qkv.device).view(-1, spec.head_dim)
     q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
     order = torch.cat([q.unflatten(0, (spec.num_kv_heads, -1)), k[:, None], v[:, None]], dim=1)
-    target = replace(Target.shared(layer.qkv, layer.group), order=order.flatten())
-    return {prefix + "attention.wqkv.weight": target}
+    parts = {"weight": layer.qkv, "weight_scale": layer.qkv_scales}
+    return {
+        f"{prefix}attention.wqkv.{part}": replace(
+            Target.shared(tensor, layer.group), order=order.flatten()
+        )
+        for part, tensor in parts.items()
+        if tensor is not None
+    }
+
+
+def _scales(layer: Layer, prefix: str, names: dict[str, str]) -> dict[str, Target]:
+    """Scales of matrices held as FP8; those of qkv come with its parts."""
+    if layer.out_scales is None or layer.gate_up_scales is None or layer.down_scales is None:
+        return {}
+    gate, up = layer.gate_up_scales.chunk(2)
+    parts = {
+        "out": Target.whole(layer.out_scales),
+        "gate": Target.shared(gate, layer.group),
+        "up": Target.shared(up, layer.group),
+        "down": Target.whole(layer.down_scales),
+    }
+    return {f"{prefix}{names[part]}.weight_scale": target for part, target in parts.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvserve.kernels.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+
 
 def stable_order(scores: Tensor) -> Tensor:
     """Indices by falling score along the last axis, lower index first among equals."""
@@ -38,6 +40,13 @@ def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int)
     places; what the chosen gaps leave of the budget goes to the best tokens still outside, so
     exactly ``keep`` remain. Returns ascending int64 [..., keep].
     """
+    fused = scores.is_cuda and scores.shape[-1] <= MOST_SCORES
+    choose = token_to_chunk_triton if fused else token_to_chunk_torch
+    return choose(scores, keep, chunk_budget, max_chunk)
+
+
+def token_to_chunk_torch(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:
+    """The reference of ``token_to_chunk``, by sorting."""
     singles = keep - chunk_budget
     num_chunks = chunk_budget // (max_chunk - 2)
     if num_chunks == 0 or singles < 2:

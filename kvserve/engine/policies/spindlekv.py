@@ -50,9 +50,9 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     granularity: ClassVar[Granularity] = Granularity.HEAD
     cost: ClassVar[str] = (
         "The prompt's blocks until its end; a log of window queries; an event that compares all "
-        "kept entries of a head with each other, and one per flush_every tokens; every step "
-        "rebuilds all entries from their codes, one layer at a time, in scratch blocks that take "
-        "1/layers of what is rebuilt."
+        "kept entries of a head with each other, and one per flush_every tokens; attention that "
+        "decodes entries as it reads them or, where it cannot, every entry rebuilt in every step, "
+        "in scratch blocks that take 1/layers of what is rebuilt (--code-attention)."
     )
     avoid: ClassVar[str] = (
         "Where speed counts more than memory; models with few layers; several questions about one "

@@ -4,11 +4,13 @@
 // once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
 // of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
+// Entries held as codes are decoded kTileEntries at a time; what is a vector itself is read in place.
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -24,6 +26,20 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kCacheLine = 64;
 constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
 constexpr int kMaxVectors = kMaxLanes / 4;
+
+// An entry held as a code, as it is stored; scales are float16.
+struct Slot {
+  uint16_t key, value, key_scale, value_scale;
+  int32_t position, distance;
+};
+
+// Of a finite number that is not negative.
+inline float half_to_float(uint16_t half) {
+  const uint32_t bits = (uint32_t)half << 13;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number * 0x1p112f;
+}
 
 template <int W, int Step, int... L>
 inline void swap_corners(typename Lanes<W>::F& a, typename Lanes<W>::F& b,
@@ -136,6 +152,14 @@ extern "C" struct PagedAttention {
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   int64_t* fault;           // [2], the chunk and the number that were refused
+  // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
+  const int64_t* coded;          // how many entries of each lane are codes, from its first on
+  const Slot* slots;             // [num_blocks, slots_per_block]
+  const void* vectors;           // [num_blocks, 2 * B, D]
+  const int32_t* slot_tables;    // [num_rows, R, slot_columns], blocks of slots
+  const int32_t* vector_tables;  // [num_rows, R, vector_columns], blocks of vectors
+  const float* turns;            // [num_turns, D], cosines and sines by distance
+  int64_t slots_per_block, slot_columns, vector_columns, num_turns;
   int64_t query_stride, block_stride;
   int64_t num_tokens, num_chunks, num_blocks, num_rows, columns;
   int64_t block_size, num_heads, num_kv_heads, tables_per_row, head_dim;
@@ -144,7 +168,7 @@ extern "C" struct PagedAttention {
   int32_t is_bf16;
 };
 
-enum Refusal { kNone, kRow, kChunk, kEntry, kBlock };
+enum Refusal { kNone, kRow, kChunk, kEntry, kBlock, kVector, kDistance };
 
 namespace {
 
@@ -247,9 +271,12 @@ class Kernel {
     Scratch own;
     begin(item, own);
     const T *keys[kTileEntries], *values[kTileEntries];
+    alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
-      if (!find(item, at, count, keys, values, refusal)) return;
+      const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
+      if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
+      if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
       if (item.count <= kFewRows) fetch_behind(index, at);
       const int width = (count + W - 1) / W * W;
       score(item, own, keys, count, width);
@@ -292,19 +319,93 @@ class Kernel {
     std::memset(own.sums, 0, item.count * dim_ * sizeof(float));
   }
 
+  int64_t lane(const Item& item) const {
+    return call_.rows[item.chunk] * call_.tables_per_row + item.kv_head / heads_per_table_;
+  }
+  int64_t num_coded(const Item& item) const { return call_.coded ? call_.coded[lane(item)] : 0; }
+
+  // Addresses of coded entries [at, at + count): vectors of the codebook, or what becomes of them
+  // in decoded. False if something that codes refer to is not there.
+  bool decode(const Item& item, int64_t at, int count, const T** keys, const T** values,
+              T (*decoded)[kTileEntries * kMaxHeadDim], std::atomic<int>& refusal) const {
+    const PagedAttention& c = call_;
+    const int32_t* blocks = count ? c.slot_tables + lane(item) * c.slot_columns : nullptr;
+    for (int i = 0; i < count; ++i) {
+      const int64_t column = (at + i) / c.slots_per_block;
+      if (column >= c.slot_columns) return refuse_one(kEntry, item, at + i, refusal);
+      const int64_t block = blocks[column];
+      if (block < 1 || block >= c.num_blocks) return refuse_one(kBlock, item, block, refusal);
+      const Slot& slot = c.slots[block * c.slots_per_block + (at + i) % c.slots_per_block];
+      if (std::abs((int64_t)slot.distance) >= c.num_turns)
+        return refuse_one(kDistance, item, slot.distance, refusal);
+      keys[i] = vector(item, slot.key, refusal);
+      values[i] = vector(item, slot.value, refusal);
+      if (!keys[i] || !values[i]) return false;
+      const float key_scale = half_to_float(slot.key_scale);
+      const float value_scale = half_to_float(slot.value_scale);
+      if (slot.distance || key_scale != 1.0f) {
+        T* to = decoded[0] + i * dim_;
+        turn_by(slot.distance, key_scale, keys[i], to);
+        keys[i] = to;
+      }
+      if (value_scale != 1.0f) {
+        T* to = decoded[1] + i * dim_;
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(values[i] + d) * value_scale);
+        values[i] = to;
+      }
+    }
+    return true;
+  }
+
+  // A vector of a lane's codebook; null if it is not there.
+  const T* vector(const Item& item, uint32_t number, std::atomic<int>& refusal) const {
+    const PagedAttention& c = call_;
+    const uint32_t per_block = 2 * c.block_size, column = number / per_block;
+    if (column >= c.vector_columns) {
+      refuse_one(kVector, item, number, refusal);
+      return nullptr;
+    }
+    const int64_t block = c.vector_tables[lane(item) * c.vector_columns + column];
+    if (block < 1 || block >= c.num_blocks) {
+      refuse_one(kBlock, item, block, refusal);
+      return nullptr;
+    }
+    return static_cast<const T*>(c.vectors) + (block * per_block + number % per_block) * dim_;
+  }
+
+  // A key rotated by distance positions more, and scaled.
+  void turn_by(int distance, float scale, const T* from, T* to) const {
+    const int half = dim_ / 2;
+    const float* cosines = call_.turns + (int64_t)std::abs(distance) * dim_;
+    const float sign = distance < 0 ? -1.0f : 1.0f;
+    for (int d = 0; d < half; d += W) {
+      const int count = std::min(W, half - d);
+      const F cosine = X::load(cosines + d, count);
+      const F sine = X::load(cosines + half + d, count) * sign;
+      const F left = X::load(from + d, count), right = X::load(from + half + d, count);
+      X::store(to + d, (left * cosine - right * sine) * scale, count);
+      X::store(to + half + d, (right * cosine + left * sine) * scale, count);
+    }
+  }
+
+  bool refuse_one(Refusal why, const Item& item, int64_t number, std::atomic<int>& refusal) const {
+    int none = kNone;
+    if (refusal.compare_exchange_strong(none, why)) refuse(why, item.chunk, number);
+    return false;
+  }
+
   // visit(i, key, value) for the entries [at, at + count), up to a column that names no block.
   template <typename Visit>
   __attribute__((always_inline)) inline const int32_t* each_entry(const Item& item, int64_t at,
                                                                   int count, Visit visit) const {
     const PagedAttention& c = call_;
-    const int64_t table = c.rows[item.chunk] * c.tables_per_row + item.kv_head / heads_per_table_;
-    const int32_t* blocks = c.tables + table * c.columns;
-    const int64_t lane = item.kv_head % heads_per_table_ * dim_;
+    const int32_t* blocks = c.tables + lane(item) * c.columns;
+    const int64_t head = item.kv_head % heads_per_table_ * dim_;
     int64_t offset = at % c.block_size, column = at / c.block_size;
     for (int i = 0; i < count; ++column, offset = 0) {
       const int64_t block = blocks[column];
       if (block < 1 || block >= c.num_blocks) return blocks + column;
-      const int64_t place = block * c.block_stride + lane;
+      const int64_t place = block * c.block_stride + head;
       for (; i < count && offset < c.block_size; ++i, ++offset)
         visit(i, static_cast<const T*>(c.keys) + place + offset * row_stride_,
               static_cast<const T*>(c.values) + place + offset * row_stride_);
@@ -319,9 +420,7 @@ class Kernel {
       keys[i] = key;
       values[i] = value;
     });
-    int none = kNone;
-    if (wrong && refusal.compare_exchange_strong(none, kBlock)) refuse(kBlock, item.chunk, *wrong);
-    return !wrong;
+    return !wrong || refuse_one(kBlock, item, *wrong, refusal);
   }
 
   // Ask for what is read after entry `at` and its tile: the memory is slower than the arithmetic.

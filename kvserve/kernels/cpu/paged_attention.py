@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import check_codes
+from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 _POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _NUMBERS = (
+    *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),
     *("query_stride", "block_stride"),
     *("num_tokens", "num_chunks", "num_blocks", "num_rows", "columns"),
     *("block_size", "num_heads", "num_kv_heads", "tables_per_row", "head_dim"),
@@ -25,6 +29,8 @@ _REFUSALS = {
     2: "chunk {} ends at token {}, which is not there",
     3: "chunk {} sees entry {}, which its tables do not hold",
     4: "chunk {} reads block {}, which is not one of the pool",
+    5: "chunk {} refers to vector {}, which its codebook does not hold",
+    6: "chunk {} turns a key by {} positions, more than a sequence has",
 }
 
 
@@ -32,7 +38,7 @@ class _Call(ctypes.Structure):
     """``PagedAttention`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_CODES)),
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
@@ -67,16 +73,17 @@ def paged_attention(
     chunks: Chunks,
     group: int,
     scale: float,
+    codes: Codes | None = None,
 ) -> Tensor:
     """Each token against its row's entries up to its ``last``, softmax at ``scale``.
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
-    of which layer group ``group`` is read. Returns [T, Hq, D]; zeros where a token sees nothing.
-    ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry or a block
-    that is not there; block 0 is no sequence's. Reference:
+    of which layer group ``group`` is read; ``codes`` are that group's. Returns [T, Hq, D]; zeros
+    where a token sees nothing. ``ValueError`` for shapes it is not built for, ``IndexError`` for a
+    row, an entry, a block or a vector that is not there; block 0 is no sequence's. Reference:
     ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
-    _check(query, keys, values, tables, chunks)
+    _check(query, keys, values, tables, chunks, codes)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
@@ -90,6 +97,7 @@ def paged_attention(
         chunks.starts.data_ptr(),
         chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
         ctypes.addressof(fault),
+        *_code_fields(codes),
         query.stride(0),
         keys.stride(0),
         len(query),
@@ -112,7 +120,22 @@ def paged_attention(
     return out
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks) -> None:
+def _code_fields(codes: Codes | None) -> tuple[int | None, ...]:
+    if codes is None:
+        return *[None] * len(_CODES), 0, 0, 0, 0
+    slots, vectors, coded, slot_tables, vector_tables, turns = codes
+    pointers = (x.data_ptr() for x in (coded, slots, vectors, slot_tables, vector_tables, turns))
+    return *pointers, slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
+
+
+def _check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: Chunks,
+    codes: Codes | None,
+) -> None:
     """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
     problem = _problem(query, keys, values, tables, chunks)
     if problem is not None:
@@ -120,6 +143,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: 
             f"paged attention: {problem} (query {list(query.shape)}, blocks {list(keys.shape)}, "
             f"tables {list(tables.shape)})"
         )
+    if codes is not None:
+        check_codes(codes, tables[0], keys)
 
 
 def _problem(

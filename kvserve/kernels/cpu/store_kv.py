@@ -1,4 +1,4 @@
-"""Writing new keys and values on a CPU: what ``store_kv.cpp`` takes."""
+"""Writing new keys, values and logged queries on a CPU: what ``store_kv.cpp`` takes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.store_kv import store_queries_torch
 
 _POINTERS = ("key", "value", "keys", "values", "slots", "fault")
 _NUMBERS = (
     *("key_stride", "value_stride", "block_stride"),
     *("num_tokens", "num_blocks", "block_size", "num_tables", "width"),
 )
+
+
+_QUERY_POINTERS = ("query", "log", "slots", "fault")
+_QUERY_NUMBERS = (
+    *("query_stride", "block_stride"),
+    *("num_tokens", "num_blocks", "block_size", "num_tables", "heads", "group", "dim", "is_bf16"),
+)
+
+
+class _QueryCall(ctypes.Structure):
+    """``StoreQueries`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _QUERY_POINTERS),
+        *((name, ctypes.c_int64) for name in _QUERY_NUMBERS),
+    )
 
 
 class _Call(ctypes.Structure):
@@ -62,16 +79,52 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
         )
 
 
-def _check(kv_cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:
-    """What the kernel takes for granted."""
-    dense = kv_cache.is_contiguous() and slots.is_contiguous()
+def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
+    """Log one layer's queries, as ``kvserve.kernels.store_kv``, but for those of block 0.
+
+    query_log: [num_blocks, Lb, tokens, Hb, D], dense, float32 or bfloat16; slots: int64 [R, T];
+    query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
+    """
+    if query_log.dtype is torch.uint8:  # e4m3 numbers, which no CPU logs by itself
+        return store_queries_torch(query_log, layer, slots, query)
+    num_blocks, layers, size, heads, dim = query_log.shape
+    tables, tokens = slots.shape
+    group = query.shape[1] // (tables * heads)
+    _check(query_log, slots, query, (tokens, tables * heads * group, dim))
+    block = size * heads * dim
+    fault = ctypes.c_int64()
+    call = _QueryCall(
+        query.data_ptr(),
+        query_log.data_ptr() + layer * block * query_log.itemsize,
+        slots.data_ptr(),
+        ctypes.addressof(fault),
+        query.stride(0),
+        layers * block,
+        tokens,
+        num_blocks,
+        size,
+        tables,
+        heads,
+        group,
+        dim,
+        query.dtype is torch.bfloat16,
+    )
+    if load_library("store_kv").kvserve_store_queries(ctypes.byref(call)):
+        raise IndexError(
+            f"store_queries: slot {fault.value} is not in a pool of {num_blocks} blocks of {size}"
+        )
+
+
+def _check(cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:
+    """What the kernels take for granted."""
+    dense = cache.is_contiguous() and slots.is_contiguous()
     if new.shape != shape or new.stride()[1:] != (shape[2], 1) or not dense:
         raise ValueError(
             f"store_kv: new entries {list(new.shape)} for slots {list(slots.shape)} of a cache "
-            f"{list(kv_cache.shape)}: {list(shape)} is needed, each tensor dense"
+            f"{list(cache.shape)}: {list(shape)} is needed, each tensor dense"
         )
-    if new.dtype is not kv_cache.dtype or slots.dtype is not torch.int64:
+    if new.dtype is not cache.dtype or slots.dtype is not torch.int64:
         raise ValueError(
             f"store_kv: new entries of {new.dtype} and slots of {slots.dtype}: "
-            f"{kv_cache.dtype} and torch.int64 are needed"
+            f"{cache.dtype} and torch.int64 are needed"
         )

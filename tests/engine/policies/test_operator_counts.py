@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.selection import token_to_chunk_torch
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
@@ -79,3 +82,16 @@ def test_an_event_takes_the_same_calls_for_any_batch(case: Case) -> None:
     assert small > 20
     for shape in ((9, 4, 2, 2), (2, 12, 2, 2), (2, 4, 8, 2), (2, 4, 2, 8), (5, 8, 4, 4)):
         assert count_calls(policy, *shape) == small, shape
+
+
+def test_selection_by_torch_and_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Kara's choice of an event's entries takes, kernel aside, where CUDA takes the kernel."""
+    launches = []
+    monkeypatch.setattr(Kernel, "launch", lambda kernel, *args, **options: launches.append(kernel))
+    scores = torch.rand(2, 4, 2, 480)
+    with CountCalls() as by_torch:
+        token_to_chunk_torch(scores, 144, 16, 8)
+    with CountCalls() as by_kernel:
+        token_to_chunk_triton(scores, 144, 16, 8)
+    assert by_torch.calls >= 40
+    assert by_kernel.calls == 1 and len(launches) == 1  # memory for the answer

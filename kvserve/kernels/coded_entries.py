@@ -1,0 +1,102 @@
+"""Entries held as codes: what a slot says, and the key and value that follow from it.
+
+A lane (one KV head of one layer of a row) may hold its first entries as slots, which refer to
+vectors of the lane's codebook. A vector is a key as it was cached, after RoPE, or a value. A slot's
+key is its vector turned by the distance between the two tokens' positions, and scaled: for a
+vector's own token the very same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CODE_WORDS = 8
+"""16-bit words of a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What is stored of each entry; all of one shape. References and places are int64.
+
+    Stored in ``CODE_WORDS``: both references, both scales (float16), the token's position and
+    its distance from the position of its key's vector (int32 each).
+    """
+
+    ref_k: Tensor
+    ref_v: Tensor
+    scale_k: Tensor
+    scale_v: Tensor
+    position: Tensor
+    distance: Tensor
+
+    def packed(self) -> Tensor:
+        """int16 [..., CODE_WORDS]."""
+        refs = torch.stack([self.ref_k, self.ref_v], dim=-1).to(torch.int16)
+        scales = torch.stack([self.scale_k, self.scale_v], dim=-1).half().view(torch.int16)
+        places = torch.stack([self.position, self.distance], dim=-1).int().view(torch.int16)
+        return torch.cat([refs, scales, places], dim=-1)
+
+    @classmethod
+    def unpacked(cls, words: Tensor) -> Slots:
+        """From int16 [..., CODE_WORDS]."""
+        refs = words[..., :2].long() & 0xFFFF
+        scales = words[..., 2:4].contiguous().view(torch.float16).float()
+        places = words[..., 4:].contiguous().view(torch.int32).long()
+        return cls(*refs.unbind(-1), *scales.unbind(-1), *places.unbind(-1))
+
+
+class Codes(NamedTuple):
+    """What rows hold as codes in one layer; blocks are of one layer and KV head, as their lanes.
+
+    ``slots`` int16 [num_blocks, S, CODE_WORDS] and ``vectors`` [num_blocks, V, D] are two readings
+    of the cache. Of lane (row, table) the first ``coded [num_rows, R]`` (int64) entries are slots,
+    in the blocks of ``slot_tables``; they refer to vectors in those of ``vector_tables`` (both
+    int32 [num_rows, R, .]). ``turns`` float32 [n, D]: by how much keys are turned over 0 to n - 1
+    positions, cosines, then sines.
+    """
+
+    slots: Tensor
+    vectors: Tensor
+    coded: Tensor
+    slot_tables: Tensor
+    vector_tables: Tensor
+    turns: Tensor
+
+
+def turns_of(inv_freq: Tensor, count: int) -> Tensor:
+    """``Codes.turns`` for distances below ``count``; inv_freq: float32 [D / 2]."""
+    distance = torch.arange(count, device=inv_freq.device)
+    angle = distance[:, None].float() * inv_freq
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys [..., D] rotated by angles of these cosines and sines [..., D / 2]: float32."""
+    left, right = keys.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def read_codes(codes: Codes, lane: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, float32 [P, D], of coded entries ``entry [P]`` of lanes ``lane [P]``.
+
+    Lanes are numbered row by row.
+    """
+    slots = Slots.unpacked(_take(codes.slots, codes.slot_tables, lane, entry))
+    key, value = (
+        _take(codes.vectors, codes.vector_tables, lane, ref).float()
+        for ref in (slots.ref_k, slots.ref_v)
+    )
+    cos, sin = codes.turns[slots.distance.abs()].chunk(2, dim=-1)
+    key = rotated(key, cos, sin * slots.distance.sign()[..., None])
+    return key * slots.scale_k[..., None], value * slots.scale_v[..., None]
+
+
+def _take(blocks: Tensor, tables: Tensor, lane: Tensor, number: Tensor) -> Tensor:
+    """Things ``number [P]`` of lanes ``lane [P]``, out of blocks [num_blocks, N, .]."""
+    per_block = blocks.shape[1]
+    block = tables.flatten(0, 1)[lane, number // per_block].long()
+    return blocks[block, number % per_block]

@@ -1,0 +1,321 @@
+"""Tokens from logits: temperature, top-k, top-p, min-p and a draw, for all rows at once.
+
+Noise is a hash of (seed, position, token id), added to the logits of what the filters leave
+(Gumbel-max): a row's token depends neither on the batch it is in nor on the device's state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.dispatch import Helper, Kernel, num_processors
+from kvserve.kernels.ordering import order_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Tokens that a program of each kernel takes at once, and the parts a search cuts its span into.
+_NARROW_TILE, _DRAW_TILE, _WAYS = 2048, 1024, 8
+
+
+def sample_tokens(
+    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, filtered: bool
+) -> Tensor:
+    """A token of each row: float32 [S, V] -> int64 [S].
+
+    settings: float32 [S, 4], each row's temperature (0: its likeliest token), top_p (1: all), top_k
+    (0: all) and min_p (0: all); seeds, positions: int64 [S]. ``filtered`` says whether any row asks
+    for top-k, top-p or min-p. Among equals, lower ids come first, and top-k is taken first, then
+    top-p of what it left, then min-p.
+    """
+    choose = sample_tokens_triton if logits.is_cuda else sample_tokens_torch
+    return choose(logits, settings, seeds, positions, filtered)
+
+
+def sample_tokens_torch(
+    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, filtered: bool
+) -> Tensor:
+    """The reference, by sorting. It reads back which rows draw, so a GPU would be waited for."""
+    tokens = logits.argmax(dim=-1)
+    drawing = settings[:, 0].nonzero()[:, 0]
+    temperature, top_p, top_k, min_p = settings[drawing].unbind(dim=1)
+    scaled = logits[drawing] / temperature[:, None]
+    if filtered:
+        scaled = keep_allowed(scaled, top_p, top_k, min_p)
+    noise = gumbel_noise(seeds[drawing], positions[drawing], logits.shape[1])
+    tokens[drawing] = (scaled + noise).argmax(dim=-1)
+    return tokens
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Gumbel noise of every token id: seeds, positions int64 [S] -> float32 [S, V]."""
+    key = _mix(_mix(seeds ^ (seeds >> 32)) ^ positions)
+    token = torch.arange(vocab_size, device=seeds.device)
+    bits = _mix(key[:, None] + token * 0x9E3779B1)
+    # 23 bits: with one more, float32 rounds the largest to 1, whose noise is infinite and would
+    # lift even a token that a filter or a grammar has banned.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (the finaliser of MurmurHash3), in int64 arithmetic."""
+    x = x & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def keep_allowed(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Keep what top-k, then top-p, then min-p allow: [S, V] with -inf elsewhere."""
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    limit = torch.where(top_k > 0, top_k, float(scaled.shape[1]))
+    ordered = ordered.masked_fill(rank >= limit[:, None], -torch.inf)
+    probs = ordered.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    # A sum may come to 1 before its end, which must not end a row that has no limit.
+    most = torch.where(top_p < 1, top_p, torch.inf)
+    out = (before >= most[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    out[:, 0] = False
+    kept = ordered.masked_fill(out, -torch.inf)
+    return torch.empty_like(scaled).scatter_(1, order, kept)
+
+
+def sample_tokens_triton(
+    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, filtered: bool
+) -> Tensor:
+    """As ``sample_tokens_torch``, in two launches (one, if nothing is filtered) and no sort.
+
+    Hash, division and ties are the reference's bit for bit. Probabilities are added in another
+    order and logarithms rounded differently, so the answer may be another one only where a token
+    stands within some float32 rounding of the top-p or min-p limit, or of the winner.
+    """
+    rows, vocab = _check(logits, settings, seeds, positions)
+    tiles = -(-vocab // _DRAW_TILE)
+    # Eight programs for each multiprocessor, if there is as much to do.
+    parts = min(tiles, -(-8 * num_processors(logits.device) // max(1, rows)))
+    best = logits.new_empty(rows, parts)
+    tokens = torch.empty_like(best, dtype=torch.int64)
+    _draw.launch(
+        (rows, parts),
+        best,
+        tokens,
+        logits,
+        cut_offs(logits, settings) if filtered else seeds,
+        settings,
+        seeds,
+        positions,
+        vocab,
+        logits.stride(0),
+        -(-tiles // parts) * _DRAW_TILE,
+        FILTERED=filtered,
+        TILE=_DRAW_TILE,
+        num_warps=4,
+    )
+    return tokens.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
+
+
+def cut_offs(logits: Tensor, settings: Tensor) -> Tensor:
+    """int64 [S]: a row's filters keep the tokens whose ``order_of`` is not below its cut-off."""
+    rows, vocab = logits.shape
+    cuts = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    # Of each row, what may be kept; with flat logits that is nearly everything.
+    strong = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device)
+    _narrow.launch(
+        (rows,),
+        cuts,
+        strong,
+        logits,
+        settings,
+        vocab,
+        logits.stride(0),
+        WAYS=_WAYS,
+        TILE=_NARROW_TILE,
+        num_warps=8,
+    )
+    return cuts
+
+
+def _check(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[int, int]:
+    rows, vocab = logits.shape
+    if logits.dtype is not torch.float32 or settings.dtype is not torch.float32:
+        raise ValueError(f"logits are {logits.dtype}, settings {settings.dtype}, not float32")
+    if vocab == 0 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits need contiguous rows of one token or more, got shape {list(logits.shape)}, "
+            f"strides {list(logits.stride())}"
+        )
+    if settings.shape != (rows, 4) or seeds.shape != (rows,) or positions.shape != (rows,):
+        shapes = [list(x.shape) for x in (settings, seeds, positions)]
+        raise ValueError(f"settings, seeds, positions {shapes} do not go with {rows} rows")
+    if not all(x.is_contiguous() for x in (settings, seeds, positions)):
+        raise ValueError("settings, seeds and positions have to be contiguous")
+    return rows, vocab
+
+
+@Helper
+def _weight(order, best):
+    """exp(x - best) of ``order_of``'s x."""
+    bits = (order >> 31).to(tl.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.exp(bits.to(tl.float32, bitcast=True) - best)
+
+
+@Helper
+def _mixed(x):
+    """``_mix`` in uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@Helper
+def _weakest_kept(
+    strong,
+    count,
+    floor,
+    best,
+    target,
+    BY_MASS: tl.constexpr,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The highest cut-off above which ``target`` tokens, or weights that add to it, are kept.
+
+    Not below ``floor``. Some limits at a time are tried over the ``count`` orders at ``strong``,
+    until a single one is left between what is enough and what is not.
+    """
+    low, high = floor, order_of(best, 0) + 1
+    number_high, inside = 0, count
+    while (inside > 1) & (high - low > 1):
+        limits = low + tl.maximum((high - low) // WAYS, 1) * tl.arange(0, WAYS)
+        number = tl.zeros([WAYS], tl.int32)
+        mass = tl.zeros([WAYS], tl.float32)
+        for start in range(0, count, TILE):
+            place = start + tl.arange(0, TILE)
+            order = tl.load(strong + place, mask=place < count, other=-(2**62))
+            above = order[None, :] >= limits[:, None]
+            number += tl.sum(above.to(tl.int32), axis=1)
+            if BY_MASS:
+                mass += tl.sum(tl.where(above, _weight(order, best)[None, :], 0.0), axis=1)
+        enough = mass >= target if BY_MASS else number >= target
+        low = tl.max(tl.where(enough, limits, floor))
+        high = tl.min(tl.where(enough, high, limits))
+        number_high = tl.max(tl.where(enough, number_high, number))
+        inside = tl.min(tl.where(enough, number, count)) - number_high
+    return low
+
+
+@Kernel
+def _narrow(
+    cuts,
+    strong,
+    logits,
+    settings,
+    vocab,
+    stride,
+    WAYS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_p = tl.load(settings + row * 4), tl.load(settings + row * 4 + 1)
+    top_k, min_p = tl.load(settings + row * 4 + 2), tl.load(settings + row * 4 + 3)
+    filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    size = tl.where(filtered, vocab, 0)
+    logits += row * stride
+    strong += row * vocab
+    lanes = tl.arange(0, TILE)
+
+    # The largest logit of every lane, and the sum of all weights.
+    high = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for start in range(0, size, TILE):
+        x = tl.load(logits + start + lanes, mask=start + lanes < size, other=float("-inf"))
+        x = tl.div_rn(x, temperature)
+        new_high = tl.maximum(high, x)
+        shift = tl.where(new_high == float("-inf"), 0.0, new_high)
+        total = total * tl.exp(high - shift) + tl.exp(x - shift)
+        high = new_high
+    best, weakest = tl.maximum(tl.max(high), -3e38), tl.min(high)  # finite, if all are banned
+    weights = tl.exp(high - best)
+    total = tl.sum(total * weights)
+
+    # The lanes' largest are TILE different tokens. Where these alone satisfy a filter, what it
+    # keeps is not below the weakest of them.
+    by_mass = (tl.sum(weights) >= top_p * total) | (tl.exp(weakest - best) < min_p)
+    covered = tl.where(top_k > 0, top_k <= TILE, by_mass)
+    floor = order_of(tl.where(covered, weakest, float("-inf")), 0x7FFFFFFF)
+    count = 0
+    for start in range(0, size, TILE):
+        token = start + lanes
+        x = tl.load(logits + token, mask=token < size, other=float("-inf"))
+        order = order_of(tl.div_rn(x, temperature), token)
+        chosen = (token < size) & (order >= floor)
+        place = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.store(strong + place, order, mask=chosen)
+        count += tl.sum(chosen.to(tl.int32))
+    tl.debug_barrier()  # what some threads stored, others load
+
+    asked = (top_k > 0) & (top_k < count)
+    cut = _weakest_kept(strong, tl.where(asked, count, 0), floor, best, top_k, False, WAYS, TILE)
+    kept = 0.0
+    least = order_of(best, 0)
+    for start in range(0, count, TILE):
+        order = tl.load(strong + start + lanes, mask=start + lanes < count, other=-(2**62))
+        left = order >= cut
+        weight = tl.where(left, _weight(order, best), 0.0)
+        kept += tl.sum(weight)
+        least = tl.min(tl.where(left & (weight >= min_p), tl.minimum(order, least), least))
+    cut = tl.where(filtered, least, floor)
+    target = top_p * tl.where(top_k > 0, kept, total)
+    count = tl.where(top_p < 1, count, 0)
+    tl.store(cuts + row, _weakest_kept(strong, count, cut, best, target, True, WAYS, TILE))
+
+
+@Kernel
+def _draw(
+    best,
+    tokens,
+    logits,
+    cuts,
+    settings,
+    seeds,
+    positions,
+    vocab,
+    stride,
+    share,
+    FILTERED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(settings + row * 4)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    cut, seed = tl.load(cuts + row), tl.load(seeds + row)
+    key = _mixed((seed ^ (seed >> 32)).to(tl.uint32))
+    key = _mixed(key ^ tl.load(positions + row).to(tl.uint32))
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    winner = tl.zeros([TILE], tl.int32)
+    for start in range(part * share, tl.minimum(part * share + share, vocab), TILE):
+        token = start + tl.arange(0, TILE)
+        x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
+        x = tl.div_rn(x, divisor)
+        drawn = temperature > 0
+        if FILTERED:
+            x = tl.where(order_of(x, token) >= cut, x, float("-inf"))
+            drawn = drawn & (tl.max(x) > float("-inf"))
+        if drawn:
+            bits = _mixed(key + token.to(tl.uint32) * 0x9E3779B1)
+            uniform = ((bits >> 9).to(tl.float32) + 0.5) * 2.0**-23
+            x -= tl.log(-tl.log(uniform))
+        better = x > top
+        top = tl.where(better, x, top)
+        winner = tl.where(better, token, winner)
+    most = tl.max(top)
+    first = tl.min(tl.where(top == most, winner, vocab))
+    place = row * tl.num_programs(1) + part
+    tl.store(best + place, most)
+    tl.store(tokens + place, first)

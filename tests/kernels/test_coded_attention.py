@@ -1,0 +1,273 @@
+"""Attention that reads codes: the torch reference against loops, both kernels against it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.coded_entries import Slots
+from kvserve.kernels.cpu.paged_attention import Chunks as CpuChunks
+from kvserve.kernels.cpu.paged_attention import paged_attention
+from kvserve.kernels.paged_attention import (
+    Chunks,
+    paged_attention_torch,
+    paged_attention_triton,
+)
+from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
+
+pytestmark = pytest.mark.usefixtures("device")
+SCALE = 0.3
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# Decoding, chunks, and an empty chunk; rows without codes, of codes alone, and without entries.
+HELD = [[37, 40], [30, 9], [0, 21], [12, 5], [26, 26]]
+CODED = [[32, 12], [0, 4], [0, 20], [12, 0], [4, 24]]
+CHUNKS = [1, 1, 1, 5, 0]
+ragged = partial(coded_case, HELD, CODED, CHUNKS)
+
+
+def of_torch(case: CodedCase) -> Tensor:
+    chunks = Chunks(case.rows, case.last, int(case.last.max()) + 1, case.starts)
+    return paged_attention_torch(
+        case.q, case.keys, case.values, case.tables, chunks, SCALE, case.codes
+    )
+
+
+def of_triton(case: CodedCase, num_splits: int | None = None) -> Tensor:
+    most = int(case.last.max()) + 1
+    chunks = Chunks(case.rows, case.last, most, case.starts, case.max_chunk)
+    arguments = case.q, case.keys, case.values, case.tables, chunks, SCALE, num_splits
+    return paged_attention_triton(*arguments, codes=case.codes)
+
+
+def of_cpu(case: CodedCase) -> Tensor:
+    chunks = CpuChunks(case.rows, case.starts, case.last[None].contiguous())
+    arguments = case.q, case.keys, case.values, case.tables[None], chunks, 0, SCALE
+    return paged_attention(*arguments, codes=case.codes)
+
+
+KERNELS = [
+    pytest.param(of_triton, id="triton"),
+    pytest.param(partial(of_triton, num_splits=3), id="triton-split"),
+    pytest.param(
+        of_cpu,
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+        id="cpu",
+    ),
+]
+Attention = Callable[[CodedCase], Tensor]
+
+
+def assert_same(attend: Attention, case: CodedCase) -> None:
+    if attend is of_cpu and torch.cuda.is_available():
+        pytest.skip("tensors are on the GPU")
+    within = TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(attend(case), of_torch(case), atol=within, rtol=within)
+
+
+def test_reference_against_loops() -> None:
+    """Each key is turned pair by pair, as complex numbers."""
+    case = ragged()
+    out, codes, dim = of_torch(case), case.codes, case.q.shape[-1]
+    angles = 1.0 / 100.0 ** (torch.arange(0, dim, 2) / dim)
+    owner = torch.arange(len(case.rows)).repeat_interleave(case.starts.diff())
+    for t, h in torch.cartesian_prod(*map(torch.arange, case.q.shape[:2])).tolist():
+        p, r, keys, values = int(owner[t]), h // 2, [], []
+        for entry in range(int(case.last[r, t]) + 1):
+            if entry >= codes.coded[p, r]:
+                block, at = case.tables[p, r, entry // 4], entry % 4
+                keys.append(case.keys[block, at, 0])
+                values.append(case.values[block, at, 0])
+                continue
+            per_block = codes.slots.shape[1]
+            slot = Slots.unpacked(
+                codes.slots[codes.slot_tables[p, r, entry // per_block], entry % per_block]
+            )
+            key, value = (
+                codes.vectors[codes.vector_tables[p, r, int(ref) // 8], int(ref) % 8]
+                for ref in (slot.ref_k, slot.ref_v)
+            )
+            pairs = torch.complex(*key.chunk(2)) * torch.exp(1j * slot.distance * angles)
+            keys.append(torch.cat([pairs.real, pairs.imag]) * slot.scale_k)
+            values.append(value * slot.scale_v)
+        expected = torch.zeros(dim)
+        if keys:
+            probs = torch.softmax(torch.stack(keys) @ case.q[t, h] * SCALE, dim=0)
+            expected = probs @ torch.stack(values)
+        torch.testing.assert_close(out[t, h], expected, atol=1e-5, rtol=1e-5)
+
+
+SHAPES = [
+    pytest.param({"group": 1, "dim": 64, "block": 4}, id="mha"),
+    pytest.param({"group": 7, "dim": 128, "block": 4, "num_vectors": 3}, id="one block of vectors"),
+    pytest.param({"group": 4, "dim": 32, "block": 4, "dtype": torch.float16}, id="half"),
+]
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ragged_rows(attend: Attention, shape: dict[str, Any]) -> None:
+    if attend is of_cpu and "dtype" in shape:
+        shape = shape | {"dtype": torch.bfloat16}
+    assert_same(attend, ragged(**shape))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_long_rows_of_large_blocks(attend: Attention) -> None:
+    """Several tiles of codes, then of raw entries; a codebook of hundreds; tiles that hold both."""
+    held, coded = [[300], [170], [129]], [[240], [112], [128]]
+    assert_same(attend, coded_case(held, coded, [1, 20, 1], dim=32, block=16, num_vectors=400))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_parts_of_a_long_row_are_merged() -> None:
+    assert_same(of_cpu, coded_case([[2100]], [[1600]], [3], block=16, num_vectors=900))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_unmerged_codes_give_the_bits_of_the_entries(attend: Attention) -> None:
+    """Own vectors, turned by nothing and scaled by 1, in the place of raw entries. Triton's kernel
+    adds up the halves of a turned key, so that sums may differ in their last bits."""
+    case = coded_case([[24]], [[24]], [2], num_vectors=48)
+    codes, number = case.codes, torch.arange(24)
+    one, zero = torch.ones(24), torch.zeros_like(number)
+    own = Slots(2 * number, 2 * number + 1, one, one, number, zero)
+    per_block = codes.slots.shape[1]
+    codes.slots[codes.slot_tables[0, 0, number // per_block].long(), number % per_block] = (
+        own.packed()
+    )
+    cache = torch.zeros(7, 2, 4, 1, 16)
+    keys, values = cache.unbind(1)
+    for kind, x in enumerate((keys, values)):
+        ref = 2 * number + kind
+        x[1 + number // 4, number % 4, 0] = codes.vectors[
+            codes.vector_tables[0, 0, ref // 8].long(), ref % 8
+        ]
+    tables = torch.arange(1, 7, dtype=torch.int32).view(1, 1, 6)
+    nothing = codes.coded.new_zeros(1, 1)
+    raw_codes = codes._replace(
+        coded=nothing, slots=cache.view(7, -1).view(torch.int16).view(7, -1, 8),
+        vectors=cache.view(7, 8, 16),
+    )  # fmt: skip
+    raw = replace(case, keys=keys, values=values, tables=tables, codes=raw_codes)
+    within = 0.0 if attend is of_cpu else 1e-6
+    torch.testing.assert_close(attend(case), attend(raw), atol=within, rtol=within)
+
+
+@pytest.mark.parametrize("broken", ["index", "book", "distance", "vector"])
+def test_codes_that_refer_to_nothing_are_not_seen(broken: str) -> None:
+    """By Triton's kernel: the first eight entries of a row are left out of its softmax."""
+    case = coded_case([[20]], [[16]], [1], num_vectors=40)
+    slots, index, book = (
+        case.codes.slots.clone(),
+        case.codes.slot_tables,
+        case.codes.vector_tables.clone(),
+    )
+    at = index[0, 0, 0].long(), slice(0, 8)
+    if broken == "index":
+        index = index.clone()
+        index[0, 0, 0] = len(slots)
+        left_out = 16
+    else:
+        left_out = 8
+    words = slots[at]
+    if broken == "distance":
+        words[:, 6:] = torch.tensor([DISTANCES, 0], dtype=torch.int16)
+    elif broken == "vector":
+        words[:, 1] = 40
+    elif broken == "book":
+        words[:, 0], book[0, 0, 4] = 32, -1
+        others = slots[index[0, 0, 0].long(), 8:16]
+        others[:, :2] = others[:, :2].clamp(max=31)
+        slots[index[0, 0, 0].long(), 8:16] = others
+    slots[at] = words
+    found = of_triton(case.changed(slots=slots, slot_tables=index, vector_tables=book))
+    fewer = _without_front(case.changed(slots=slots), left_out)
+    torch.testing.assert_close(found, of_torch(fewer), atol=1e-5, rtol=1e-5)
+
+
+def _without_front(case: CodedCase, count: int) -> CodedCase:
+    """The case without its first entries, all of them codes."""
+    slots, block = case.codes.slots.clone(), case.codes.slot_tables[0, 0, 0].long()
+    slots[block, : 16 - count] = slots[block, count:16].clone()
+    case = case.changed(slots=slots, coded=case.codes.coded - count)
+    return replace(case, tables=case.tables[..., count // 4 :].contiguous(), last=case.last - count)
+
+
+MESSAGES = {
+    "index": (r"slot block 1000 of codes", "chunk 0 reads block 1000"),
+    "book": (r"vector block 1000 of codes", "chunk 0 reads block 1000"),
+    "distance": (rf"distance {DISTANCES} of codes", f"turns a key by {DISTANCES} positions"),
+    "vector": (r"vector 65535 of codes", "chunk 0 refers to vector 65535"),
+}
+
+
+@pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
+@pytest.mark.parametrize("broken", list(MESSAGES))
+def test_codes_that_refer_to_nothing_are_refused(
+    attend: Attention, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the CPU's kernel always, by Triton's launcher where it is asked to look."""
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    case = coded_case([[20]], [[16]], [1], num_vectors=40)
+    assert_same(attend, case)
+    slots, index, book = (
+        x.clone() for x in (case.codes.slots, case.codes.slot_tables, case.codes.vector_tables)
+    )
+    words = slots[case.codes.slot_tables[0, 0, 0].long()]
+    if broken == "index":
+        index[0, 0, 0] = 1000
+    elif broken == "book":
+        book[0, 0] = 1000
+    elif broken == "distance":
+        words[5, 6:] = torch.tensor([DISTANCES, 0], dtype=torch.int16)
+    else:
+        words[5, 1] = -1
+    slots[case.codes.slot_tables[0, 0, 0].long()] = words
+    with pytest.raises(IndexError, match=MESSAGES[broken][attend is of_cpu]):
+        attend(case.changed(slots=slots, slot_tables=index, vector_tables=book))
+
+
+@pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
+def test_codes_that_do_not_fit_are_refused(attend: Attention) -> None:
+    case = ragged()
+    with pytest.raises(ValueError, match=r"coded of codes have to be \[5, 2\] of torch.int64"):
+        attend(case.changed(coded=case.codes.coded.int()))
+    with pytest.raises(ValueError, match=r"turns of codes have to be \[50, 16\] of torch.float32"):
+        attend(case.changed(turns=case.codes.turns[:, :8]))
+    with pytest.raises(ValueError, match=r"vectors of codes have to be"):
+        attend(case.changed(vectors=case.codes.vectors[:, :4]))
+
+
+@pytest.mark.usefixtures("untouched_memory")
+@pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
+def test_offsets_exceed_31_bits(attend: Attention) -> None:
+    """Index and vector blocks behind 2^31 numbers, of a cache that is hardly touched."""
+    case = coded_case([[20]], [[16]], [1], dim=64, block=16, num_vectors=20)
+    expected, near = of_torch(case), torch.stack([case.keys, case.values], dim=1)
+    count = 2**31 // near[0].numel() + 8
+    cache = torch.empty(count, 2, 16, 1, 64)
+    assert cache.numel() > 2**31
+    own = len(near)
+    cache[-own:] = near
+    far = [
+        table + count - own
+        for table in (case.tables, case.codes.slot_tables, case.codes.vector_tables)
+    ]
+    codes = case.codes._replace(
+        slots=cache.view(count, -1).view(torch.int16).view(count, -1, 8),
+        vectors=cache.view(count, 32, 64),
+        slot_tables=far[1].int(),
+        vector_tables=far[2].int(),
+    )
+    keys, values = cache.unbind(1)
+    moved = replace(case, keys=keys, values=values, tables=far[0].int(), codes=codes)
+    torch.testing.assert_close(attend(moved), expected, atol=1e-5, rtol=1e-5)
+    assert math.isfinite(float(expected.sum()))

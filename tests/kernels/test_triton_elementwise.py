@@ -1,0 +1,80 @@
+"""The Triton operators of a decoder layer against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels import elementwise as reference
+from kvserve.kernels.elementwise import rms_norm_triton, rotate_triton, silu_and_mul_triton
+
+# The interpreter rounds to bfloat16 in its own way: that is for a GPU.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] * torch.cuda.is_available())]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+tokens = pytest.mark.parametrize("tokens", [0, 1, 5])
+
+
+def assert_alike(one: Tensor, other: Tensor) -> None:
+    tolerance = TOLERANCE[one.dtype]
+    torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 48, 131, 1024])
+def test_rms_norm(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = 3 * torch.randn(tokens, width), torch.randn(width)
+    x, weight = x.to(dtype), weight.to(dtype)
+    assert_alike(rms_norm_triton(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@dtypes
+def test_rms_norm_of_heads_within_a_wider_row(device: str, dtype: torch.dtype) -> None:
+    qkv, weight = torch.randn(5, 7, 32).to(dtype), torch.randn(32).to(dtype)
+    for heads in (qkv[:, :3], qkv[:, 3:4]):
+        assert_alike(rms_norm_triton(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize(("heads", "dim"), [(1, 8), (3, 64), (5, 70)])
+def test_rotate(device: str, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    qkv = torch.randn(tokens, heads + 2, dim).to(dtype)
+    cos, sin = torch.randn(2, tokens, 1, dim).to(dtype)
+    assert_alike(
+        rotate_triton(qkv[:, :heads], cos, sin), reference.rotate(qkv[:, :heads], cos, sin)
+    )
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [37, 1500])
+def test_silu_and_mul(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = (4 * torch.randn(tokens, 2 * width + 3)).to(dtype)[:, : 2 * width]
+    assert_alike(silu_and_mul_triton(gate_up), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's
+def test_silu_far_from_zero(device: str) -> None:
+    gates = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 20.0, 200.0, 1e30])
+    gate_up = torch.cat([gates, torch.ones_like(gates)])[None]
+    assert_alike(silu_and_mul_triton(gate_up), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rms_norm_triton(torch.randn(2, 8), torch.randn(9), 1e-5),
+        lambda: rms_norm_triton(torch.randn(8, 2).t(), torch.randn(8), 1e-5),
+        lambda: rms_norm_triton(torch.randn(2, 8), torch.randn(8).half(), 1e-5),
+        lambda: rotate_triton(torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 8)),
+        lambda: silu_and_mul_triton(torch.randn(2, 7)),
+    ],
+)
+def test_what_does_not_fit_is_refused(device: str, call: Callable[[], Tensor]) -> None:
+    with pytest.raises(ValueError, match="operands that fit them, are needed"):
+        call()

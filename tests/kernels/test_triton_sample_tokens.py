@@ -1,0 +1,174 @@
+"""Fused sampling by Triton against the torch reference.
+
+Whether a token is kept, and whether it wins, hangs on float32 sums and logarithms, which the two
+round differently. Filters therefore stand away from every probability; draws that are as good as
+undecided are none of the cases, which ``undecided`` asserts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels import sample_tokens as kernel
+from kvserve.kernels.sample_tokens import (
+    cut_offs,
+    gumbel_noise,
+    keep_allowed,
+    sample_tokens_torch,
+    sample_tokens_triton,
+)
+
+pytestmark = pytest.mark.usefixtures("device")
+
+# temperature, top_p, top_k, min_p
+GREEDY, PLAIN = (0.0, 1.0, 0.0, 0.0), (0.8, 1.0, 0.0, 0.0)
+FILTERS = [
+    (1.0, 1.0, 1.0, 0.0),
+    (0.7, 1.0, 20.0, 0.0),
+    (1.0, 1.0, 130.0, 0.0),  # more than the lanes of a tile
+    (1.0, 1.0, 100_000.0, 0.0),  # more than there are tokens
+    (1.0, 0.9, 0.0, 0.0),
+    (1.0, 1e-6, 0.0, 0.0),
+    (3.0, 0.97, 0.0, 0.0),
+    (1.0, 1.0, 0.0, 0.05),
+    (1.0, 1.0, 0.0, 1.0),
+    (1.3, 0.8, 30.0, 0.0),
+    (1.0, 0.95, 40.0, 0.1),
+    (1.0, 0.5, 0.0, 0.001),
+    (1e-5, 0.9, 50.0, 0.0),
+    (50.0, 0.9, 70.0, 0.01),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of them over a small vocabulary, and where rows are many, for one program."""
+    monkeypatch.setattr(kernel, "_NARROW_TILE", 64)
+    monkeypatch.setattr(kernel, "_DRAW_TILE", 32)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 1)
+
+
+def rows_of(*settings: tuple[float, float, float, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Settings, seeds (all 64 bits of them) and positions."""
+    count = len(settings)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (count,))
+    return torch.tensor(settings), seeds, torch.randint(0, 2**17, (count,))
+
+
+def scores(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """What the reference takes the largest of: logits alone where a row is greedy."""
+    temperature, top_p, top_k, min_p = settings.unbind(dim=1)
+    scaled = logits / temperature.clamp(min=1e-30)[:, None]
+    drawn = keep_allowed(scaled, top_p, top_k, min_p)
+    drawn = drawn + gumbel_noise(seeds, positions, logits.shape[1])
+    return torch.where(temperature[:, None] > 0, drawn, logits)
+
+
+def assert_same_tokens(logits: Tensor, rows: tuple[Tensor, Tensor, Tensor], filtered: bool) -> None:
+    expected = sample_tokens_torch(logits, *rows, filtered)
+    padded = torch.nn.functional.pad(scores(logits, *rows), (0, 1), value=-torch.inf)
+    first, second = padded.topk(2, dim=-1).values.unbind(-1)
+    undecided = (first - second < 1e-5) & (first > second) & (rows[0][:, 0] > 0)
+    assert not undecided.any(), "choose another random seed"
+    assert torch.equal(sample_tokens_triton(logits, *rows, filtered), expected)
+
+
+def kept_by_kernel(logits: Tensor, settings: Tensor) -> Tensor:
+    """The tokens above the cut-offs, which are (value, id) as one number."""
+    x = logits / settings[:, :1]
+    bits = torch.where(x == 0, 0.0, x).view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 31
+    order += 0x7FFFFFFF - torch.arange(x.shape[1])
+    return (order >= cut_offs(logits, settings)[:, None]) & (x > -torch.inf)
+
+
+def assert_same_kept(logits: Tensor, settings: Tensor) -> None:
+    temperature, top_p, top_k, min_p = settings.unbind(dim=1)
+    expected = keep_allowed(logits / temperature[:, None], top_p, top_k, min_p) > -torch.inf
+    found = kept_by_kernel(logits, settings)
+    assert torch.equal(found.sum(-1), expected.sum(-1))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 64, 203])
+def test_tokens(vocab: int) -> None:
+    """Greedy, drawn and filtered rows in one launch; no whole tiles; logits in strided rows."""
+    settings = [GREEDY, PLAIN, *FILTERS, PLAIN, GREEDY]
+    logits = torch.randn(len(settings), vocab + 3)[:, :vocab] * 3
+    assert_same_tokens(logits, rows_of(*settings), filtered=True)
+
+
+@pytest.mark.parametrize("settings", [[GREEDY] * 3, [PLAIN, GREEDY, (1e-5, 1.0, 0.0, 0.0), PLAIN]])
+def test_tokens_without_filters(settings: list[tuple[float, float, float, float]]) -> None:
+    logits = torch.randn(len(settings), 150)
+    assert_same_tokens(logits, rows_of(*settings), filtered=False)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_what_filters_keep(spread: float) -> None:
+    """From flat logits, of which a filter keeps most, to peaked ones."""
+    logits = torch.randn(len(FILTERS), 300) * spread
+    assert_same_kept(logits, torch.tensor(FILTERS))
+
+
+def test_equal_logits_are_kept_by_id() -> None:
+    """Limits that fall among equals, zeros of both signs among them."""
+    logits = torch.randint(-2, 3, (6, 200)).float()
+    logits *= torch.where(torch.rand(logits.shape) < 0.5, 1.0, -1.0)
+    assert (logits == 0).any() and (1 / logits == -torch.inf).any()
+    settings = torch.tensor(
+        [
+            (1.0, 1.0, 5.0, 0.0),
+            (1.0, 1.0, 90.0, 0.0),
+            (1.0, 0.301, 0.0, 0.0),
+            (2.0, 0.703, 120.0, 0.0),
+            (1.0, 0.901, 0.0, 0.3),
+            (1.0, 1.0, 7.0, 1.0),
+        ]
+    )
+    assert_same_kept(logits, settings)
+    assert_same_kept(torch.zeros_like(logits), settings)
+    assert_same_tokens(logits, rows_of(*[GREEDY] * 6), filtered=False)
+
+
+def test_banned_tokens_never_come_back() -> None:
+    logits = torch.randn(5, 100)
+    logits[:, torch.randperm(100)[:90]] = -torch.inf
+    filters = [PLAIN, (1.0, 1.0, 20.0, 0.0), (1.0, 0.999, 0.0, 0.0), (50.0, 1.0, 0.0, 0.01), GREEDY]
+    rows = rows_of(*filters)
+    assert_same_kept(logits[:4], rows[0][:4])
+    assert_same_tokens(logits, rows, filtered=True)
+    nothing = torch.full((5, 100), -torch.inf)
+    assert not sample_tokens_triton(nothing, *rows, True).any()
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    rows, logits = rows_of(*FILTERS, PLAIN), torch.randn(len(FILTERS) + 1, 203)
+    together = sample_tokens_triton(logits, *rows, True)
+    for i in (4, 9, len(FILTERS)):
+        own, seed, position = (x[i : i + 1] for x in rows)
+        alone = sample_tokens_triton(logits[i : i + 1], own, seed, position, i < len(FILTERS))
+        assert alone == together[i]
+
+
+def test_noise_is_the_reference_s() -> None:
+    """The winner among equals is where the noise is largest, whatever the seed's bits."""
+    rows, logits = rows_of(*[PLAIN] * 20), torch.zeros(20, 130)
+    noise = gumbel_noise(rows[1], rows[2], 130)
+    assert torch.equal(sample_tokens_triton(logits, *rows, False), noise.argmax(-1))
+
+
+def test_refusals() -> None:
+    logits, rows = torch.randn(2, 7), rows_of(PLAIN, GREEDY)
+    with pytest.raises(ValueError, match=r"logits are torch\.float16"):
+        sample_tokens_triton(logits.half(), *rows, False)
+    with pytest.raises(ValueError, match=r"got shape \[7, 2\], strides \[1, 7\]"):
+        sample_tokens_triton(logits.T, *rows, False)
+    with pytest.raises(ValueError, match=r"got shape \[2, 0\]"):
+        sample_tokens_triton(logits[:, :0], *rows, False)
+    with pytest.raises(ValueError, match=r"\[\[2, 4\], \[2\], \[2\]\] do not go with 3 rows"):
+        sample_tokens_triton(torch.randn(3, 7), *rows, False)
+    with pytest.raises(ValueError, match="contiguous"):
+        sample_tokens_triton(logits, rows[0].T.contiguous().T, *rows[1:], False)

@@ -1,0 +1,53 @@
+"""Fused Token2Chunk by Triton gives the places of the policies' torch code, equals included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvserve.engine.policies.selection import token_to_chunk_torch
+from kvserve.kernels.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.mark.parametrize(
+    ("count", "keep", "budget", "max_chunk"),
+    [
+        (1, 1, 0, 8),
+        (9, 9, 4, 4),
+        (16, 11, 9, 3),
+        (17, 6, 3, 8),  # a budget of less than a chunk
+        (40, 12, 11, 4),  # a single token leaves no gap
+        (100, 30, 24, 5),
+        (100, 44, 8, 6),  # many gaps compete for two chunks
+        (480, 144, 16, 8),
+    ],
+)
+@pytest.mark.parametrize("levels", [2, 9, None])
+def test_places(count: int, keep: int, budget: int, max_chunk: int, levels: int | None) -> None:
+    """``levels``: so many different scores only."""
+    scores = torch.rand(2, 3, count) ** 4
+    if levels is not None:
+        scores = (scores * levels).floor() / levels - 0.25
+    expected = token_to_chunk_torch(scores, keep, budget, max_chunk)
+    assert torch.equal(token_to_chunk_triton(scores, keep, budget, max_chunk), expected)
+
+
+def test_places_of_strided_scores() -> None:
+    scores = torch.rand(3, 4, 50).transpose(0, 1)[..., 5:40]
+    found = token_to_chunk_triton(scores, 12, 6, 5)
+    assert torch.equal(found, token_to_chunk_torch(scores, 12, 6, 5))
+
+
+def test_no_lanes() -> None:
+    assert token_to_chunk_triton(torch.rand(0, 4, 50), 12, 6, 5).shape == (0, 4, 12)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"8 of scores \[2, 7\], torch.float32"):
+        token_to_chunk_triton(torch.rand(2, 7), 8, 0, 8)
+    with pytest.raises(ValueError, match=r"scores \[2, 7\], torch.float16"):
+        token_to_chunk_triton(torch.rand(2, 7).half(), 3, 0, 8)
+    with pytest.raises(ValueError, match=f"at most {MOST_SCORES}"):
+        token_to_chunk_triton(torch.rand(MOST_SCORES + 1), 3, 0, 8)
