@@ -1,4 +1,7 @@
-"""How many blocks the memory holds, on the device and in the host's swap space."""
+"""How many blocks the memory holds, on the device and in the host's swap space.
+
+And what a CPU engine asks of the system's memory.
+"""
 
 from __future__ import annotations
 
