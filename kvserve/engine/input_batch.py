@@ -56,6 +56,7 @@ class InputBatch:
         self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._kept_scores: dict[int, Tensor] = {}
         self._parked_scores: dict[int, dict[int, Tensor]] = {}
@@ -118,18 +119,26 @@ class InputBatch:
         decoding, prefill = output.num_decoding, output.prefill
         rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
         lengths = np.concatenate([np.ones(decoding, np.int32), prefill.lengths])
-        at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
-        input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
+        at: Tensor | slice
+        chunk_rows: Tensor | slice
+        if len(prefill.rows):
+            at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
+            chunk_rows, added = self._long(rows), self._long(lengths)
+            input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
+        else:  # views of the first rows: no numbers have to go to the device
+            at = chunk_rows = slice(decoding)
+            offset, added = self.num_computed.new_zeros(1), self.num_computed.new_ones(1)
+            input_ids = self.last_token[at]
         positions = self.num_computed[at] + offset
         entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
-        query_slots = self._query_slots(at, positions) if output.logs_queries else None
-        chunk_rows, added = self._long(rows), self._long(lengths)
+        by_token = self._rows[at]
+        query_slots = self._query_slots(by_token, positions) if output.logs_queries else None
         self.kv_lens[:, chunk_rows] += added[:, None]
         self.num_computed[chunk_rows] += added
         batch = ForwardBatch(
             positions=positions,
             prompt_lens=self.prompt_lens[at],
-            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            slots=slot_mapping(self.block_tables, by_token, entries, self.layout.block_size),
             query_slots=query_slots,
             last=entries,
             tables=self.block_tables,
@@ -236,7 +245,7 @@ class InputBatch:
             causal=bool((np.diff(entries) == 1).all()),
         )
 
-    def _rebuilt(self, rows: Tensor, num_coded: tuple[int, ...]) -> CodedRows | None:
+    def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
         kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)

@@ -196,8 +196,9 @@ class ModelRunner:
         if not len(rows):
             return
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
-        at = to_device(np.searchsorted(places, last), hidden.device)
-        logits = self.model.logits(hidden[at])
+        if len(last) < len(places):
+            hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
+        logits = self.model.logits(hidden)
         where = to_device(rows, hidden.device)
         positions = self.batch.num_computed[where]
         if self.group.rank == 0:
@@ -227,7 +228,8 @@ class ModelRunner:
             # On a GPU the forward is still running while the host works out the masks.
             masks = allowed_tokens(step.grammars, *logits.shape)
             allowed = to_device(masks, logits.device, torch.bool)
-        sampled = self.batch.sampling.sample(logits, rows, positions, allowed)
+        argmax = self.model.operators.argmax
+        sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 

@@ -29,7 +29,7 @@ from kvserve.engine.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.distributed import RankGroup
 from kvserve.engine.input_batch import InputBatch
 from kvserve.engine.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
-from kvserve.engine.memory import Profile, free_memory, taken_by
+from kvserve.engine.memory import Profile, free_memory, keep_freed_memory, taken_by
 from kvserve.engine.model_runner import ModelRunner
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec
@@ -77,6 +77,8 @@ class RankPlan:
         self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
         """The rank's cache and rows."""
+        if self.device == "cpu":
+            keep_freed_memory()
         cache = KVCache(
             self.layout,
             pool.num_blocks,

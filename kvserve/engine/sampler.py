@@ -6,6 +6,7 @@ request samples depends neither on the batch it runs in nor on when its step is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from kvserve.engine.grammar import SequenceGrammar
 from kvserve.engine.logit_rules import LogitRules, RowRules
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.transfer import to_device
+from kvserve.kernels import elementwise
 from kvserve.kernels.sample_tokens import sample_tokens
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
@@ -136,11 +138,17 @@ class SamplingRows:
             tensor[dst] = tensor[src]
 
     def sample(
-        self, logits: Tensor, at: IntArray, positions: Tensor, allowed: Tensor | None = None
+        self,
+        logits: Tensor,
+        at: IntArray,
+        positions: Tensor,
+        allowed: Tensor | None = None,
+        argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
     ) -> SampledTokens:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 
-        ``allowed`` [S, V], boolean, is what the rows' grammars let pass.
+        ``allowed`` [S, V], boolean, is what the rows' grammars let pass. ``argmax``: that of
+        ``kvserve.kernels.elementwise``, or another that does the same.
         """
         host = self._host[at]
         rows = to_device(at, logits.device)
@@ -154,7 +162,7 @@ class SamplingRows:
         if host[:, 0].any():
             tokens = self.draw(logits, rows, positions, bool(host[:, 1].any()))
         else:
-            tokens = logits.argmax(dim=-1)
+            tokens = argmax(logits)
         if host[:, 5].any():
             tokens = self._end_reasoning(tokens, rows, positions)
         if host[:, 4].any():
@@ -173,6 +181,8 @@ class SamplingRows:
 
     def prompt_scoring(self, at: IntArray) -> list[tuple[int, PromptScoring]]:
         """Places in ``at`` of rows whose prompts are scored, and what they want."""
+        if not len(at):
+            return []
         wanted = self._prompts[at]
         return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
 

@@ -45,12 +45,12 @@ class HostCopy:
         """The tensors, once they are there: float32 and int32."""
         if self._copied is not None:
             self._copied.synchronize()
-        sizes = [shape.numel() for shape, _ in self._layouts]
-        arrays = np.split(self._words.numpy(), np.cumsum(sizes)[:-1]) if sizes else []
-        return [
-            words.view(np.float32 if dtype == torch.float32 else np.int32).reshape(shape)
-            for words, (shape, dtype) in zip(arrays, self._layouts, strict=True)
-        ]
+        words, arrays, at = self._words.numpy(), [], 0
+        for shape, dtype in self._layouts:
+            part = words[at : at + shape.numel()].reshape(shape)
+            arrays.append(part.view(np.float32) if dtype == torch.float32 else part)
+            at += shape.numel()
+        return arrays
 
 
 class Stopwatch:

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products: in torch, the reference, and in Triton.
+"""What a model does beside its matrix products: in torch, the reference, and in Triton.
 
 Arithmetic is float32, and rounds wherever torch's operators do.
 """
@@ -37,6 +37,11 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up: [T, 2 N], gates first -> [T, N]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def argmax(x: Tensor) -> Tensor:
+    """x: [T, N] -> the first place of each row's largest number: int64 [T]."""
+    return x.argmax(dim=-1)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

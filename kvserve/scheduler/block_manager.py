@@ -199,6 +199,8 @@ class BlockManager:
 
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
+        if (self._log_from[rows] == positions).all():
+            return
         self.log.move_front(rows, positions[:, None] // self.log_block_tokens)
         self._log_from[rows] = positions
 

@@ -56,6 +56,8 @@ class BlockPool:
 
     def release(self, blocks: IntArray) -> int:
         """Drop one reference to each block; return how many of them came free."""
+        if not len(blocks):
+            return 0
         np.subtract.at(self.ref, blocks, 1)
         freed = np.unique(blocks[self.ref[blocks] == 0])
         self._free[self.num_free : self.num_free + len(freed)] = freed

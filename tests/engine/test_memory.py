@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,3 +134,50 @@ def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
     rows = {row[0]: row for row in llm.engine.core.info.summary}
     assert rows["memory"][1].startswith("weights 0 MiB")
     assert "10.0 sequences of full length, 80.0 of those as streaming_llm" in rows["kv pool"][2]
+
+
+FAULTS = """
+import resource, sys, torch
+from kvserve.engine.memory import keep_freed_memory
+
+def fill():
+    parts = [torch.ones(2**22) for _ in range(6)]
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+fill()
+fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+fill()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    keep, leave = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True).stdout)
+        for how in ("keep", "leave")
+    )
+    assert keep < 100 < 1000 < leave
+
+
+def large_pages() -> int:
+    """KiB of this process in large pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+
+def can_collapse() -> bool:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    release = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
+    return enabled.exists() and "[never]" not in enabled.read_text() and release >= (6, 1)
+
+
+@pytest.mark.skipif(not can_collapse(), reason="needs Linux 6.1 with large pages")
+def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
+    numbers, before = torch.arange(2**22), large_pages()
+    memory.use_large_pages(numbers.data_ptr(), numbers.nbytes)
+    assert large_pages() - before >= 30 * 1024  # of 32 MiB, all but what is no whole page
+    assert torch.equal(numbers, torch.arange(2**22))
+    memory.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page

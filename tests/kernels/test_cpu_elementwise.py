@@ -73,6 +73,16 @@ def test_silu_far_from_zero(dtype: torch.dtype) -> None:
     assert_alike(compiled.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
 
+@dtypes
+@pytest.mark.parametrize("rows", [0, 1, 40])
+@pytest.mark.parametrize("width", [1, 15, 48, 1003])
+def test_argmax(rows: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(-9, 10, (rows, width + 5)).to(dtype)[:, :width]  # many are the largest
+    x[1:3] = -torch.inf
+    assert torch.equal(compiled.argmax(x), reference.argmax(x))
+
+
 def test_threads_change_no_bit() -> None:
     torch.manual_seed(0)
     gate_up, before = torch.randn(512, 2 * 256), torch.get_num_threads()
@@ -93,6 +103,7 @@ def test_threads_change_no_bit() -> None:
         lambda: compiled.rotate(torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 8)),
         lambda: compiled.silu_and_mul(torch.randn(2, 7)),
         lambda: compiled.silu_and_mul(torch.randn(2, 8).half()),
+        lambda: compiled.argmax(torch.randn(2, 0)),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvserve.engine.memory import use_large_pages
 from kvserve.engine.models.fp8 import multiply
 
 
@@ -40,4 +41,5 @@ def can_pack(dtype: torch.dtype, device: str) -> bool:
 def packed(weight: nn.Parameter) -> nn.Parameter:
     """The same weight [out, in] as oneDNN wants it. It can only be multiplied with."""
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, None)
+    use_large_pages(torch.ops.mkldnn.data_ptr(reordered), torch.ops.mkldnn._nbytes(reordered))
     return nn.Parameter(reordered, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What a layer does between its matrix products: compiled on a CPU, Triton's kernels on a GPU."""
+"""What a model does beside its matrix products: compiled on a CPU, Triton's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Operators:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotate
     silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
+    argmax: Callable[[Tensor], Tensor] = elementwise.argmax
 
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
@@ -38,7 +39,8 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
         load_library("elementwise")
     except BuildError as error:
         return Operators("torch", f"compiled ones are not there: {error}")
-    return Operators("compiled", how, compiled.rms_norm, compiled.rotate, compiled.silu_and_mul)
+    return Operators("compiled", how, *COMPILED)
 
 
 TRITON = elementwise.rms_norm_triton, elementwise.rotate_triton, elementwise.silu_and_mul_triton
+COMPILED = compiled.rms_norm, compiled.rotate, compiled.silu_and_mul, compiled.argmax

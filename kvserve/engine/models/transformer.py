@@ -73,6 +73,8 @@ class Layer(nn.Module):
         attended = attention.forward(index, q, cache).flatten(1)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
+            if not len(hidden):
+                return hidden
         attended = linear(attended, self.out, scales=self.out_scales)
         hidden = hidden + self.group.sum(attended)
         x = self._norm(hidden, self.post_norm)

@@ -1,4 +1,4 @@
-// What a decoder layer does between its matrix products, each in one pass over its rows.
+// What a model does beside its matrix products and attention, each in one pass over its rows.
 //
 // Arithmetic is float32; bfloat16 is widened as it is loaded, and rounded wherever torch's operators
 // would round. A row is computed by one thread, so threads change no bit.
@@ -13,7 +13,7 @@ extern "C" struct Elementwise {
   const void* x;  // [groups, rows, width], groups x_stride apart, rows dense
   const void* a;  // rms_norm: weight [width]; rotate: cos [groups, width]
   const void* b;  // rotate: sin [groups, width]
-  void* out;      // dense
+  void* out;      // dense; argmax: int64 [groups]
   int64_t groups, rows, width, x_stride;
   int64_t is_bf16, num_threads;
   double eps;
@@ -70,6 +70,26 @@ void silu_and_mul(const T* x, T* out, int64_t width) {
   });
 }
 
+// The first place of the largest of x, which is no NaN.
+template <typename T>
+int64_t argmax(const T* x, int64_t width) {
+  const F lowest = F{} - INFINITY;
+  F best = lowest;
+  X::I at = {}, places = X::count();
+  each_vector(width, [&](int64_t i, int64_t count) {
+    const F loaded = X::load(x + i, count);
+    const F v = X::count() < static_cast<int32_t>(count) ? loaded : lowest;
+    at = v > best ? places : at;
+    best = v > best ? v : best;
+    places += kMaxLanes;
+  });
+  const float largest = X::largest(best);
+  int32_t first = INT32_MAX;
+  for (int lane = 0; lane < kMaxLanes; ++lane)
+    if (best[lane] == largest && at[lane] < first) first = at[lane];
+  return first;
+}
+
 template <typename T, typename Row>
 void each_row(const Elementwise& c, Row row) {
   const int64_t count = c.groups * c.rows;
@@ -107,6 +127,15 @@ void activate_rows(const Elementwise& c) {
   });
 }
 
+template <typename T>
+void largest_of_rows(const Elementwise& c) {
+  const T* x = static_cast<const T*>(c.x);
+  int64_t* out = static_cast<int64_t*>(c.out);
+  each_row<T>(c, [=](int64_t group, int64_t) {
+    out[group] = argmax(x + group * c.x_stride, c.width);
+  });
+}
+
 }  // namespace
 
 extern "C" void kvserve_rms_norm(const Elementwise* c) {
@@ -119,4 +148,8 @@ extern "C" void kvserve_rotate(const Elementwise* c) {
 
 extern "C" void kvserve_silu_and_mul(const Elementwise* c) {
   c->is_bf16 ? activate_rows<bf16>(*c) : activate_rows<float>(*c);
+}
+
+extern "C" void kvserve_argmax(const Elementwise* c) {
+  c->is_bf16 ? largest_of_rows<bf16>(*c) : largest_of_rows<float>(*c);
 }

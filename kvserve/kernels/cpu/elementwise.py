@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, on a CPU: what ``elementwise.cpp`` takes.
+"""What a model does beside its matrix products, on a CPU: what ``elementwise.cpp`` takes.
 
 The functions of ``kvserve.kernels.elementwise``, for float32 and bfloat16.
 """
@@ -55,18 +55,26 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def argmax(x: Tensor) -> Tensor:
+    """x: [T, N] -> int64 [T]."""
+    out = torch.empty(x.shape[:1], dtype=torch.int64)
+    _check("argmax", x, fits=x.shape[1] > 0)
+    _launch("argmax", x, x.shape[1], out, None, None, 0.0)
+    return out
+
+
 def _launch(
     name: str, x: Tensor, width: int, out: Tensor, a: Tensor | None, b: Tensor | None, eps: float
 ) -> None:
     groups = x.shape[0]  # not len(), which is slow for a tensor
-    threads = max(1, min(torch.get_num_threads(), out.numel() // _WORTH_A_THREAD))
+    threads = max(1, min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD))
     call = _Call(
         x.data_ptr(),
         None if a is None else a.data_ptr(),
         None if b is None else b.data_ptr(),
         out.data_ptr(),
         groups,
-        out.numel() // (groups * width) if groups else 1,
+        1 if x.dim() == 2 else x.shape[1],
         width,
         x.stride(0),
         x.dtype is torch.bfloat16,

@@ -109,6 +109,21 @@ struct Lanes : Vectors<W> {
     return x;
   }
 
+  // The result of all lanes, by halves.
+  static inline float largest(F x) {
+#pragma GCC unroll 4
+    for (int step = W / 2; step; step /= 2) {
+      const F other = __builtin_shuffle(x, count() ^ step);
+      x = other > x ? other : x;
+    }
+    return x[0];
+  }
+  static inline float total(F x) {
+#pragma GCC unroll 4
+    for (int step = W / 2; step; step /= 2) x += __builtin_shuffle(x, count() ^ step);
+    return x[0];
+  }
+
   // To about 2e-7 relative; beyond -87 and 88 it stays what it is there.
   static inline F exp(F x) {
     x = x > -87.0f ? x : F{} - 87.0f;

@@ -2,8 +2,8 @@
 //
 // A tile is up to kTileRows (query, head) pairs that share one KV head; keys and values are loaded
 // once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
-// of kPartEntries whose results are merged in order: neither the number of threads nor the rest of
-// the batch changes a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
+// of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
+// change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
 // Entries held as codes are decoded kTileEntries at a time; what is a vector itself is read in place.
 
 #include <algorithm>
@@ -23,6 +23,8 @@ constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
+constexpr int kCacheLine = 64;
+constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
 constexpr int kMaxVectors = kMaxLanes / 4;
 
 // An entry held as a code, as it is stored; scales are float16.
@@ -55,6 +57,42 @@ inline void transpose(typename Lanes<W>::F* rows) {
     if (!(i & Step))
       swap_corners<W, Step>(rows[i], rows[i + Step], std::make_integer_sequence<int, W>());
   if constexpr (Step > 1) transpose<W, Step / 2>(rows);
+}
+
+// ---- logits[Q, W] = queries[Q, D] . W keys[D] ---------------------------------------------------
+
+// Sums of keys k, k + Step, k + 2 Step, ... below W. Lanes whose numbers are the same below Step
+// add up to the logit of one key: k plus that number.
+template <int W, int Q, int Step, typename T>
+inline void dots(const float* queries, int dim, const T* const* keys, int k,
+                 typename Lanes<W>::F* sums) {
+  typedef Lanes<W> X;
+  typedef typename X::F F;
+  if constexpr (Step == W) {
+    for (int q = 0; q < Q; ++q) sums[q] = F{};
+    for (int d = 0; d < dim; d += W) {
+      const F key = X::load(keys[k] + d);
+      for (int q = 0; q < Q; ++q) sums[q] += X::load(queries + q * dim + d) * key;
+    }
+  } else {
+    F others[Q];
+    dots<W, Q, 2 * Step>(queries, dim, keys, k, sums);
+    dots<W, Q, 2 * Step>(queries, dim, keys, k + Step, others);
+    for (int q = 0; q < Q; ++q) {
+      swap_corners<W, Step>(sums[q], others[q], std::make_integer_sequence<int, W>());
+      sums[q] += others[q];
+    }
+  }
+}
+
+template <int W, int Q, typename T>
+void dots_of(float* logits, int stride, const float* queries, int dim, const T* const* keys,
+             int width) {
+  for (int at = 0; at < width; at += W) {
+    typename Lanes<W>::F sums[Q];
+    dots<W, Q, 1>(queries, dim, keys + at, 0, sums);
+    for (int q = 0; q < Q; ++q) Lanes<W>::store(logits + q * stride + at, sums[q]);
+  }
 }
 
 // ---- out[Q, V * W] (+)= a[Q, depth] . rows[depth][V * W] ----------------------------------------
@@ -137,7 +175,8 @@ namespace {
 // Rows [first, first + count) of chunk's (query, head) pairs, over one part of their context.
 struct Item {
   int chunk, kv_head, first, count, part, parts;
-  int64_t partial;  // where the first of its parts is kept, if there are several
+  int64_t begin, end;  // entries
+  int64_t partial;     // where the first of its parts is kept, if there are several
 };
 
 struct Scratch {
@@ -166,10 +205,11 @@ class Kernel {
     const int64_t count = items_.size();
     std::atomic<int> refusal{kNone};
     if (threads == 1) {
-      for (const Item& item : items_) attend(item, refusal);
+      for (int64_t i = 0; i < count; ++i) attend(i, refusal);
     } else {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-      for (int64_t i = 0; i < count; ++i) attend(items_[i], refusal);
+      const int64_t run = std::max<int64_t>(1, count / (8 * threads));  // each fetches for the next
+#pragma omp parallel for schedule(dynamic, run) num_threads(threads)
+      for (int64_t i = 0; i < count; ++i) attend(i, refusal);
     }
     if (refusal == kNone && !partials_.empty())
       for (const Item& item : items_)
@@ -212,8 +252,11 @@ class Kernel {
             furthest = std::max(furthest, last[t]);
           }
           const int parts = std::max<int64_t>(1, (furthest + kPartEntries) / kPartEntries);
-          for (int part = 0; part < parts; ++part)
-            items_.push_back({(int)s, h, (int)first, count, part, parts, partials});
+          for (int part = 0; part < parts; ++part) {
+            const int64_t from = (int64_t)part * kPartEntries;
+            const int64_t to = std::min<int64_t>(furthest + 1, from + kPartEntries);
+            items_.push_back({(int)s, h, (int)first, count, part, parts, from, to, partials});
+          }
           if (parts > 1) partials += parts * count;
         }
       }
@@ -222,24 +265,21 @@ class Kernel {
     return kNone;
   }
 
-  void attend(const Item& item, std::atomic<int>& refusal) {
+  void attend(int64_t index, std::atomic<int>& refusal) {
     if (refusal != kNone) return;
+    const Item& item = items_[index];
     Scratch own;
     begin(item, own);
-    const int64_t from = (int64_t)item.part * kPartEntries;
-    const int64_t furthest = *std::max_element(own.last, own.last + item.count);
-    const int64_t end = std::min<int64_t>(furthest + 1, from + kPartEntries);
     const T *keys[kTileEntries], *values[kTileEntries];
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
-    for (int64_t at = from; at < end; at += kTileEntries) {
-      const int count = std::min<int64_t>(kTileEntries, end - at);
+    for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
+      const int count = std::min<int64_t>(kTileEntries, item.end - at);
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
       if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
+      if (item.count <= kFewRows) fetch_behind(index, at);
       const int width = (count + W - 1) / W * W;
-      turn(keys, count, width, own.keys);
-      multiply_all<W, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
-                             own.key_rows, dim_);
+      score(item, own, keys, count, width);
       for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
       multiply_all<W, true>(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values,
                             count);
@@ -277,7 +317,6 @@ class Kernel {
         X::store(own.query + i * dim_ + d, X::load(from + d) * call_.scale);
     }
     std::memset(own.sums, 0, item.count * dim_ * sizeof(float));
-    for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
   }
 
   int64_t lane(const Item& item) const {
@@ -355,23 +394,71 @@ class Kernel {
     return false;
   }
 
-  // Addresses of entries [at, at + count); false if a column in use names no block.
-  bool find(const Item& item, int64_t at, int count, const T** keys, const T** values,
-            std::atomic<int>& refusal) const {
+  // visit(i, key, value) for the entries [at, at + count), up to a column that names no block.
+  template <typename Visit>
+  __attribute__((always_inline)) inline const int32_t* each_entry(const Item& item, int64_t at,
+                                                                  int count, Visit visit) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = c.tables + lane(item) * c.columns;
     const int64_t head = item.kv_head % heads_per_table_ * dim_;
     int64_t offset = at % c.block_size, column = at / c.block_size;
     for (int i = 0; i < count; ++column, offset = 0) {
       const int64_t block = blocks[column];
-      if (block < 1 || block >= c.num_blocks) return refuse_one(kBlock, item, block, refusal);
+      if (block < 1 || block >= c.num_blocks) return blocks + column;
       const int64_t place = block * c.block_stride + head;
-      for (; i < count && offset < c.block_size; ++i, ++offset) {
-        keys[i] = static_cast<const T*>(c.keys) + place + offset * row_stride_;
-        values[i] = static_cast<const T*>(c.values) + place + offset * row_stride_;
-      }
+      for (; i < count && offset < c.block_size; ++i, ++offset)
+        visit(i, static_cast<const T*>(c.keys) + place + offset * row_stride_,
+              static_cast<const T*>(c.values) + place + offset * row_stride_);
     }
-    return true;
+    return nullptr;
+  }
+
+  // Addresses of entries [at, at + count); false if a column in use names no block.
+  bool find(const Item& item, int64_t at, int count, const T** keys, const T** values,
+            std::atomic<int>& refusal) const {
+    const int32_t* wrong = each_entry(item, at, count, [=](int i, const T* key, const T* value) {
+      keys[i] = key;
+      values[i] = value;
+    });
+    return !wrong || refuse_one(kBlock, item, *wrong, refusal);
+  }
+
+  // Ask for what is read after entry `at` and its tile: the memory is slower than the arithmetic.
+  // Inlined by force: to GCC, a function that does no more than ask does nothing.
+  __attribute__((always_inline)) inline void fetch_behind(int64_t index, int64_t at) const {
+    at += kTileEntries;
+    if (at >= items_[index].end) {
+      if (++index == (int64_t)items_.size()) return;
+      at = items_[index].begin;
+    }
+    const Item& item = items_[index];
+    const int count = std::min<int64_t>(kTileEntries, item.end - at);
+    each_entry(item, at, count, [=](int, const T* key, const T* value) {
+      for (int d = 0; d < dim_; d += kCacheLine / sizeof(T)) {
+        __builtin_prefetch(key + d);
+        __builtin_prefetch(value + d);
+      }
+    });
+  }
+
+  // Logits of all pairs with `count` keys; what fills up the last vector means nothing.
+  void score(const Item& item, Scratch& own, const T** keys, int count, int width) const {
+    if (item.count <= kFewRows) {
+      for (int i = count; i < width; ++i) keys[i] = keys[0];
+      few<kFewRows>(item, own, keys, width);
+      return;
+    }
+    turn(keys, count, width, own.keys);
+    for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
+    multiply_all<W, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
+                           own.key_rows, dim_);
+  }
+
+  template <int Q>
+  void few(const Item& item, Scratch& own, const T* const* keys, int width) const {
+    if constexpr (Q > 1)
+      if (item.count < Q) return few<Q - 1>(item, own, keys, width);
+    dots_of<W, Q>(own.weights, kTileEntries, own.query, dim_, keys, width);
   }
 
   // Keys [count, D] -> [D, width]; what fills up the last vector is zero.
@@ -399,8 +486,7 @@ class Kernel {
       const F x = lane < seen - v ? X::load(row + v) : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
-    float largest = own.largest[i];
-    for (int k = 0; k < W; ++k) largest = std::max(largest, highest[k]);
+    const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
       const F weight = X::exp(X::load(row + v) - largest);
@@ -415,7 +501,7 @@ class Kernel {
         X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) * shrink);
       own.largest[i] = largest;
     }
-    for (int k = 0; k < W; ++k) own.total[i] += sum[k];
+    own.total[i] += X::total(sum);
   }
 
   float* partial(const Item& item, int part, int i) {
