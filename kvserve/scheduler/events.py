@@ -100,10 +100,10 @@ class EventBook:
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
-        due = self._due()
-        if not any(self._rank(row) == self._starved for row in due):
+        waiting = self._waiting()
+        if not any(self._rank(row) == self._starved for row in waiting):
             self._starved = None  # it has made way itself, or ended
-        plans = self._plans(due)
+        plans = self._plans(self._due(waiting))
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
@@ -118,7 +118,11 @@ class EventBook:
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
-        plans = [p for p in self._plans(np.concatenate([self._due(), *willing])) if p.known]
+        plans = [
+            p
+            for p in self._plans(np.concatenate([self._due(self._waiting()), *willing]))
+            if p.known
+        ]
         freed = np.concatenate([np.zeros(0, int), *(plan.blocks_freed for plan in plans)])
         order = (-freed).argsort(kind="stable")
         enough = int(np.searchsorted(freed[order].cumsum(), missing))
@@ -166,15 +170,19 @@ class EventBook:
         task = self._compact(EventPlans(policy_id, at, plan, old, new, True, True, layout))
         return replace(task, token_ids=rows.token_ids[at, :num_prompt])
 
-    def _due(self) -> IntArray:
-        """Rows with an event to come before they go on, unless its counts are on their way."""
+    def _waiting(self) -> IntArray:
+        """Rows with an event to come before they go on."""
         rows, n = self.rows, self.rows.num_rows
-        due = rows.num_computed[:n] >= rows.next_event[:n]
-        due &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
-        at: IntArray = np.flatnonzero(due).astype(np.int32)
-        if self._observing:
-            at = at[[rows.owner(row).seq_id not in self._observing for row in at]]
+        waits = rows.num_computed[:n] >= rows.next_event[:n]
+        waits &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
+        at: IntArray = np.flatnonzero(waits).astype(np.int32)
         return at
+
+    def _due(self, at: IntArray) -> IntArray:
+        """Those of the rows ``at`` whose counts are not on their way."""
+        if not self._observing:
+            return at
+        return at[[self.rows.owner(row).seq_id not in self._observing for row in at]]
 
     def _plans(self, at: IntArray) -> list[EventPlans]:
         """What events of rows ``at`` would do now, policy by policy."""
