@@ -129,7 +129,7 @@ class EngineCore:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
         finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
-        token_ids = result.token_ids[gets].tolist()
+        token_ids = list(compress(result.token_ids.tolist(), gets))
         self._generation_tokens += len(token_ids)
         return StepOutputs(
             seq_ids=[seq.seq_id for seq in compress(output.sampled, gets)],

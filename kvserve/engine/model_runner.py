@@ -183,6 +183,26 @@ class ModelRunner:
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """The step's tokens through the model, and whoever has caught up gets a new one."""
+        rows = output.sampled_rows
+        where: Tensor | slice
+        if len(rows) == output.num_tokens == output.num_decoding:
+            where, hidden = slice(len(rows)), self._hidden(output, None)
+        else:
+            where = to_device(rows, self.batch.device)
+            hidden = self._sampled_hidden(output, step)
+        if not len(rows):
+            return
+        logits = self.model.logits(hidden)
+        positions = self.batch.num_computed[where]
+        if self.group.rank == 0:
+            step.sampled = self._sample(output, step, logits, rows, positions)
+            token_ids = self.group.broadcast(step.sampled.token_ids)
+        else:
+            token_ids = self.group.broadcast(torch.empty_like(positions))
+        self.batch.last_token[where] = token_ids
+
+    def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
+        """Hidden states [S, hidden] of tokens that are sampled from; scores prompts on the way."""
         # Places of tokens: the batch's, then one for each pruned prompt.
         tokens = output.num_decoding + len(output.prefill.token_ids)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
@@ -191,22 +211,11 @@ class ModelRunner:
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
         hidden = self._hidden(output, wanted)
-        rows = output.sampled_rows
         step.scored = self._score_prompts(output, hidden)
-        if not len(rows):
-            return
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
         if len(last) < len(places):
             hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
-        logits = self.model.logits(hidden)
-        where = to_device(rows, hidden.device)
-        positions = self.batch.num_computed[where]
-        if self.group.rank == 0:
-            step.sampled = self._sample(output, step, logits, rows, positions)
-            token_ids = self.group.broadcast(step.sampled.token_ids)
-        else:
-            token_ids = self.group.broadcast(torch.empty_like(positions))
-        self.batch.last_token[where] = token_ids
+        return hidden
 
     def _sample(
         self,
@@ -233,8 +242,9 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _hidden(self, output: SchedulerOutput, wanted: IntArray) -> Tensor:
-        """Hidden states of the batch's ``wanted`` tokens, then of each pruned prompt's last one."""
+    def _hidden(self, output: SchedulerOutput, wanted: IntArray | None) -> Tensor:
+        """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
+        prompt's last one."""
         hidden = []
         chunks = len(output.prefill.rows)
         if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
@@ -242,7 +252,9 @@ class ModelRunner:
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
             planned = self.attention.plan(batch)
-            at = to_device(wanted, input_ids.device) if len(wanted) < len(input_ids) else None
+            at = None
+            if wanted is not None and len(wanted) < len(input_ids):
+                at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
             policy = cast(PruningPolicy, self.policies[task.policy_id])

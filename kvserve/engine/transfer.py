@@ -28,29 +28,25 @@ class HostCopy:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Of any shapes; float32, or integers (or booleans) that fit int32."""
-        self._layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        words = [
-            (x if x.dtype == torch.float32 else x.int()).view(torch.int32).flatten()
-            for x in (tensor.contiguous() for tensor in tensors)
-        ]
-        self._words = torch.cat(words) if words else torch.zeros(0, dtype=torch.int32)
+        self._tensors = [x if x.dtype == torch.float32 else x.int() for x in tensors]
         self._copied: torch.cuda.Event | None = None
-        if self._words.is_cuda:
-            host = torch.empty(self._words.shape, dtype=torch.int32, pin_memory=True)
-            self._words = host.copy_(self._words, non_blocking=True)
+        if tensors and tensors[0].is_cuda:
+            words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
+            host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(words, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
+            parts = host.split([x.numel() for x in self._tensors])
+            self._tensors = [
+                part.view(x.dtype).view(x.shape)
+                for part, x in zip(parts, self._tensors, strict=True)
+            ]
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
         """The tensors, once they are there: float32 and int32."""
         if self._copied is not None:
             self._copied.synchronize()
-        words, arrays, at = self._words.numpy(), [], 0
-        for shape, dtype in self._layouts:
-            part = words[at : at + shape.numel()].reshape(shape)
-            arrays.append(part.view(np.float32) if dtype == torch.float32 else part)
-            at += shape.numel()
-        return arrays
+        return [tensor.numpy() for tensor in self._tensors]
 
 
 class Stopwatch:

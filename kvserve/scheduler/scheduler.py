@@ -209,14 +209,13 @@ class Scheduler:
         rows = self.rows
         self.events.take_counts(output.observations, kept_counts)
         finished, self._outgrown = self._outgrown, []
-        running = [seq.status is SequenceStatus.RUNNING for seq in output.sampled]
-        for i in np.flatnonzero(np.logical_not(running)):
-            seq = output.sampled[i]
-            if seq.status is SequenceStatus.WAITING and self._learn_late(seq, int(token_ids[i])):
-                finished.append(seq)
-        sequences = list(compress(output.sampled, running))
+        sequences, places = output.sampled, output.sampled_at
+        running = [seq.status is SequenceStatus.RUNNING for seq in sequences]
+        if not all(running):
+            finished += self._learn_late(output, token_ids)
+            sequences = tuple(compress(sequences, running))
+            places, token_ids = places[running], token_ids[running]
         at = np.fromiter((seq.row for seq in sequences), np.int32, len(sequences))
-        places, token_ids = output.sampled_at[running], token_ids[running]
         rows.token_ids[at, places] = token_ids
         rows.num_unknown[at] -= 1
         stopped = (rows.stop_ids[at] == token_ids[:, None]).any(axis=1)
@@ -309,13 +308,19 @@ class Scheduler:
         self.waiting.add(seq)
         self.num_preemptions += 1
 
-    def _learn_late(self, seq: Sequence, token: int) -> bool:
-        """The token of a sequence that has lost its row meanwhile; returns whether that ends it."""
-        seq.token_ids[-1], seq.awaits_token = token, False
-        stopped = token in seq.stop_token_ids
-        if stopped or seq.num_tokens >= seq.max_len:
-            self._end(seq, token if stopped else None)
-        return seq.status is SequenceStatus.FINISHED
+    def _learn_late(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
+        """Tokens of sequences that have lost their rows meanwhile; returns whom that ends."""
+        late = [
+            (seq, int(token))
+            for seq, token in zip(output.sampled, token_ids, strict=True)
+            if seq.status is SequenceStatus.WAITING
+        ]
+        for seq, token in late:
+            seq.token_ids[-1], seq.awaits_token = token, False
+            stopped = token in seq.stop_token_ids
+            if stopped or seq.num_tokens >= seq.max_len:
+                self._end(seq, token if stopped else None)
+        return [seq for seq, _ in late if seq.status is SequenceStatus.FINISHED]
 
     def _end(self, seq: Sequence, stop_token: int | None) -> None:
         """A sequence has its last token."""
