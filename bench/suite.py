@@ -101,9 +101,9 @@ SUITE = (
         "A pool of a quarter of the demand",
         "The regime that compression is for: 100 chains of 30 sums want four times the blocks that "
         "there are. Ratios are medians over turns, each beside the first row of the same turn.",
-        f"bench throughput {CHAINS} --num-prompts 100 --pool-share 0.25 --repeat 3 --policy none "
+        f"bench throughput {CHAINS} --num-prompts 100 --pool-share 0.25 --repeat 9 --policy none "
         f"--policy {SNAPKV} --policy {KARA}",
-        minutes=1.5,
+        minutes=3,
     ),
     Measurement(
         "pool-sweep",
@@ -250,7 +250,7 @@ SUITE = (
         "The first section's command three times over: what was decided must not change, ratios "
         "of throughputs may spread by 5 %.",
         "quarter-pool --times 3",
-        minutes=4,
+        minutes=9,
         module="bench.repeatability",
     ),
 )

@@ -88,11 +88,10 @@ def test_two_ranks_generate_and_keep_what_one_does(tmp_path: Path) -> None:
     # are shared out as 65 and 64.
     directory = write_checkpoint("llama", tmp_path, vocab_size=129)
     results = []
-    # Two ranks decode by padded steps, as they would by graphs.
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 70, "async_scheduling": True}
+    # As on GPUs: steps overlap, and two ranks decode by padded ones.
     for ranks, sizes in ((1, ()), (2, (3, 9))):
-        with started(
-            directory, ranks, num_gpu_blocks_override=70, cudagraph_capture_sizes=sizes
-        ) as llm:
+        with started(directory, ranks, cudagraph_capture_sizes=sizes, **settings) as llm:
             kept = Kept(llm)
             results.append((generate(llm), kept.plans))
             stats = llm.stats()
