@@ -164,13 +164,14 @@ class _Meter:
 
 
 def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
-    """What was left in the cache when each conversation ended."""
-    details = [output.kv_cache_details for output in last]
+    """What was left in the cache when each conversation ended; of those cut off nobody knows."""
+    details = [kv for output in last if (kv := output.kv_cache_details).logical_tokens]
+    count = max(len(details), 1)
     return {
         "held_over_logical_at_end": sum(kv.held_tokens for kv in details)
-        / sum(kv.logical_tokens for kv in details),
-        "held_entries_at_end": sum(kv.held_entries for kv in details) / len(details),
-        "allocated_bytes_at_end": sum(kv.held_bytes for kv in details) / len(details),
+        / max(sum(kv.logical_tokens for kv in details), 1),
+        "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
+        "allocated_bytes_at_end": sum(kv.held_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
         / max(2 * sum(kv.coded_entries for kv in details), 1),
     }

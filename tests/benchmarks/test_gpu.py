@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import gpu
 from bench.gpu_jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD
+from kvserve.benchmarks import measure
 from kvserve.benchmarks.policy_spec import policy_spec
 from kvserve.engine.models.spec import read_spec
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = [
@@ -80,11 +84,25 @@ def test_it_goes_on_where_it_stopped(
 
 
 @pytest.mark.usefixtures("cpu")
-def test_a_row_that_takes_too_long_counts_as_far_as_it_came(tmp_path: Path) -> None:
+def test_a_row_that_takes_too_long_counts_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock of which every look takes a second."""
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=count().__next__))
     models, job = gpu.Models(), JOBS[1].small()
-    row = gpu.measure(job, models, "cpu", 1e9, seconds=0.1)
+    row = gpu.measure(job, models, "cpu", 1e9, seconds=60)
     done, of = map(int, row["finished"].split(" of "))
     assert done < of == job.requests and row["output_tokens"] > 0 and row["output_tok_s"] > 0
+
+
+def test_of_those_cut_off_nobody_knows_what_they_held() -> None:
+    details = KVCacheDetails("kara", 40, 10, 20, 30, 1, 2, 3, 4)
+    cut, ended = (
+        RequestOutput(str(i), None, [3], [CompletionOutput(0)], kv_cache_details=each)
+        for i, each in enumerate((KVCacheDetails(), details))
+    )
+    assert measure._held_at_end([cut])["held_over_logical_at_end"] == 0.0
+    assert measure._held_at_end([cut, ended]) == measure._held_at_end([ended])
 
 
 @pytest.mark.usefixtures("cpu")
