@@ -189,6 +189,21 @@ SUITE = (
         plots=True,
     ),
     Measurement(
+        "needles-codes",
+        "Needles under SpindleKV",
+        "The same grid; ratios are of the prompt's entries that eviction leaves. SpindleKV then holds "
+        "them as codes, PyramidKV as they are: the last columns say at how many bytes.",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        + flags(
+            (
+                *(f"spindlekv:ratio={ratio}" for ratio in (1, 0.4, 0.2)),
+                *(f"pyramidkv:ratio={ratio}" for ratio in (0.4, 0.2)),
+            )
+        ),
+        minutes=4,
+        plots=True,
+    ),
+    Measurement(
         "codes-accuracy",
         "Codes beside eviction at as many bytes",
         "SpindleKV without its eviction, and PyramidKV at the ratio that holds as many bytes of "
