@@ -191,8 +191,8 @@ SUITE = (
     Measurement(
         "needles-codes",
         "Needles under SpindleKV",
-        "The same grid; ratios are of the prompt's entries that eviction leaves. SpindleKV then holds "
-        "them as codes, PyramidKV as they are: the last columns say at how many bytes.",
+        "The same grid; a ratio of the prompt's entries is left by eviction. SpindleKV then holds "
+        "them as codes, PyramidKV as they are: columns say at how many bytes.",
         "eval --tasks needle-grid --num-samples 8 --threads 1 "
         + flags(
             (
