@@ -45,7 +45,6 @@ class EngineCore:
     """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
-        self.config = config
         built = build_engine(config, model)
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler

@@ -26,7 +26,7 @@ from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.pruned_prefill import PrunedPrefill
 from kvserve.engine.recompute import QueryRecomputer
-from kvserve.engine.sampler import SampledTokens, with_logprobs
+from kvserve.engine.sampler import PromptScoring, SampledTokens, with_logprobs
 from kvserve.engine.transfer import HostCopy, Stopwatch, to_device
 from kvserve.log import EngineDeadError
 from kvserve.outputs import Logprob
@@ -211,7 +211,7 @@ class ModelRunner:
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
         hidden = self._hidden(output, wanted)
-        step.scored = self._score_prompts(output, hidden)
+        step.scored = self._score_prompts(output, hidden, scores)
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
         if len(last) < len(places):
             hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
@@ -263,12 +263,14 @@ class ModelRunner:
             self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
         return torch.cat(hidden)
 
-    def _score_prompts(self, output: SchedulerOutput, hidden: Tensor) -> list[ScoredChunk]:
-        """Prompt tokens that follow this step's chunks, where their log-probabilities are asked."""
+    def _score_prompts(
+        self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]
+    ) -> list[ScoredChunk]:
+        """Prompt tokens that follow those chunks whose log-probabilities are ``wanted``."""
         prefill = output.prefill
         firsts = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
         scored = []
-        for i, prompt in self.batch.sampling.prompt_scoring(prefill.rows):
+        for i, prompt in wanted:
             start, first = int(prefill.starts[i]) + 1, int(firsts[i])
             targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
             # In pieces: the logits of a whole chunk may take more memory than the model.

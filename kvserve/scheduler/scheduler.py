@@ -237,7 +237,7 @@ class Scheduler:
         rows.num_unknown[sampled] -= 1
         self.events.forget_observed(output.observations)
         computed = (output.prefill.rows, *(task.rows for task in output.pruned))
-        at = [*range(output.num_decoding), *np.concatenate(computed).tolist()]
+        at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
         computing = [seq for seq in self.running if not at or seq.row in at]
         newest = max(computing, key=lambda seq: seq.arrival, default=None)
         for seq in self.running:

@@ -18,13 +18,24 @@ extern "C" struct StoreKV {
   int64_t num_tokens, num_blocks, block_size, num_tables, width;
 };
 
-extern "C" int kvserve_store_kv(const StoreKV* call) {
-  const StoreKV& c = *call;
+namespace {
+
+// Whether a slot is not in the pool; nothing has been written then.
+template <typename Call>
+bool refused(const Call& c) {
   for (int64_t i = 0; i < c.num_tables * c.num_tokens; ++i)
     if (c.slots[i] < 0 || c.slots[i] >= c.num_blocks * c.block_size) {
       *c.fault = c.slots[i];
-      return 1;
+      return true;
     }
+  return false;
+}
+
+}  // namespace
+
+extern "C" int kvserve_store_kv(const StoreKV* call) {
+  const StoreKV& c = *call;
+  if (refused(c)) return 1;
   for (int64_t r = 0; r < c.num_tables; ++r)
     for (int64_t t = 0; t < c.num_tokens; ++t) {
       const int64_t slot = c.slots[r * c.num_tokens + t];
@@ -78,11 +89,7 @@ void store_queries(const StoreQueries& c) {
 }  // namespace
 
 extern "C" int kvserve_store_queries(const StoreQueries* call) {
-  for (int64_t i = 0; i < call->num_tables * call->num_tokens; ++i)
-    if (call->slots[i] < 0 || call->slots[i] >= call->num_blocks * call->block_size) {
-      *call->fault = call->slots[i];
-      return 1;
-    }
+  if (refused(*call)) return 1;
   call->is_bf16 ? store_queries<bf16>(*call) : store_queries<float>(*call);
   return 0;
 }
