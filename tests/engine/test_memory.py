@@ -145,11 +145,15 @@ def fill():
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
-fill()
-fill()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-fill()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fill()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+# The heap grows once more where a small allocation came to lie between the tensors.
+print(min(faults() for _ in range(5)))
 """
 
 
