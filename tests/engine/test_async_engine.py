@@ -79,15 +79,12 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
     await stream.aclose()
     await all_free(engine)
 
-    async def doomed() -> None:
-        async for _ in engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "g"):
-            pass
-
-    task = asyncio.create_task(doomed())
-    await asyncio.sleep(0.05)
+    doomed = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "g")
+    await anext(doomed)
     await engine.abort("g")
     with pytest.raises(RequestError, match="aborted"):
-        await task
+        async for _ in doomed:
+            pass
     await all_free(engine)
     assert engine.stats.generation_tokens_total >= 30 * 4
     assert engine.stats.compactions_total > 0
@@ -97,11 +94,12 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
     engine = AsyncEngine(EngineConfig.from_flat(model=str(directory)))
     await engine.start()
-    task = asyncio.create_task(collect(engine, "a", max_tokens=400))
-    await asyncio.sleep(0.1)
+    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "a")
+    await anext(stream)
     os.kill(engine._client._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
-        await asyncio.wait_for(task, 5)
+        async for _ in stream:
+            pass
     assert engine.dead_error is not None
     with pytest.raises(EngineDeadError):
         await collect(engine, "b")

@@ -45,12 +45,17 @@ def test_an_answer_that_is_stopped(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("SLOW\ntwo\n"))
-    timer = threading.Timer(0.4, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    assert run(server, "chat", "--max-tokens", "60") == 0
-    timer.join()
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(server.state.generations), 30)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run(server, "chat", "--max-tokens", "100") == 0
+    thread.join()
     out, err = capsys.readouterr()
-    assert "stopped" in err and out.endswith("59 \n")
+    assert "stopped" in err and out.endswith("99 \n")
     wait_until(lambda: not server.state.generations)
     assert len(server.engine.aborted) == 1
     assert server.engine.tokenizer is not None
