@@ -10,7 +10,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.memory import Profile
 from kvserve.engine.models.generation import GenerationDefaults
-from kvserve.engine.models.linear import can_pack
+from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.rank import RankPlan
@@ -92,9 +92,7 @@ def graphs_row(sizes: list[int], reason: str) -> Row:
 
 def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
     """What multiplies matrices."""
-    if can_pack(dtype, device):
-        return "linear layers", "oneDNN", "weights are packed for this CPU"
-    return "linear layers", "torch", "oneDNN is for float32 and bfloat16 on a CPU"
+    return "linear layers", *select_product(dtype, device)
 
 
 def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:

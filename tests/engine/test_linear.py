@@ -1,28 +1,103 @@
-"""Matrix products over packed weights."""
+"""Matrix products over weights that were laid out for the CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from kvserve.engine.models.linear import can_pack, linear, packed
+from kvserve.engine.models import linear as module
+from kvserve.engine.models.linear import linear, packed, select_product
+from kvserve.kernels.cpu.build import BuildError
+from kvserve.kernels.cpu.linear import Panels
 
-needs_onednn = pytest.mark.skipif(not can_pack(torch.float32, "cpu"), reason="torch has no oneDNN")
+needs_compiler = pytest.mark.skipif(
+    select_product(torch.float32, "cpu")[0] != "compiled", reason="no compiled product"
+)
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@needs_onednn
-@pytest.mark.parametrize("tokens", [0, 1, 3, 64])
+def weight_of(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(outputs, inputs).to(dtype), requires_grad=False)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_weights_multiply_like_plain_ones(tokens: int, *, with_bias: bool) -> None:
+@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 7, 64, 1000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (200, 258), (1, 2), (65, 700)])
+def test_panels_multiply_like_plain_weights(
+    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int, *, with_bias: bool
+) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(tokens, 48), nn.Parameter(torch.randn(80, 48), requires_grad=False)
+    weight = weight_of(outputs, inputs, dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    x = torch.randn(tokens, 2 * inputs).to(dtype)[:, inputs:]  # rows that lie apart
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        product = linear(x, packed(weight, "compiled"), bias)
+    finally:
+        torch.set_num_threads(before)
+    wanted = exact(x, weight, bias)
+    error = 4e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(product.double(), wanted, atol=error * inputs**0.5, rtol=error)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, panels = torch.randn(777, 256).to(dtype), packed(weight_of(320, 256, dtype), "compiled")
+    together = linear(x, panels)
+    for rows in (slice(0, 1), slice(3, 9), slice(100, 117), slice(0, 776)):
+        assert torch.equal(linear(x[rows], panels), together[rows])
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused() -> None:
+    panels = packed(weight_of(64, 32), "compiled")
+    for x in (torch.zeros(2, 33), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).T):
+        with pytest.raises(ValueError, match=r"\[64, 32\]"):
+            linear(x, panels)
+    for bias in (torch.zeros(63), torch.zeros(64, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="bias"):
+            linear(torch.zeros(2, 32), panels, bias)
+    with pytest.raises(ValueError, match="float16"):
+        Panels.of(torch.zeros(64, 32, dtype=torch.float16))
+    odd = weight_of(64, 33, torch.bfloat16)
+    assert packed(odd, "compiled") is odd
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("tokens", [0, 1, 64])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_onednn_multiplies_like_plain_weights(tokens: int, *, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, 48), weight_of(80, 48)
     bias = torch.randn(80) if with_bias else None
-    product = linear(x, packed(weight), bias)
+    product = linear(x, packed(weight, "oneDNN"), bias)
     torch.testing.assert_close(product, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cuda"), (torch.float16, "cpu")])
-def test_other_types_and_devices_stay_plain(dtype: torch.dtype, device: str) -> None:
-    assert not can_pack(dtype, device)
+def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype, device in ((torch.float32, "cuda"), (torch.float16, "cpu")):
+        assert select_product(dtype, device)[0] == "torch"
+
+    def no_library(name: str) -> None:
+        raise BuildError("no g++ found")
+
+    monkeypatch.setattr(module, "load_library", no_library)
+    product, reason = select_product(torch.float32, "cpu")
+    assert product == ("oneDNN" if torch.backends.mkldnn.is_available() else "torch")
+    assert "no g++ found" in reason
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert select_product(torch.float32, "cpu")[0] == "torch"
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert select_product(torch.bfloat16, "cpu")[0] == "oneDNN"

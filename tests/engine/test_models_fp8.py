@@ -26,7 +26,7 @@ MATRICES = "qkv", "out", "gate_up", "down"
 def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine passes for one that multiplies FP8."""
     monkeypatch.setattr(loader, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
-    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    monkeypatch.setattr(loader, "select_product", lambda *_: ("torch", ""))
 
 
 def make_llm(path: Path, **settings: Any) -> LLM:

@@ -199,7 +199,7 @@ def test_each_rank_reads_its_part_and_no_more(
 
     monkeypatch.setattr(Checkpoint, "pieces", counted)
     # Packed weights can only be multiplied with.
-    monkeypatch.setattr("kvserve.engine.models.loader.can_pack", lambda *args: False)
+    monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *args: ("torch", ""))
     whole = load(tmp_path, 0, 1)
     total, read[0] = read[0], 0
     parts = [load(tmp_path, rank, 2) for rank in range(2)]

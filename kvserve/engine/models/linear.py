@@ -1,7 +1,8 @@
-"""Matrix products: plain, over FP8, or over weights that oneDNN has packed for this CPU.
+"""Matrix products: plain, over FP8, or over weights that are laid out for this CPU.
 
-``F.linear`` is MKL's for float32, and on AMD CPUs MKL takes its AVX2 path, at less than half of
-oneDNN's speed with AVX512. For bfloat16 it is oneDNN's, but reorders the weights in each call.
+On a CPU ``F.linear`` is MKL's for float32, which leaves AVX512 out on AMD CPUs. For bfloat16 it is
+oneDNN's, but reorders the weights in each call. So weights are put into panels for the compiled
+product once, or are packed for oneDNN where that is not there or has no match for the CPU.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 
 from kvserve.engine.memory import use_large_pages
 from kvserve.engine.models.fp8 import multiply
+from kvserve.kernels.cpu import linear as compiled
+from kvserve.kernels.cpu.build import BuildError, load_library
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
     """x: [T, in], weight: [out, in], packed or not -> [T, out]. FP8 weights have ``scales``."""
+    if isinstance(weight, compiled.Panels):
+        return compiled.linear(x, weight, bias)
     if scales is not None:
         product = multiply(x, weight, scales)
         return product if bias is None else product + bias
@@ -29,17 +34,32 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def can_pack(dtype: torch.dtype, device: str) -> bool:
-    """Whether oneDNN has products of this type on this machine."""
-    if device != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
+    """What multiplies matrices, ``"compiled"``, ``"oneDNN"`` or ``"torch"``, and why."""
+    if device != "cpu" or dtype not in compiled.DTYPES:
+        return "torch", "weights are laid out anew for float32 and bfloat16 on a CPU alone"
+    bf16 = dtype == torch.bfloat16
+    if bf16 and torch.cpu._is_amx_tile_supported():
+        return "oneDNN", "multiplies bfloat16 with AMX"
+    try:
+        load_library("linear")
+    except BuildError as error:
+        reason = f"compiled products are not there: {error}"
+    else:
+        return "compiled", "weights lie in panels for this CPU"
+    packs = torch.backends.mkldnn.is_available()
+    packs = packs and (not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return ("oneDNN" if packs else "torch"), reason
 
 
-def packed(weight: nn.Parameter) -> nn.Parameter:
-    """The same weight [out, in] as oneDNN wants it. It can only be multiplied with."""
+def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
+    """The same weight [out, in] as ``product`` wants it. It can only be multiplied with."""
+    if product == "torch" or (product == "compiled" and weight.shape[1] % 2):
+        return weight
+    if product == "compiled":
+        panels = compiled.Panels.of(weight.data)
+        use_large_pages(panels.data_ptr(), panels.nbytes)
+        return panels
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, None)
     use_large_pages(torch.ops.mkldnn.data_ptr(reordered), torch.ops.mkldnn._nbytes(reordered))
     return nn.Parameter(reordered, requires_grad=False)

@@ -14,7 +14,7 @@ from kvserve.config import ModelConfig
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.fp8 import FP8, can_multiply
-from kvserve.engine.models.linear import can_pack
+from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.quantization import Fp8, Fp8Scales, Fp8Values
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Plain, Storage
@@ -43,8 +43,7 @@ def load_model(
         _fill_randomly(model, config.seed + group.rank)
     else:
         _read_weights(model, checkpoint, config.model)
-    if can_pack(dtype, device):
-        model.pack()
+    model.pack(select_product(dtype, device)[0])
     return model.eval()
 
 

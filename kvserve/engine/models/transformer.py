@@ -82,10 +82,10 @@ class Layer(nn.Module):
         activated = self.operators.silu_and_mul(gate_up)
         return hidden + self.group.sum(linear(activated, self.down, scales=self.down_scales))
 
-    def pack(self) -> None:
-        """Hand the matrices to oneDNN."""
+    def pack(self, product: str) -> None:
+        """Lay the matrices out for ``product`` (``linear.py``)."""
         for name in ("qkv", "out", "gate_up", "down"):
-            setattr(self, name, packed(getattr(self, name)))
+            setattr(self, name, packed(getattr(self, name), product))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.operators.rms_norm(x, weight, self.spec.rms_norm_eps)
@@ -128,11 +128,11 @@ class Transformer(nn.Module):
         """The layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def pack(self) -> None:
-        """Hand all matrices to oneDNN. A tied head becomes a copy: lookups need the plain one."""
+    def pack(self, product: str) -> None:
+        """Lay all matrices out for ``product``. A tied head is copied: lookups need it plain."""
         for layer in self.decoder_layers:
-            layer.pack()
-        self.head = packed(self.head)
+            layer.pack(product)
+        self.head = packed(self.head, product)
 
     def forward(
         self,

@@ -1,0 +1,150 @@
+// Products with weights that lie in panels: a few rows of x with kWidth outputs at a time.
+//
+// A panel is read front to back while the sums of its outputs stay in registers and the panel after
+// it is fetched. Each sum is formed by one thread in the order of the inputs, so that neither
+// threads nor the other rows change a bit of it.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "lanes.h"
+
+// What the launcher passes; it mirrors these fields. Strides are in elements.
+extern "C" struct Linear {
+  const void* x;       // [tokens, in], rows x_stride apart
+  const void* panels;  // float32 [P, in, kWidth], bfloat16 [P, in / 2, kWidth, 2], P * kWidth >= out
+  const void* bias;    // [out] or null
+  void* y;             // [tokens, out], dense
+  int64_t tokens, in, out, x_stride;
+  int64_t is_bf16, num_threads;
+};
+
+namespace {
+
+constexpr int kVectors = kMaxLanes == 16 ? 4 : 2;  // of a panel's row
+constexpr int kWidth = kVectors * kMaxLanes;
+constexpr int kRows = 6;                    // of x at once: kRows * kVectors sums
+constexpr int64_t kRowsBytes = 512 * 1024;  // of x that a second-level cache holds beside a panel
+
+typedef Lanes<kMaxLanes> X;
+typedef X::F F;
+typedef X::U U;
+
+// bfloat16 is taken two numbers a lane.
+inline F weights_at(const float* at) { return X::load(at); }
+inline U weights_at(const bf16* at) {
+  U pairs;
+  std::memcpy(&pairs, at, sizeof pairs);
+  return pairs;
+}
+inline F in_all_lanes(const float* at) { return F{} + *at; }
+inline U in_all_lanes(const bf16* at) {
+  uint32_t pair;
+  std::memcpy(&pair, at, sizeof pair);
+  return U{} + pair;
+}
+inline F add_product(F sum, F weights, F x) { return sum + weights * x; }
+inline F add_product(F sum, U weights, U x) {
+#if defined(__AVX512BF16__)
+  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x);
+#else
+  sum += (F)(weights << 16) * (F)(x << 16);
+  return sum + (F)(weights & 0xffff0000u) * (F)(x & 0xffff0000u);
+#endif
+}
+
+// Some rows of x with one panel.
+template <typename T>
+struct Tile {
+  const T *x, *panel, *bias;
+  T* y;
+  int64_t columns;    // outputs of the panel
+  const char* ahead;  // what to fetch, `step` bytes further with each row of the panel
+  int64_t step;
+};
+
+template <typename T, int R>
+void multiply_rows(const Linear& c, Tile<T> t) {
+  constexpr int kEach = sizeof(float) / sizeof(T);
+  const auto count = [&](int v) {
+    return std::clamp<int64_t>(t.columns - v * kMaxLanes, 0, kMaxLanes);
+  };
+  F sums[R][kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const F start = t.bias ? X::load(t.bias + v * kMaxLanes, count(v)) : F{};
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sums[r][v] = start;
+  }
+  for (int64_t i = 0; i < c.in; i += kEach) {
+    decltype(weights_at(t.panel)) weights[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      weights[v] = weights_at(t.panel + v * kMaxLanes * kEach);
+      __builtin_prefetch(t.ahead + v * t.step / kVectors, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto value = in_all_lanes(t.x + r * c.x_stride + i);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = add_product(sums[r][v], weights[v], value);
+    }
+    t.panel += kWidth * kEach;
+    t.ahead += t.step;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      X::store(t.y + r * c.out + v * kMaxLanes, sums[r][v], count(v));
+}
+
+template <typename T, int R = kRows>
+void multiply_rows(int64_t rows, const Linear& c, const Tile<T>& tile) {
+  if constexpr (R > 1)
+    if (rows < R) return multiply_rows<T, R - 1>(rows, c, tile);
+  multiply_rows<T, R>(c, tile);
+}
+
+// The outputs of one panel for tokens first to last, each turn fetching its part of the next panel.
+template <typename T>
+void multiply_panel(const Linear& c, int64_t panel, int64_t first, int64_t last) {
+  const int64_t size = c.in * kWidth, at = panel * kWidth;
+  const int64_t turns = (last - first + kRows - 1) / kRows;
+  Tile<T> tile{};
+  tile.panel = static_cast<const T*>(c.panels) + panel * size;
+  tile.bias = c.bias ? static_cast<const T*>(c.bias) + at : nullptr;
+  tile.columns = std::min<int64_t>(kWidth, c.out - at);
+  tile.step = kWidth * sizeof(float) / turns;
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    const int64_t row = first + (last - first) * turn / turns;
+    const int64_t end = first + (last - first) * (turn + 1) / turns;
+    tile.x = static_cast<const T*>(c.x) + row * c.x_stride;
+    tile.y = static_cast<T*>(c.y) + row * c.out + at;
+    tile.ahead = reinterpret_cast<const char*>(tile.panel + size + size * turn / turns);
+    multiply_rows(end - row, c, tile);
+  }
+}
+
+template <typename T>
+void multiply(const Linear& c) {
+  const int64_t panels = (c.out + kWidth - 1) / kWidth;
+  const int64_t held = kRowsBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(c.in, 1);
+  // Fewer where there would not be four pieces of work for each thread.
+  const int64_t shared = c.num_threads > 1 ? c.tokens * panels / (4 * c.num_threads) : held;
+  const int64_t rows = std::max<int64_t>(8, std::min(held, shared) / kRows) * kRows;
+  const int64_t blocks = (c.tokens + rows - 1) / rows;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(c.num_threads) \
+    if (c.num_threads > 1)
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t panel = 0; panel < panels; ++panel)
+      multiply_panel<T>(c, panel, block * rows, std::min((block + 1) * rows, c.tokens));
+}
+
+}  // namespace
+
+extern "C" int64_t kvserve_panel_width() { return kWidth; }
+
+extern "C" void kvserve_linear(const Linear* c) {
+  c->is_bf16 ? multiply<bf16>(*c) : multiply<float>(*c);
+}
