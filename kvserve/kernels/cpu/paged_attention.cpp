@@ -23,9 +23,9 @@ constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
-constexpr int kCacheLine = 64;
 constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
 constexpr int kMaxVectors = kMaxLanes / 4;
+constexpr int kAhead = 32;  // entries: so long before it is read, a key or a value is asked for
 
 // An entry held as a code, as it is stored; scales are float16.
 struct Slot {
@@ -72,6 +72,7 @@ inline void dots(const float* queries, int dim, const T* const* keys, int k,
     for (int q = 0; q < Q; ++q) sums[q] = F{};
     for (int d = 0; d < dim; d += W) {
       const F key = X::load(keys[k] + d);
+      __builtin_prefetch(keys[k + kAhead] + d, 0, 2);
       for (int q = 0; q < Q; ++q) sums[q] += X::load(queries + q * dim + d) * key;
     }
   } else {
@@ -97,7 +98,7 @@ void dots_of(float* logits, int stride, const float* queries, int dim, const T* 
 
 // ---- out[Q, V * W] (+)= a[Q, depth] . rows[depth][V * W] ----------------------------------------
 
-template <int W, int Q, int V, bool Add, typename T>
+template <int W, int Q, int V, bool Add, bool Fetch, typename T>
 inline void multiply(float* out, int stride, const float* a, int a_stride, const T* const* rows,
                      int column, int depth) {
   typedef Lanes<W> X;
@@ -108,7 +109,10 @@ inline void multiply(float* out, int stride, const float* a, int a_stride, const
   for (int k = 0; k < depth; ++k) {
     const T* row = rows[k] + column;
     typename X::F b[V];
-    for (int v = 0; v < V; ++v) b[v] = X::load(row + v * W);
+    for (int v = 0; v < V; ++v) {
+      b[v] = X::load(row + v * W);
+      if (Fetch) __builtin_prefetch(rows[k + kAhead] + column + v * W, 0, 2);
+    }
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V; ++v) sum[q][v] += a[q * a_stride + k] * b[v];
   }
@@ -116,26 +120,26 @@ inline void multiply(float* out, int stride, const float* a, int a_stride, const
     for (int v = 0; v < V; ++v) X::store(out + q * stride + v * W, sum[q][v]);
 }
 
-template <int W, int Q, bool Add, typename T>
+template <int W, int Q, bool Add, bool Fetch, typename T>
 void multiply_rows(float* out, int stride, int width, const float* a, int a_stride,
                    const T* const* rows, int depth) {
   int at = 0;
   for (; at + kMaxVectors * W <= width; at += kMaxVectors * W)
-    multiply<W, Q, kMaxVectors, Add>(out + at, stride, a, a_stride, rows, at, depth);
+    multiply<W, Q, kMaxVectors, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
   for (; at + 2 * W <= width; at += 2 * W)
-    multiply<W, Q, 2, Add>(out + at, stride, a, a_stride, rows, at, depth);
-  if (at < width) multiply<W, Q, 1, Add>(out + at, stride, a, a_stride, rows, at, depth);
+    multiply<W, Q, 2, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
+  if (at < width) multiply<W, Q, 1, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
 }
 
 // width: a multiple of W.
-template <int W, bool Add, typename T>
+template <int W, bool Add, bool Fetch, typename T>
 void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
                   const T* const* rows, int depth) {
   for (; num_rows >= 4; num_rows -= 4, out += 4 * stride, a += 4 * a_stride)
-    multiply_rows<W, 4, Add>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 3) multiply_rows<W, 3, Add>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 2) multiply_rows<W, 2, Add>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 1) multiply_rows<W, 1, Add>(out, stride, width, a, a_stride, rows, depth);
+    multiply_rows<W, 4, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 3) multiply_rows<W, 3, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 2) multiply_rows<W, 2, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 1) multiply_rows<W, 1, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
 }
 
 }  // namespace
@@ -270,19 +274,21 @@ class Kernel {
     const Item& item = items_[index];
     Scratch own;
     begin(item, own);
-    const T *keys[kTileEntries], *values[kTileEntries];
+    const bool few = item.count <= kFewRows;
+    const T* rows[2 * kTileEntries + kAhead] = {};  // in the order in which they are read
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
+      const int width = (count + W - 1) / W * W;
+      const T **keys = rows, **values = rows + width;
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
       if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
-      if (item.count <= kFewRows) fetch_behind(index, at);
-      const int width = (count + W - 1) / W * W;
+      if (few) find_behind(index, at + count, values + count);
       score(item, own, keys, count, width);
       for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
-      multiply_all<W, true>(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values,
-                            count);
+      const auto add = few ? multiply_all<W, true, true, T> : multiply_all<W, true, false, T>;
+      add(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values, count);
     }
     if (item.parts == 1) {
       for (int i = 0; i < item.count; ++i)
@@ -423,22 +429,15 @@ class Kernel {
     return !wrong || refuse_one(kBlock, item, *wrong, refusal);
   }
 
-  // Ask for what is read after entry `at` and its tile: the memory is slower than the arithmetic.
-  // Inlined by force: to GCC, a function that does no more than ask does nothing.
-  __attribute__((always_inline)) inline void fetch_behind(int64_t index, int64_t at) const {
-    at += kTileEntries;
+  // The keys that are read next, from entry `at` of an item or else from the next item's first on.
+  void find_behind(int64_t index, int64_t at, const T** keys) const {
     if (at >= items_[index].end) {
       if (++index == (int64_t)items_.size()) return;
       at = items_[index].begin;
     }
     const Item& item = items_[index];
-    const int count = std::min<int64_t>(kTileEntries, item.end - at);
-    each_entry(item, at, count, [=](int, const T* key, const T* value) {
-      for (int d = 0; d < dim_; d += kCacheLine / sizeof(T)) {
-        __builtin_prefetch(key + d);
-        __builtin_prefetch(value + d);
-      }
-    });
+    const int count = std::min<int64_t>(kAhead, item.end - at);
+    each_entry(item, at, count, [=](int i, const T* key, const T*) { keys[i] = key; });
   }
 
   // Logits of all pairs with `count` keys; what fills up the last vector means nothing.
@@ -450,7 +449,7 @@ class Kernel {
     }
     turn(keys, count, width, own.keys);
     for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
-    multiply_all<W, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
+    multiply_all<W, false, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
                            own.key_rows, dim_);
   }
 
