@@ -132,13 +132,13 @@ void multiply(const Linear& c) {
   const int64_t held = kRowsBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(c.in, 1);
   // Fewer where there would not be four pieces of work for each thread.
   const int64_t shared = c.num_threads > 1 ? c.tokens * panels / (4 * c.num_threads) : held;
-  const int64_t rows = std::max<int64_t>(8, std::min(held, shared) / kRows) * kRows;
+  const int64_t rows = std::max<int64_t>(8 * kRows, std::min(held, shared));
   const int64_t blocks = (c.tokens + rows - 1) / rows;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(c.num_threads) \
     if (c.num_threads > 1)
   for (int64_t block = 0; block < blocks; ++block)
     for (int64_t panel = 0; panel < panels; ++panel)
-      multiply_panel<T>(c, panel, block * rows, std::min((block + 1) * rows, c.tokens));
+      multiply_panel<T>(c, panel, c.tokens * block / blocks, c.tokens * (block + 1) / blocks);
 }
 
 }  // namespace
