@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
+from kvserve.kernels.coded_entries import ALL_HEADS, CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
@@ -149,7 +149,8 @@ def coded_case(setting: Setting) -> Case:
     scales = torch.rand(2, *shape, device=device) + 0.5
     place = torch.randint(0, setting.context, (2, *shape), device=device)
     distance = place[0] - place[1]
-    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance).packed()
+    everybody = torch.full_like(distance, ALL_HEADS)
+    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance, everybody).packed()
     slots[index.flatten().long()] = words
     inv_freq = 1e4 ** -(torch.arange(0, dim, 2, device=device) / dim)
     codes = Codes(

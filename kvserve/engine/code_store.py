@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.spec import RopeSpec
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes, read_codes, rotated, turns_of
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.kernels.coded_entries import (
+    CODE_WORDS,
+    MAX_GROUP,
+    Codes,
+    read_codes,
+    rotated,
+    turns_of,
+)
 from kvserve.log import ConfigError
 from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 
@@ -34,6 +43,20 @@ def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
             f"{SLOT_BYTES} bytes; use a multiple of 16"
         )
     return block_bytes // SLOT_BYTES
+
+
+def mask_refusal(policy: Policy, group: int, *, direct: bool) -> str | None:
+    """Why entries cannot be hidden from some of ``group`` query heads, if a policy wants that."""
+    if not (writes_codes(policy) and policy.gqa == "repeat"):
+        return None
+    if not direct:
+        return (
+            "repeat hides entries from some query heads, which only attention that reads codes can "
+            "do: --code-attention direct with --attention-backend cpu or triton"
+        )
+    if group > MAX_GROUP:
+        return f"repeat tells at most {MAX_GROUP} query heads of a KV head apart, got {group}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

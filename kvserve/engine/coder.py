@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvserve.engine.code_store import CodeStore
-from kvserve.engine.compressor import Compressor
+from kvserve.engine.compressor import Compressor, Kept
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import groups_of, lanes_of
 from kvserve.engine.observed import Observed
@@ -23,7 +23,7 @@ from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.engine.transfer import to_device
 from kvserve.engine.windows import slots_of
 from kvserve.kernels.codebook import extend, scales
-from kvserve.kernels.coded_entries import Slots
+from kvserve.kernels.coded_entries import ALL_HEADS, Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
@@ -93,8 +93,8 @@ class Coder:
             if not len(at):
                 continue
             part = task.part(at)
-            entries, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
-            found, vectors = self._encode(part, policy, entries, coded, tables)
+            entries, heads, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
+            found, vectors = self._encode(part, policy, entries, heads, coded, tables)
             self.found.add({seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())})
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
@@ -118,24 +118,28 @@ class Coder:
 
     def _kept(
         self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A row's kept entries [E, L, H, N], how many there are, and how many can be coded."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """A row's kept entries and who attends to them [E, L, H, N] (``None``: everybody), how many
+        there are, and how many can be coded."""
         counts, kept = self._compressor.observe(task, policy, *tables[:2])
-        places = [kept[seq].movedim(-1, 0) for seq in task.seq_ids.tolist()]
-        entries = pad_sequence(places, batch_first=True).movedim(1, -1)
+        found = [kept[seq] for seq in task.seq_ids.tolist()]
+        entries = _padded([each.entries for each in found])
+        heads = None
+        if any(each.heads is not None for each in found):
+            heads = _padded([_or_all(each) for each in found])
         lens, size = counts.transpose(0, 1), self._cache.layout.block_size
-        return entries, lens, lens // size * size
+        return entries, heads, lens, lens // size * size
 
     def _tail(
         self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, None, Tensor, Tensor]:
         """The oldest raw entries of coded lanes, whole blocks of them."""
         coded = self._by_lane(tables[4], task.rows)
         held = to_device(lanes_of(task.old_lens, self._cache.layout), coded.device)
         size = self._cache.layout.block_size
         more = torch.where(coded > 0, (held - coded) // size * size, 0)
         place = torch.arange(policy.flush_every, device=coded.device)
-        return coded[..., None] + place, more, more
+        return coded[..., None] + place, None, more, more
 
     def _by_lane(self, by_row: Tensor, rows: IntArray) -> Tensor:
         """[LG, rows, R] -> [E, L, H] of ``rows [E]``."""
@@ -147,10 +151,14 @@ class Coder:
         task: ObservationTask,
         policy: SpindleKV,
         entries: Tensor,
+        heads: Tensor | None,
         coded: Tensor,
         tables: tuple[Tensor, ...],
     ) -> tuple[Found, Tensor]:
-        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also the new vectors."""
+        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also the new vectors.
+
+        An entry counts once for each of the query ``heads`` that attend to it.
+        """
         keys, values = self._read(task.rows, entries, tables[0])
         shape, number = entries.shape, torch.arange(entries.shape[-1], device=entries.device)
         there = number < coded[..., None]
@@ -166,13 +174,15 @@ class Coder:
         theta = to_device([policy.theta_k, policy.theta_v], x.device, torch.float32)
         counts = book.counts.expand(2, -1, -1, -1)
         streams = [y.flatten(0, 3) for y in (x, there.expand(2, *shape), old, known)]
+        weights = None if heads is None else self._weights(heads).expand(2, *shape).flatten(0, 3)
         theta, counts = theta.repeat_interleave(coded.numel()), counts.flatten()
         each = self._streams_at_once(shape[-1], old.shape[-2])
         parts = []
         for start in range(0, len(theta), each):
             new, present, had, which = (y[start : start + each] for y in streams)
             some = slice(start, start + each)
-            parts.append(extend(new, present, had, which, theta[some], counts[some]))
+            often = None if weights is None else weights[some]
+            parts.append(extend(new, present, had, which, theta[some], counts[some], weights=often))
         ref, centres = (
             torch.cat([getattr(p, name) for p in parts]).view(2, *shape)
             for name in ("ref", "centres")
@@ -190,10 +200,17 @@ class Coder:
             scales(values, by_value).clamp(max=_HALF_MAX),
             position,
             position - stood.gather(3, ref[0]),
+            torch.full_like(entries, ALL_HEADS) if heads is None else heads,
         )
         mine = book.counts[..., None] + torch.arange(2 * shape[-1], device=ref.device)
         mine = mine.clamp(max=vectors.shape[3] - 1)
         return Found(keys, values, slots, _gather(vectors, mine)), made.sum(dim=0)
+
+    def _weights(self, heads: Tensor) -> Tensor:
+        """How many query heads attend, where each of them has its queries logged."""
+        group = self._cache.log_heads // self._cache.layout.num_kv_heads
+        bits = heads[..., None] >> torch.arange(group, device=heads.device) & 1
+        return bits.sum(dim=-1)
 
     def _streams_at_once(self, new: int, old: int) -> int:
         """Streams whose similarities the scratch holds."""
@@ -261,6 +278,16 @@ class Coder:
         for kind, x in enumerate((found.keys, found.values)):
             number = place + kind * size
             _put(store.vectors, x, number, raw, lanes(task.dst_blocks), 2 * size)
+
+
+def _or_all(kept: Kept) -> Tensor:
+    """Who attends to each entry."""
+    return torch.full_like(kept.entries, ALL_HEADS) if kept.heads is None else kept.heads
+
+
+def _padded(places: list[Tensor]) -> Tensor:
+    """[L, H, N] of every event -> [E, L, H, N], filled up with zeros."""
+    return pad_sequence([x.movedim(-1, 0) for x in places], batch_first=True).movedim(1, -1)
 
 
 def _put(

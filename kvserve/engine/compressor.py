@@ -8,6 +8,7 @@ in one, its counts go to the host with that step's tokens, and it is carried out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +31,15 @@ from kvserve.scheduler.output import CompactionTask, ObservationTask
 SCRATCH_BYTES = 256 * 1024 * 1024
 
 Task = TypeVar("Task", bound=ObservationTask)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``, ``Selection.heads``
+    alike."""
+
+    entries: Tensor
+    heads: Tensor | None
 
 
 class Compressor:
@@ -79,13 +89,13 @@ class Compressor:
 
     def observe(
         self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What uneven events will keep: counts [LG, E, R], and entries [L, Hkv, C] by sequence.
+    ) -> tuple[Tensor, dict[int, Kept]]:
+        """What uneven events will keep: counts [LG, E, R], and entries by sequence.
 
         Of a policy that keeps blocks, their columns [LG, E, R, K] (-1 behind the last) for counts.
         """
         cache = self._cache
-        kept: dict[int, Tensor] = {}
+        kept: dict[int, Kept] = {}
         lanes = len(task.rows), cache.layout.num_layers, cache.layout.num_kv_heads
         size = cache.layout.block_size
         most = [int(-(-task.plan.keep.max() // size))] if policy.keeps_blocks else []
@@ -108,20 +118,22 @@ class Compressor:
                     result[_long(at[some], result), ..., : columns.shape[-1]] = columns
                 else:
                     result[_long(at[some], result)] = kept_counts[:, where]
-                kept |= dict(zip(part.seq_ids[some].tolist(), chosen, strict=True))
+                heads = [None] * len(chosen) if found.heads is None else found.heads[:, where]
+                each = zip(part.seq_ids[some].tolist(), chosen, heads, strict=True)
+                kept |= {seq: Kept(entries, who) for seq, entries, who in each}
         return groups_of(result, cache.layout), kept
 
     def run_observed(
         self,
         task: CompactionTask,
         policy: Policy,
-        found: Mapping[int, Tensor],
+        found: Mapping[int, Kept],
         block_tables: Tensor,
     ) -> None:
         """Carry out events with the entries that ``observe`` found in the step before."""
         layout = self._cache.layout
         for part, _ in _by_shape(task, uneven_lengths(task)):
-            kept = torch.stack([found[owner] for owner in part.seq_ids.tolist()])
+            kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
             chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
             if policy.keeps_blocks:
                 self.tell(part, kept, chosen)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.coder import Coder
-from kvserve.engine.compressor import Compressor
+from kvserve.engine.compressor import Compressor, Kept
 from kvserve.engine.cuda_graph import DecodeGraphs
 from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.grammar import SequenceGrammar, allowed_tokens
@@ -147,7 +147,7 @@ class ModelRunner:
         if cache.codes is not None:
             self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
         self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._found: Observed[Tensor] = Observed(overlaps=overlaps)
+        self._found: Observed[Kept] = Observed(overlaps=overlaps)
         """Entries that events keep, by sequence."""
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvserve.config import EngineConfig
+from kvserve.engine.code_store import mask_refusal
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
@@ -50,12 +51,7 @@ class RequestPolicies:
                 f"{layout.granularity.value})",
                 param="kv_policy",
             )
-        if writes_codes(policy) and self._built.scheduler.blocks.codes is None:
-            raise RequestError(
-                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
-                f"start; start the server with --policy {policy.name}, or use codebook false",
-                param="kv_policy",
-            )
+        self._check_codes(policy)
         self._check_log(policy)
         window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:
@@ -73,6 +69,25 @@ class RequestPolicies:
             self._ids[policy] = self._free_id(sequences)
             self._built.executor.set_policy(self._ids[policy], policy)
         return self._ids[policy]
+
+    def _check_codes(self, policy: Policy) -> None:
+        """Blocks for codes were laid out at start, and so was who reads them."""
+        codes = self._built.scheduler.blocks.codes
+        if codes is None:
+            if writes_codes(policy):
+                raise RequestError(
+                    f"policy {policy.name} holds entries as codes, for which the cache is laid "
+                    f"out at start; start the server with --policy {policy.name}, or use codebook "
+                    "false",
+                    param="kv_policy",
+                )
+            return
+        spec = self._built.executor.runner.model.spec
+        refusal = mask_refusal(
+            policy, spec.num_heads // spec.num_kv_heads, direct=not codes.scratch
+        )
+        if refusal is not None:
+            raise RequestError(refusal, param="kv_policy.gqa")
 
     def _check_log(self, policy: Policy) -> None:
         """The query log's geometry was fixed at start."""

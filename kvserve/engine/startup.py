@@ -11,7 +11,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.code_store import check_codes
+from kvserve.engine.code_store import check_codes, mask_refusal
 from kvserve.engine.executor import Executor, OtherRanks
 from kvserve.engine.kv_cache import log_block_tokens
 from kvserve.engine.memory import Profile, count_blocks, count_host_blocks
@@ -89,6 +89,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
+    direct, group = plan.code_attention(attention)[0], spec.num_heads // spec.num_kv_heads
+    if (refusal := mask_refusal(policy, group, direct=direct)) is not None:
+        raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
         scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)

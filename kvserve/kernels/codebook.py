@@ -75,13 +75,16 @@ def directions(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(length > 0, x / length, 0.0), length
 
 
-def build(x: Tensor, there: Tensor, theta: Tensor) -> Cover:
-    """A codebook from nothing: x [S, N, D], of which ``there [S, N]`` exist; theta [S]."""
+def build(x: Tensor, there: Tensor, theta: Tensor, weights: Tensor | None = None) -> Cover:
+    """A codebook from nothing: x [S, N, D], of which ``there [S, N]`` exist; theta [S].
+
+    ``weights`` as in ``greedy_cover``.
+    """
     unit, _ = directions(x)
     similar = unit @ unit.transpose(-1, -2) > theta[:, None, None]
     # The diagonal is forced: vectors of length 0, and rounding.
     similar.diagonal(dim1=1, dim2=2).fill_(True)
-    return greedy_cover(similar & there[:, None] & there[..., None])
+    return greedy_cover(similar & there[:, None] & there[..., None], weights)
 
 
 def match(x: Tensor, entries: Tensor, known: Tensor, theta: Tensor) -> Tensor:
@@ -108,12 +111,15 @@ def extend(
     theta: Tensor,
     numbers_from: Tensor,
     tile: int = 2048,
+    *,
+    weights: Tensor | None = None,
 ) -> Cover:
     """Match new vectors with the entries there are; what matches none is covered greedily.
 
-    Shapes as in ``build`` and ``match``; new entries are numbered from ``numbers_from [S]`` on. Of
-    many vectors ``tile`` are taken at a time, so that no [N, N] matrix is held: later ones are
-    matched with what earlier ones began, which makes a few entries more and keeps all promises.
+    Shapes and ``weights`` as in ``build`` and ``match``; new entries are numbered from
+    ``numbers_from [S]`` on. Of many vectors ``tile`` are taken at a time, so that no [N, N] matrix
+    is held: later ones are matched with what earlier ones began, which makes a few entries more and
+    keeps all promises.
     """
     (streams, length), old = x.shape[:2], entries.shape[1]
     ref = torch.full((streams, length), -1, device=x.device)
@@ -126,7 +132,8 @@ def extend(
         found = match(x[:, some], both, alive, theta)
         found = torch.where(found >= old, found - old + numbers_from[:, None], found)
         found = torch.where(there[:, some], found, -1)
-        new = build(x[:, some], there[:, some] & (found < 0), theta)
+        counted = None if weights is None else weights[:, some]
+        new = build(x[:, some], there[:, some] & (found < 0), theta, counted)
         number = new.ref + (numbers_from + counts)[:, None]
         ref[:, some] = torch.where(new.ref >= 0, number, found)
         made = torch.arange(new.ref.shape[1], device=x.device) < new.counts[:, None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import check_attention
-from kvserve.kernels.coded_entries import Codes, read_codes
+from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 
 if TYPE_CHECKING:
@@ -61,15 +61,19 @@ def paged_attention_torch(
     tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
     k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    place = torch.arange(k.shape[4], device=q.device)
     if codes is not None:
-        place = torch.arange(k.shape[4], device=q.device)
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
-        decoded = read_codes(codes, rows[at[0]] * per_token + at[1], at[2])
-        for x, entries in zip((k, v), decoded, strict=True):
+        coded = codes, rows[at[0]] * per_token + at[1], at[2]
+        for x, entries in zip((k, v), read_codes(*coded), strict=True):
             x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
-    place = torch.arange(logits.shape[-1], device=q.device)
+    if codes is not None:
+        hidden = ~read_slots(*coded).seen_by(logits.shape[3])
+        logits[at[0], at[1], 0, :, at[2]] = torch.where(
+            hidden, -torch.inf, logits[at[0], at[1], 0, :, at[2]]
+        )
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
     probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
@@ -276,7 +280,8 @@ def _attend(
                 slot = slots + (block * SLOTS + entry % SLOTS) * 4
                 refs = tl.load(slot, mask=known, other=0)
                 scales = tl.load(slot + 1, mask=known, other=0)
-                distance = tl.load(slot + 3, mask=known, other=0)
+                distance = tl.load(slot + 2, mask=known, other=0) >> 16
+                heads = tl.load(slot + 3, mask=known, other=0)
                 k_ref, v_ref = refs & 0xFFFF, (refs >> 16) & 0xFFFF
                 k_scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
                 v_scale = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -306,6 +311,8 @@ def _attend(
             if not raw:
                 logits *= k_scale.to(tl.float32)[None, :]
             seen = (entry[None, :] < limit[:, None]) & known[None, :]
+            if not raw:
+                seen = seen & (((heads[None, :] >> (query % GROUP)[:, None]) & 1) != 0)
             logits = tl.where(seen, logits, float("-inf"))
             new_high = tl.maximum(high, tl.max(logits, axis=1))
             shift = tl.where(new_high == float("-inf"), 0.0, new_high)

@@ -33,12 +33,12 @@ def load_dense(directory: Path) -> PreTrainedModel:
 def dense_pass(
     model: PreTrainedModel, tokens: list[int], events: Sequence[Event], *, pruned: bool = False
 ) -> DensePass:
-    """One dense pass of transformers; every query sees what its layer and head then held.
+    """One dense pass of transformers; every query sees what its layer and head then held: what
+    events say of KV heads, or of query heads.
 
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
     heads = model.config.num_attention_heads
-    group = heads // model.config.num_key_value_heads
     hooks = []
     for layer, block in enumerate(model.model.layers):
         visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
@@ -47,7 +47,8 @@ def dense_pass(
             first = 0 if pruned and number == 0 else event.seen
             for head in range(heads):
                 visible[head, first:, : event.seen] = False
-                held = torch.as_tensor(event.held[layer, head // group]).long()
+                of_layer = event.held[layer]
+                held = torch.as_tensor(of_layer[head * len(of_layer) // heads]).long()
                 visible[head, first:, held[held >= 0]] = True
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
         hooks.append(

@@ -15,14 +15,15 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine import coder
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.code_store import CodedRows, CodeStore
-from kvserve.engine.inspect import inspect
-from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.inspect import Event, inspect
+from kvserve.engine.policies.spindlekv import SpindleKV, writes_codes
 from kvserve.kernels.codebook import Cover, extend
 from kvserve.kernels.coded_entries import Codes, Slots, read_codes
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.dense_reference import dense_pass, load_dense
 from tests.scheduler.traffic import preempt_now_and_then
 
 BLOCK = 4
@@ -31,6 +32,7 @@ MATES = random_prompts([3, 22, 55, 4, 41, 90], seed=9)
 TOKENS = 40
 SPINDLE = {"name": "spindlekv", "window": 4, "flush_every": 8}
 NOTHING_MERGES = {**SPINDLE, "ratio": 1, "theta_k": 0.9999, "theta_v": 0.9999}
+REPEAT = {**SPINDLE, "gqa": "repeat"}
 MUCH_MERGES = {**SPINDLE, "ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
 
 
@@ -74,7 +76,7 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
 ) -> None:
     """Vectors are stored as they were and turned by nothing: not one bit differs."""
 
-    def nobody(*args: Tensor) -> Cover:
+    def nobody(*args: Tensor, weights: Tensor | None) -> Cover:
         *streams, theta, numbers_from = args
         return extend(*streams, theta + 1, numbers_from)  # type: ignore[arg-type,call-arg]
 
@@ -190,9 +192,10 @@ def test_every_request_of_a_random_run_keeps_its_bound(
     assert torch.cat(merged, dim=-1).float().mean() > 0.05, "hardly anything merged"
 
 
-def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(llama_dir: Path) -> None:
+@pytest.mark.parametrize("gqa", ["mean", "repeat"])
+def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(gqa: str, llama_dir: Path) -> None:
     """Alone or beside others, in chunks, from the prefix cache, computed again: the same."""
-    policy = {**MUCH_MERGES, "raw_fallback": False}
+    policy = {**MUCH_MERGES, "raw_fallback": False, "gqa": gqa}
     alone = [generate(make_llm(llama_dir, policy), [prompt])[0][0] for prompt in [PROMPT, *MATES]]
     for settings in (
         {},
@@ -226,6 +229,46 @@ def test_reading_codes_gives_the_tokens_of_rebuilding_them(llama_dir: Path) -> N
             assert getattr(without, name) == getattr(kv, name)
         assert (without.held_bytes < kv.held_bytes) == (kv.coded_entries > 0)
     assert sum(kv.compactions for kv in read) > 2 * len(read)
+
+
+def test_query_heads_attend_to_what_they_chose(llama_dir: Path) -> None:
+    """``gqa=repeat`` where nothing merges: transformers under a mask for each query head."""
+    dense, window, ratio = load_dense(llama_dir), 8, 0.4
+    before = dense_pass(dense, PROMPT, [])
+    layers, heads, length, dim = before.queries.shape
+    keys = before.keys.repeat_interleave(heads // before.keys.shape[1], dim=1)
+    logits = before.queries[:, :, -window:] @ keys.transpose(-1, -2) * dim**-0.5
+    unseen = torch.ones(window, length).triu(length - window + 1).bool()
+    votes = logits.masked_fill(unseen, -torch.inf).softmax(dim=-1).mean(dim=2)
+    budgets = SpindleKV(ratio=ratio, window=window).layer_budgets(layers, length)
+    held = np.full((layers, heads, length), -1)
+    for layer, head in np.ndindex(layers, heads):
+        chosen = votes[layer, head, :-window].argsort(descending=True, stable=True)
+        kept = [*sorted(chosen[: budgets[layer]].tolist()), *range(length - window, length)]
+        held[layer, head, : len(kept)] = kept
+    policy = {**REPEAT, "window": window, "ratio": ratio, "theta_k": 0.9999, "theta_v": 0.9999}
+    llm = make_llm(llama_dir, policy)
+    (tokens,), (details,) = generate(llm, [PROMPT])
+    got = torch.cat(logits_of(llm))
+    event = Event(seen=length, before=length, held=held)
+    wanted = dense_pass(dense, [*PROMPT, *tokens], [event]).logits[length - 1 : -1]
+    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=2e-4)
+    assert details.coded_entries > 0
+    (prompt_end, *_) = inspect(llm, PROMPT, [5]).events
+    kv_heads = prompt_end.held.shape[1]
+    together = held.reshape(layers, kv_heads, -1)
+    assert (np.diff((prompt_end.held >= 0).sum(axis=-1)) != 0).any(), "all unions are as large"
+    for layer, head in np.ndindex(layers, kv_heads):
+        union = prompt_end.held[layer, head]
+        assert union[union >= 0].tolist() == sorted({*together[layer, head].tolist()} - {-1})
+
+
+def test_query_heads_that_keep_all_are_as_one(llama_dir: Path) -> None:
+    policy = {**NOTHING_MERGES, "raw_fallback": False}
+    mean, repeat = (
+        logits_of(make_llm(llama_dir, {**policy, "gqa": gqa})) for gqa in ("mean", "repeat")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(mean, repeat, strict=True))
 
 
 @pytest.mark.parametrize("codes", ["direct", "rebuild"])
@@ -306,6 +349,12 @@ def test_what_cannot_be_coded_is_refused(llama_dir: Path, tmp_path: Path) -> Non
         make_llm(llama_dir, SPINDLE, kv_layout="layer")
     with pytest.raises(ConfigError, match="--code-attention direct: attention torch does not read"):
         make_llm(llama_dir, SPINDLE, attention_backend="torch", code_attention="direct")
+    with pytest.raises(ConfigError, match=r"--policy.gqa: repeat hides .* --code-attention direct"):
+        make_llm(llama_dir, REPEAT, code_attention="rebuild")
+    llm = make_llm(llama_dir, SPINDLE, attention_backend="torch")
+    with pytest.raises(RequestError, match="--attention-backend cpu or triton") as refused:
+        llm.generate([PROMPT], SamplingParams(kv_policy=REPEAT), use_tqdm=False)
+    assert refused.value.param == "kv_policy.gqa"
     with pytest.raises(ConfigError, match="--code-attention rebuild: policy none holds no codes"):
         make_llm(llama_dir, "none", code_attention="rebuild")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -139,14 +139,21 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
 
 
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "padded"])
+@pytest.mark.parametrize(
+    ("sizes", "gqa"),
+    [((), "mean"), ((2, 6), "mean"), ((), "repeat")],
+    ids=["eager", "padded", "repeat"],
+)
 def test_codes_are_written_and_read_without_waits(
-    sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], gqa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compares entries, to find codes for them, does wait: it takes as many rounds as there
     are likenesses. It is left out."""
 
-    def compare(new: Tensor, there: Tensor, *entries: Tensor) -> Cover:
+    def compare(
+        new: Tensor, there: Tensor, *entries: Tensor, weights: Tensor | None = None
+    ) -> Cover:
+        assert weights is None or gqa == "repeat"
         return Cover(torch.zeros_like(there.long()), torch.zeros_like(there.long()), entries[-1])
 
     def codebook(self: Coder, task: ObservationTask, tables: tuple[Tensor, ...]) -> Codebook:
@@ -157,9 +164,10 @@ def test_codes_are_written_and_read_without_waits(
 
     monkeypatch.setattr(coder, "extend", compare)
     monkeypatch.setattr(Coder, "_codebook", codebook)
+    spindle = {"name": "spindlekv", "gqa": gqa}
     llm = LLM(
         str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
-        policy={"name": "spindlekv", "window": 4, "flush_every": 4, "raw_fallback": False},
+        policy={**spindle, "window": 4, "flush_every": 4, "raw_fallback": False},
         dtype="bfloat16",
         skip_tokenizer_init=True,
         block_size=4,

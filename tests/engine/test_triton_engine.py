@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
     **{"theta_k": 0.6, "theta_v": 0.5},
 }
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
@@ -86,7 +88,9 @@ def generate(
     outputs = llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
     assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
     assert all(output.kv_cache_details.compactions for output in outputs)
-    assert any(output.kv_cache_details.coded_entries for output in outputs) == (policy is SPINDLE)
+    assert any(output.kv_cache_details.coded_entries for output in outputs) == (
+        policy["name"] == "spindlekv"
+    )
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -104,15 +108,20 @@ def test_tokens_equal_those_of_torch(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"cudagraph_capture_sizes": (2,)}, {"code_attention": "rebuild"}],
-    ids=["direct", "rebuild"],
+    ("gqa", "other", "settings"),
+    [
+        ("mean", "torch", {"cudagraph_capture_sizes": (2,)}),
+        ("mean", "torch", {"code_attention": "rebuild"}),
+        pytest.param("repeat", "cpu", {"cudagraph_capture_sizes": (2,)}, marks=needs_compiler),
+    ],
+    ids=["direct", "rebuild", "repeat"],
 )
-def test_rows_of_codes_give_the_tokens_of_torch(
-    tiny_dir: Path, settings: dict[str, Any], request: pytest.FixtureRequest
+def test_rows_of_codes_give_the_tokens_of_others(
+    tiny_dir: Path, gqa: str, other: str, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     """The kernels read codes, decodes as in a graph; or what was rebuilt, as torch's attention."""
-    expected = generate(tiny_dir, "torch", "head", SPINDLE)
+    policy = {**SPINDLE, "gqa": gqa}
+    expected = generate(tiny_dir, other, "head", policy)
     launched = request.getfixturevalue("launched")
-    assert generate(tiny_dir, "triton", "head", SPINDLE, **settings) == expected
+    assert generate(tiny_dir, "triton", "head", policy, **settings) == expected
     assert {"_store", "_attend"} < launched

@@ -27,11 +27,13 @@ class Selection:
     """Kept places of E events: the first ``counts [E, L', Hkv]`` of ``indices [E, L', Hkv, K]``.
 
     int64; these ascend, what stands behind them does not matter. Counts are equal over heads where
-    a policy's granularity is LAYER.
+    a policy's granularity is LAYER. ``heads``, as ``indices``, says by its bits which query heads
+    of the group attend to a place, for policies whose entries are held as codes; ``None``: all.
     """
 
     indices: Tensor
     counts: Tensor
+    heads: Tensor | None = None
 
 
 class Policy(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvserve.kernels.coded_entries import ALL_HEADS
 from kvserve.kernels.token_to_chunk import MOST_SCORES, token_to_chunk_triton
 
 
@@ -132,10 +133,24 @@ def chunks_and_newest(
     return mask_to_indices(kept, keep)
 
 
-def best_by_query_head(scores: Tensor, count: int, kv_heads: int) -> Tensor:
-    """Each query head's own ``count`` best places, beside its group's: bool [..., Hkv, G, n].
+def best_by_query_head(scores: Tensor, counts: Tensor) -> Tensor:
+    """Each query head's own ``counts [..., Hkv]`` best places: bool [..., Hkv, G, n].
 
-    scores: float32 [..., Hq, n]. The entries a KV head keeps are the places that any of its G heads
-    chose, held once; a head attends to its own alone. SpindleKV's ``repeat`` without its copies.
+    scores: float32 [..., Hkv, G, n], of the G query heads of every KV head.
     """
-    return top_mask(scores, count).view(*scores.shape[:-2], kv_heads, -1, scores.shape[-1])
+    return ranks(scores) < counts[..., None, None]
+
+
+def union_and_newest(chosen: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The places that any query head of a KV head chose, held once, and every unscored newest one.
+
+    chosen: bool [..., Hkv, G, n]. Returns indices int64 [..., Hkv, length] and counts, as
+    ``uneven_best_and_newest`` takes and gives them, and which query heads attend to each: bit g
+    for head g, every bit for the newest. SpindleKV's ``repeat`` without its copies.
+    """
+    group, scored = chosen.shape[-2:]
+    bits = 1 << torch.arange(group, device=chosen.device)
+    heads = (chosen * bits[:, None]).sum(dim=-2)
+    heads = torch.nn.functional.pad(heads, (0, length - scored), value=ALL_HEADS)
+    indices = stable_order((heads != 0).to(torch.uint8))
+    return indices, (heads != 0).sum(dim=-1), heads.gather(-1, indices)

@@ -30,7 +30,11 @@ from kvserve.engine.policies.base import (
 from kvserve.engine.policies.budgeted import WindowVotes
 from kvserve.engine.policies.budgets import layers, linear_budgets
 from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
-from kvserve.engine.policies.selection import uneven_best_and_newest
+from kvserve.engine.policies.selection import (
+    best_by_query_head,
+    uneven_best_and_newest,
+    union_and_newest,
+)
 from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
@@ -74,8 +78,10 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     flush_every: int = argument(
         64, "generated tokens that are coded together", least=1, note="whole blocks"
     )
-    raw_fallback: bool = argument(
-        True, "leave a layer's head as it is if its codes would not save a block"
+    raw_fallback: bool | None = argument(
+        None,
+        "leave a layer's head as it is if its codes would not save a block (default: true; with "
+        "gqa=repeat, which cannot, false)",
     )
     window: int = argument(
         16,
@@ -88,9 +94,10 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     )
     gqa: str = argument(
         "mean",
-        "mean: one choice per KV head, the votes of its query heads averaged; repeat, each query "
-        "head for itself, needs a mask per query head, which no attention backend has yet",
-        choices=("mean",),
+        "mean: one choice per KV head, the votes of its query heads averaged; repeat: each query "
+        "head chooses as many for itself, and attends to these alone",
+        choices=("mean", "repeat"),
+        note="repeat needs codes that attention reads (--code-attention)",
     )
     score_norm: str = argument(
         "window",
@@ -112,10 +119,17 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         one_of("pooling", self.pooling, POOLINGS)
         one_of("score_norm", self.score_norm, ("window", "age"))
         one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        built = "mean: repeat needs a mask per query head, which no attention backend has yet"
-        require(self.gqa == "mean", "gqa", self.gqa, built)
-        for field in ("codebook", "raw_fallback"):
-            one_of(field, getattr(self, field), (True, False))
+        one_of("gqa", self.gqa, ("mean", "repeat"))
+        one_of("codebook", self.codebook, (True, False))
+        one_of("raw_fallback", self.raw_fallback, (True, False, None))
+        if self.gqa == "repeat":
+            alone = "with gqa=repeat: an entry held raw has no place for who attends to it"
+            require(self.codebook, "codebook", self.codebook, f"true {alone}")
+            require(
+                self.raw_fallback is not True, "raw_fallback", self.raw_fallback, f"false {alone}"
+            )
+            each = "heads with gqa=repeat: every query head votes for itself"
+            require(self.query_reduce == "heads", "query_reduce", self.query_reduce, each)
         number("theta_k", self.theta_k, 0.01, 0.9999)
         number("theta_v", self.theta_v, 0.01, 0.9999)
         number("beta", self.beta, 0, 0.99)
@@ -140,7 +154,8 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     @property
     def trigger(self) -> Trigger:
         queries = 0 if exact_ratio(self.ratio, "ratio") == 1 else self.window
-        return CodeBook(self.entries, queries, self.flush_every, self.raw_fallback)
+        raw = self.gqa == "mean" if self.raw_fallback is None else self.raw_fallback
+        return CodeBook(self.entries, queries, self.flush_every, raw)
 
     def layer_budgets(self, num_layers: int, length: int) -> list[int]:
         """Entries that each layer keeps of ``length``, the window aside."""
@@ -148,20 +163,32 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         return linear_budgets(length, self.window, ratio, beta, num_layers)
 
     def score(self, obs: Observation) -> Tensor:
-        """Votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        """Votes for the entries before the window: float32 [E, L, Hkv, n - window].
+
+        With ``repeat`` those of each query head, [E, L, Hkv, G, n - window].
+        """
         if not obs.queries.shape[-2]:  # nothing is to be evicted
             return obs.keys.new_zeros(*obs.keys.shape[:3], 0)
-        votes = pool_scores(obs.causal("mean"), self.kernel_size, self.pooling)
+        votes = obs.causal_by_head() if self.gqa == "repeat" else obs.causal("mean")
+        votes = pool_scores(votes, self.kernel_size, self.pooling)
         if self.score_norm == "age":
             context = votes.shape[-1]
             age = torch.arange(context + self.window, self.window, -1, device=votes.device)
             votes = votes / age
+        if self.gqa == "repeat":  # at a prompt's end, where every lane has all its entries
+            return votes.view(*obs.keys.shape[:3], -1, votes.shape[-1])
         return obs.there(votes)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """The best of each layer and the window: counts equal over heads."""
+        """The best of each layer, or of each query head, and the window.
+
+        Counts are equal over heads but for ``repeat``.
+        """
         context = scores.shape[-1]
         budgets = layers(self.layer_budgets(scores.shape[1], length), scores).clamp(max=context)
+        if scores.dim() == 5:
+            each = budgets.expand(scores.shape[:3])
+            return Selection(*union_and_newest(best_by_query_head(scores, each), length))
         counts = (budgets + length - context).expand(scores.shape[:-1])
         return Selection(uneven_best_and_newest(scores, length, counts), counts)
 

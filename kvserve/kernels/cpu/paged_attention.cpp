@@ -5,6 +5,7 @@
 // of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
 // Entries held as codes are decoded kTileEntries at a time; what is a vector itself is read in place.
+// Each of them says which query heads of its KV head attend to it.
 
 #include <algorithm>
 #include <atomic>
@@ -27,10 +28,14 @@ constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to 
 constexpr int kMaxVectors = kMaxLanes / 4;
 constexpr int kAhead = 32;  // entries: so long before it is read, a key or a value is asked for
 
+constexpr float kHidden = -1e30f;  // the logit of an entry that a query head does not attend to
+constexpr uint32_t kAllHeads = ~0u;
+
 // An entry held as a code, as it is stored; scales are float16.
 struct Slot {
-  uint16_t key, value, key_scale, value_scale;
-  int32_t position, distance;
+  uint16_t key, value, key_scale, value_scale, position;
+  int16_t distance;
+  uint32_t heads;
 };
 
 // Of a finite number that is not negative.
@@ -191,6 +196,7 @@ struct Scratch {
   float largest[kTileRows], total[kTileRows];
   int64_t last[kTileRows];
   const float* key_rows[kMaxHeadDim];
+  uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
 
 template <typename T, int W>
@@ -282,10 +288,11 @@ class Kernel {
       const int width = (count + W - 1) / W * W;
       const T **keys = rows, **values = rows + width;
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
-      if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
+      if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
       if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
       if (few) find_behind(index, at + count, values + count);
       score(item, own, keys, count, width);
+      hide(item, own, coded);
       for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
       const auto add = few ? multiply_all<W, true, true, T> : multiply_all<W, true, false, T>;
       add(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values, count);
@@ -331,9 +338,10 @@ class Kernel {
   int64_t num_coded(const Item& item) const { return call_.coded ? call_.coded[lane(item)] : 0; }
 
   // Addresses of coded entries [at, at + count): vectors of the codebook, or what becomes of them
-  // in decoded. False if something that codes refer to is not there.
+  // in decoded; and who attends to them. False if something that codes refer to is not there.
   bool decode(const Item& item, int64_t at, int count, const T** keys, const T** values,
-              T (*decoded)[kTileEntries * kMaxHeadDim], std::atomic<int>& refusal) const {
+              T (*decoded)[kTileEntries * kMaxHeadDim], uint32_t* heads,
+              std::atomic<int>& refusal) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = count ? c.slot_tables + lane(item) * c.slot_columns : nullptr;
     for (int i = 0; i < count; ++i) {
@@ -344,6 +352,7 @@ class Kernel {
       const Slot& slot = c.slots[block * c.slots_per_block + (at + i) % c.slots_per_block];
       if (std::abs((int64_t)slot.distance) >= c.num_turns)
         return refuse_one(kDistance, item, slot.distance, refusal);
+      heads[i] = slot.heads;
       keys[i] = vector(item, slot.key, refusal);
       values[i] = vector(item, slot.value, refusal);
       if (!keys[i] || !values[i]) return false;
@@ -471,6 +480,18 @@ class Kernel {
       }
   }
 
+  // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
+  void hide(const Item& item, Scratch& own, int coded) const {
+    if (std::all_of(own.heads, own.heads + coded, [](uint32_t heads) { return heads == kAllHeads; }))
+      return;
+    for (int i = 0; i < item.count; ++i) {
+      const int bit = (item.first + i) % group_;
+      float* row = own.weights + i * kTileEntries;
+      for (int k = 0; k < coded; ++k)
+        if (!(own.heads[k] >> bit & 1)) row[k] = kHidden;
+    }
+  }
+
   // Logits of pair i become weights relative to its largest logit so far; visible: how many count.
   void soften(Scratch& own, int i, int64_t visible, int width) const {
     float* row = own.weights + i * kTileEntries;
@@ -488,8 +509,8 @@ class Kernel {
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
-      const F weight = X::exp(X::load(row + v) - largest);
-      const F x = lane < seen - v ? weight : F{};
+      const F logit = X::load(row + v), weight = X::exp(logit - largest);
+      const F x = (lane < seen - v) & (logit > kHidden) ? weight : F{};
       X::store(row + v, x);
       sum += x;
     }

@@ -10,8 +10,9 @@ import torch
 
 from kvserve.engine.policies.budgets import linear_budgets
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.policies.selection import best_by_query_head
+from kvserve.engine.policies.selection import best_by_query_head, union_and_newest
 from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.kernels.coded_entries import ALL_HEADS
 from tests.engine.policies.uneven import choose
 
 BETA = Fraction(1, 20)
@@ -60,9 +61,12 @@ def test_the_mean_of_query_heads_chooses_for_their_kv_head() -> None:
 
 def test_query_heads_choose_for_themselves() -> None:
     heads = torch.tensor([[0.40, 0.30, 0.08, 0.05], [0.05, 0.30, 0.35, 0.10]])
-    chosen = best_by_query_head(heads, 2, kv_heads=1)
+    chosen = best_by_query_head(heads[None], torch.tensor([2]))
     assert chosen[0].long().tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
     assert chosen[0].sum(dim=0).tolist() == [1, 2, 1, 0]
+    indices, counts, who = union_and_newest(chosen, 6)
+    assert counts.tolist() == [5] and indices[0, :5].tolist() == [0, 1, 2, 4, 5]
+    assert who[0, :5].tolist() == [0b01, 0b11, 0b10, ALL_HEADS, ALL_HEADS]
 
 
 def test_masks_are_each_heads_own_entries() -> None:
@@ -70,7 +74,7 @@ def test_masks_are_each_heads_own_entries() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(2, 6, 20, generator=generator)
     query, key, value = (torch.randn(2, n, 20, 8, generator=generator) for n in (6, 2, 2))
-    chosen = best_by_query_head(scores, 7, kv_heads=2)
+    chosen = best_by_query_head(scores.unflatten(1, (2, 3)), torch.tensor([7, 7]))
     for event in range(2):
         for head in range(6):
             kv, own = divmod(head, 3)
