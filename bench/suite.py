@@ -208,11 +208,12 @@ SUITE = (
         "Codes beside eviction at as many bytes",
         "SpindleKV without its eviction, and PyramidKV at the ratio that holds as many bytes of "
         "blocks at the end: 0.57 on chains, 0.42 on needles, 0.95 on recall. Bytes are those of "
-        "all blocks that a request named, mean over requests.",
+        "all blocks that a request named, mean over requests. With `gqa=repeat` every query head "
+        "keeps as many entries for itself, and what any of them keeps is held.",
         "eval --tasks chain needle-512 recall --num-samples 40 --threads 1 "
         + flags(
             (
-                *("spindlekv:ratio=1", "spindlekv:ratio=0.8"),
+                *("spindlekv:ratio=1", "spindlekv:ratio=0.8", "spindlekv:ratio=0.8,gqa=repeat"),
                 *(f"pyramidkv:ratio={ratio}" for ratio in (0.95, 0.57, 0.42)),
             )
         ),
