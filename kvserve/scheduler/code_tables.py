@@ -19,7 +19,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks
 
 SLOT_BYTES = 16
-"""Two references, two scales, a position and a distance."""
+"""Two references, two scales, a position, a distance, and who attends."""
 MAX_VECTORS = 1 << 16
 """References have two bytes."""
 

@@ -1,8 +1,7 @@
 """Matrix products on a CPU with weights in panels: what ``linear.cpp`` takes.
 
-Against oneDNN's packed weights on one core with AVX512 (AMD, 2026-11-21): as fast from 256 tokens
-on, 1.1 times at 64, 1.3 to 1.5 times at 16, and for small matrices twice as fast at one, where
-starting oneDNN's operator costs more than the product.
+oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower for fewer
+(``python -m bench.cpu_products``): it does not read ahead, and its operator takes time to start.
 """
 
 from __future__ import annotations
