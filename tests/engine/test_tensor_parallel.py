@@ -142,7 +142,7 @@ def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
         with pytest.raises(EngineDeadError, match=r"rank 1 ended \(exit code -9\)"):
             while True:
                 llm.engine.step()
-        assert time.monotonic() - since < 5
+        assert time.monotonic() - since < 20
         with pytest.raises(EngineDeadError, match="rank 1 ended"):
             generate(llm)
 

@@ -42,7 +42,7 @@ def test_leaving_a_stream(server: RunningServer, path: str) -> None:
 def test_leaving_before_the_answer(server: RunningServer, prompt: object) -> None:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 400}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.3))
     aborted = 1 if prompt == "STUCK" else 2
     wait_until(lambda: idle(server) and len(server.engine.aborted) == aborted)
 
@@ -50,7 +50,7 @@ def test_leaving_before_the_answer(server: RunningServer, prompt: object) -> Non
 def test_leaving_before_the_first_token_of_a_stream(server: RunningServer) -> None:
     body = {"model": MODEL, "prompt": "STUCK", "stream": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.3))
     wait_until(lambda: idle(server) and len(server.engine.aborted) == 1)
 
 
@@ -89,7 +89,11 @@ def test_others_go_on(server: RunningServer) -> None:
     for thread in others:
         thread.start()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "STUCK"}, timeout=0.2)
+        httpx.post(
+            f"{server.url}/v1/completions",
+            json={"prompt": "STUCK"},
+            timeout=httpx.Timeout(10, read=0.2),
+        )
     for thread in others:
         thread.join()
     assert answers == ["".join(f"{i} " for i in range(20))] * 4

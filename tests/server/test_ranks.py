@@ -77,7 +77,7 @@ def test_a_dead_rank_is_503_and_an_error_to_open_requests() -> None:
         assert "rank 1 ended (exit code -9)" in end()
         assert ranks.server.http.get("/health").status_code == 503
         assert ranks.server.process.wait(10) == 1
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < 30
         assert ranks.gone()
     finally:
         ranks.server.stop()

@@ -216,7 +216,9 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
             wait_until(lambda: bool(server.stats()["requests"]))
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+            httpx.post(
+                f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.5)
+            )
     wait_until(server.idle)
 
 
