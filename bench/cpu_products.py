@@ -49,6 +49,10 @@ def matrices(shape: str, dtype: torch.dtype) -> list[nn.Parameter]:
     ]
 
 
+def copy(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(weight.data.clone(), requires_grad=False)
+
+
 class Products:
     """The runs of one command."""
 
@@ -64,7 +68,7 @@ class Products:
             for shape, name in cases:
                 dtype = getattr(torch, name)
                 plain = matrices(shape, dtype)
-                ways = {way: [packed(weight, way) for weight in plain] for way in PRODUCTS}
+                ways = {way: [packed(copy(weight), way) for weight in plain] for way in PRODUCTS}
                 for tokens in args.tokens:
                     facts = {"shape": shape, "dtype": name, "tokens": tokens}
                     self._rows.append(facts | self._case(ways, plain, tokens, dtype))

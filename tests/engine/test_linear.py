@@ -39,13 +39,13 @@ def test_panels_multiply_like_plain_weights(
     weight = weight_of(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
     x = torch.randn(tokens, 2 * inputs).to(dtype)[:, inputs:]  # rows that lie apart
+    wanted = exact(x, weight, bias)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         product = linear(x, packed(weight, "compiled"), bias)
     finally:
         torch.set_num_threads(before)
-    wanted = exact(x, weight, bias)
     error = 4e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(product.double(), wanted, atol=error * inputs**0.5, rtol=error)
 
@@ -58,6 +58,19 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     together = linear(x, panels)
     for rows in (slice(0, 1), slice(3, 9), slice(100, 117), slice(0, 776)):
         assert torch.equal(linear(x[rows], panels), together[rows])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_weights_are_laid_out_piece_by_piece_in_place(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvserve.kernels.cpu.linear._PIECE", 3 * 64 * 32)
+    weight, x = weight_of(64 * 10, 32, dtype), torch.randn(5, 32).to(dtype)
+    wanted, address = exact(x, weight, None), weight.data_ptr()
+    panels = packed(weight, "compiled")
+    assert panels.data_ptr() == address
+    torch.testing.assert_close(linear(x, panels).double(), wanted, atol=0.1, rtol=2**-7)
 
 
 @needs_compiler

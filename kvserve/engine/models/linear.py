@@ -53,7 +53,8 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
 
 
 def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
-    """The same weight [out, in] as ``product`` wants it. It can only be multiplied with."""
+    """The same weight [out, in] as ``product`` wants it, in its place if it can be: there is no
+    plain one afterwards, and this one can only be multiplied with."""
     if product == "torch" or (product == "compiled" and weight.shape[1] % 2):
         return weight
     if product == "compiled":

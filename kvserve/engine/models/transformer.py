@@ -132,6 +132,8 @@ class Transformer(nn.Module):
         """Lay all matrices out for ``product``. A tied head is copied: lookups need it plain."""
         for layer in self.decoder_layers:
             layer.pack(product)
+        if self.head is self.embedding and product != "torch":
+            self.head = nn.Parameter(self.head.data.clone(), requires_grad=False)
         self.head = packed(self.head, product)
 
     def forward(

@@ -16,6 +16,7 @@ from kvserve.kernels.cpu.build import load_library
 DTYPES = (torch.float32, torch.bfloat16)
 
 _WORTH_A_THREAD = 2**17  # multiplications
+_PIECE = 2**22  # numbers that are laid out anew at a time
 
 
 class _Call(ctypes.Structure):
@@ -39,7 +40,10 @@ class Panels(nn.Parameter):
 
     @classmethod
     def of(cls, weight: Tensor) -> Panels:
-        """The layout of ``weight`` [outputs, inputs], which is copied."""
+        """``weight`` [outputs, inputs], dense, laid out anew in its own memory.
+
+        It is copied only where its last panel has to be filled up.
+        """
         outputs, inputs = weight.shape
         each = 4 // weight.itemsize
         if weight.dtype not in DTYPES or inputs % each:
@@ -48,9 +52,15 @@ class Panels(nn.Parameter):
                 "with an even number of inputs, is needed"
             )
         width = load_library("linear").kvserve_panel_width()
-        filled = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
-        rows = filled.view(-1, width, inputs // each, each)
-        panels = cls(rows.transpose(1, 2).contiguous(), requires_grad=False)
+        if outputs % width:
+            weight = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
+        rows = weight.view(-1, width, inputs // each, each)
+        values = weight.view(-1, inputs // each, width, each)
+        some = max(1, _PIECE // rows[0].numel())
+        for before, after in zip(rows.split(some), values.split(some), strict=True):
+            turned = before.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            after.copy_(turned)
+        panels = cls(values, requires_grad=False)
         panels.outputs, panels.inputs = outputs, inputs
         return panels
 
