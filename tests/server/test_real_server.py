@@ -178,6 +178,8 @@ def test_prompts_choices_and_stops(server: Server) -> None:
 
 
 def test_metrics_count_what_happened(server: Server) -> None:
+    server.complete("Hello", max_tokens=400, ignore_eos=True, temperature=0).raise_for_status()
+    wait_until(server.idle)
     text = server.http.get("/metrics").text
     stats = server.stats()
     pattern = r'kv_compactions_total\{.*policy="kara",reason="due"\} (\S+)'
