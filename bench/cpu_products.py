@@ -68,7 +68,9 @@ class Products:
             for shape, name in cases:
                 dtype = getattr(torch, name)
                 plain = matrices(shape, dtype)
-                ways = {way: [packed(copy(weight), way) for weight in plain] for way in PRODUCTS}
+                ways = {"torch": plain} | {
+                    way: [packed(copy(weight), way) for weight in plain] for way in PRODUCTS[:2]
+                }
                 for tokens in args.tokens:
                     facts = {"shape": shape, "dtype": name, "tokens": tokens}
                     self._rows.append(facts | self._case(ways, plain, tokens, dtype))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.engine.models.spec import RopeSpec
+from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.coded_entries import (
@@ -45,8 +45,8 @@ def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
     return block_bytes // SLOT_BYTES
 
 
-def mask_refusal(policy: Policy, group: int, *, direct: bool) -> str | None:
-    """Why entries cannot be hidden from some of ``group`` query heads, if a policy wants that."""
+def mask_refusal(policy: Policy, spec: ModelSpec, *, direct: bool) -> str | None:
+    """Why entries cannot be hidden from some query heads of a group, if a policy wants that."""
     if not (writes_codes(policy) and policy.gqa == "repeat"):
         return None
     if not direct:
@@ -54,6 +54,7 @@ def mask_refusal(policy: Policy, group: int, *, direct: bool) -> str | None:
             "repeat hides entries from some query heads, which only attention that reads codes can "
             "do: --code-attention direct with --attention-backend cpu or triton"
         )
+    group = spec.num_heads // spec.num_kv_heads
     if group > MAX_GROUP:
         return f"repeat tells at most {MAX_GROUP} query heads of a KV head apart, got {group}"
     return None

@@ -281,7 +281,7 @@ class Coder:
 
 
 def _or_all(kept: Kept) -> Tensor:
-    """Who attends to each entry."""
+    """Who attends to each entry; a prompt no longer than the window was not scored: all do."""
     return torch.full_like(kept.entries, ALL_HEADS) if kept.heads is None else kept.heads
 
 

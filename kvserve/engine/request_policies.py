@@ -83,9 +83,7 @@ class RequestPolicies:
                 )
             return
         spec = self._built.executor.runner.model.spec
-        refusal = mask_refusal(
-            policy, spec.num_heads // spec.num_kv_heads, direct=not codes.scratch
-        )
+        refusal = mask_refusal(policy, spec, direct=not codes.scratch)
         if refusal is not None:
             raise RequestError(refusal, param="kv_policy.gqa")
 

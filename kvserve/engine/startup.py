@@ -89,8 +89,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
-    direct, group = plan.code_attention(attention)[0], spec.num_heads // spec.num_kv_heads
-    if (refusal := mask_refusal(policy, group, direct=direct)) is not None:
+    direct, _ = plan.code_attention(attention)
+    if (refusal := mask_refusal(policy, spec, direct=direct)) is not None:
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))

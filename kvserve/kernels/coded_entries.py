@@ -26,7 +26,8 @@ MAX_GROUP = 32
 class Slots:
     """What is stored of each entry; all of one shape. References and places are int64.
 
-    Stored in ``CODE_WORDS``: both references, both scales (float16), the token's position, its
+    Stored in ``CODE_WORDS``: both references, both scales (float16), the token's position (below
+    65,536, as are references: ``check_codes`` allows no longer sequences), its
     distance from the position of its key's vector, and (two words) which query heads of the KV
     head's group attend to the entry, a bit for each.
     """

@@ -70,10 +70,9 @@ def paged_attention_torch(
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
     if codes is not None:
+        place_of = at[0], at[1], 0, slice(None), at[2]
         hidden = ~read_slots(*coded).seen_by(logits.shape[3])
-        logits[at[0], at[1], 0, :, at[2]] = torch.where(
-            hidden, -torch.inf, logits[at[0], at[1], 0, :, at[2]]
-        )
+        logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
     probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
@@ -312,7 +311,10 @@ def _attend(
                 logits *= k_scale.to(tl.float32)[None, :]
             seen = (entry[None, :] < limit[:, None]) & known[None, :]
             if not raw:
-                seen = seen & (((heads[None, :] >> (query % GROUP)[:, None]) & 1) != 0)
+                bit = query % GROUP
+                if GROUP > 32:  # all of them attend to everything
+                    bit = tl.minimum(bit, 31)
+                seen = seen & (((heads[None, :] >> bit[:, None]) & 1) != 0)
             logits = tl.where(seen, logits, float("-inf"))
             new_high = tl.maximum(high, tl.max(logits, axis=1))
             shift = tl.where(new_high == float("-inf"), 0.0, new_high)

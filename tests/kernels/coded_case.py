@@ -98,5 +98,7 @@ def random_slots(count: int, num_vectors: int) -> Slots:
     refs = torch.randint(0, num_vectors, (2, count))
     scales = torch.where(own, 1.0, torch.rand(2, count) + 0.5)
     distance = torch.randint(1 - DISTANCES, DISTANCES, (count,)).masked_fill(own, 0)
-    heads = torch.randint(0, 1 << 31, (count,)).masked_fill(torch.rand(count) < 2 / 3, ALL_HEADS)
+    heads = torch.randint(-(1 << 31), 1 << 31, (count,)).masked_fill(
+        torch.rand(count) < 2 / 3, ALL_HEADS
+    )
     return Slots(refs[0], refs[1], scales[0], scales[1], torch.arange(count), distance, heads)

@@ -128,6 +128,20 @@ def test_long_rows_of_large_blocks(attend: Attention) -> None:
     assert_same(attend, coded_case(held, coded, [1, 20, 1], dim=32, block=16, num_vectors=400))
 
 
+@pytest.mark.parametrize("attend", KERNELS)
+def test_a_query_head_may_attend_to_no_code_at_all(attend: Attention) -> None:
+    """Whole tiles and parts of its context are hidden from it, of one row everything."""
+    case = coded_case([[1300], [70], [64]], [[1296], [64], [64]], [1, 3, 1], block=16, group=3)
+    slots = case.codes.slots.clone()
+    slots[..., 6] &= ~1
+    assert_same(attend, case.changed(slots=slots))
+
+
+@pytest.mark.parametrize("attend", KERNELS)
+def test_a_group_as_large_as_a_mask(attend: Attention) -> None:
+    assert_same(attend, coded_case([[40]], [[36]], [2], group=32))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_parts_of_a_long_row_are_merged() -> None:
     assert_same(of_cpu, coded_case([[2100]], [[1600]], [3], block=16, num_vectors=900))

@@ -29,8 +29,7 @@ def linear(
     if weight.is_mkldnn:
         # The operator that inductor calls for frozen CPU weights; there is no public one that
         # takes plain activations.
-        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
@@ -39,7 +38,9 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     if device != "cpu" or dtype not in compiled.DTYPES:
         return "torch", "weights are laid out anew for float32 and bfloat16 on a CPU alone"
     bf16 = dtype == torch.bfloat16
-    if bf16 and torch.cpu._is_amx_tile_supported():
+    packs = torch.backends.mkldnn.is_available()
+    packs = packs and (not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if packs and bf16 and torch.cpu._is_amx_tile_supported():
         return "oneDNN", "multiplies bfloat16 with AMX"
     try:
         load_library("linear")
@@ -47,15 +48,14 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
         reason = f"compiled products are not there: {error}"
     else:
         return "compiled", "weights lie in panels for this CPU"
-    packs = torch.backends.mkldnn.is_available()
-    packs = packs and (not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return ("oneDNN" if packs else "torch"), reason
 
 
 def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
     """The same weight [out, in] as ``product`` wants it, in its place if it can be: there is no
     plain one afterwards, and this one can only be multiplied with."""
-    if product == "torch" or (product == "compiled" and weight.shape[1] % 2):
+    odd = weight.shape[1] % (4 // weight.itemsize)
+    if product == "torch" or (product == "compiled" and odd):
         return weight
     if product == "compiled":
         panels = compiled.Panels.of(weight.data)

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         """Lay all matrices out for ``product``. A tied head is copied: lookups need it plain."""
         for layer in self.decoder_layers:
             layer.pack(product)
-        if self.head is self.embedding and product != "torch":
+        if self.head is self.embedding and product == "compiled":
             self.head = nn.Parameter(self.head.data.clone(), requires_grad=False)
         self.head = packed(self.head, product)
 

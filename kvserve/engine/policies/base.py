@@ -203,9 +203,10 @@ def integers(policy: Any, **least: int) -> None:
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Check an enumeration."""
+    """Check an enumeration; 1 is not True."""
     values = tuple(allowed)
-    require(value in values, name, value, " or ".join(map(str, values)))
+    ok = any(type(value) is type(each) and value == each for each in values)
+    require(ok, name, value, " or ".join(map(str, values)))
 
 
 def odd(name: str, value: object) -> None:

@@ -146,11 +146,11 @@ def union_and_newest(chosen: Tensor, length: int) -> tuple[Tensor, Tensor, Tenso
 
     chosen: bool [..., Hkv, G, n]. Returns indices int64 [..., Hkv, length] and counts, as
     ``uneven_best_and_newest`` takes and gives them, and which query heads attend to each: bit g
-    for head g, every bit for the newest. SpindleKV's ``repeat`` without its copies.
+    for head g, every bit where all do, as to the newest. SpindleKV's ``repeat`` without its copies.
     """
     group, scored = chosen.shape[-2:]
     bits = 1 << torch.arange(group, device=chosen.device)
-    heads = (chosen * bits[:, None]).sum(dim=-2)
+    heads = (chosen * bits[:, None]).sum(dim=-2).masked_fill(chosen.all(dim=-2), ALL_HEADS)
     heads = torch.nn.functional.pad(heads, (0, length - scored), value=ALL_HEADS)
     indices = stable_order((heads != 0).to(torch.uint8))
     return indices, (heads != 0).sum(dim=-1), heads.gather(-1, indices)

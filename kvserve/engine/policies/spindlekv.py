@@ -46,7 +46,8 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     layers, and store what is alike once.
 
     ``ratio`` is the mean over layers, the window included, rounded down in each of them; 1 evicts
-    nothing. What codes save depends on the text: ``usage.kv_cache_details`` says what they did.
+    nothing. With ``gqa=repeat`` it is what each query head keeps, and a KV head holds what any of
+    them does. What codes save depends on the text: ``usage.kv_cache_details`` says what they did.
     Without ``codebook`` the eviction alone remains, with a table per layer.
     """
 
@@ -80,8 +81,8 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     )
     raw_fallback: bool | None = argument(
         None,
-        "leave a layer's head as it is if its codes would not save a block (default: true; with "
-        "gqa=repeat, which cannot, false)",
+        "leave a layer's head as it is if its codes would not save a block (default: true; false "
+        "with gqa=repeat, which needs all entries as codes)",
     )
     window: int = argument(
         16,
@@ -148,7 +149,7 @@ class SpindleKV(WindowVotes, UnevenPolicy):
 
     @property
     def entries(self) -> Budget:
-        """Entries kept of a prompt, on average."""
+        """Entries kept of a prompt, on average; with ``repeat`` by each query head."""
         return Budget(ratio=exact_ratio(self.ratio, "ratio"), least=self.window)
 
     @property

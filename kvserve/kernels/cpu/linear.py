@@ -46,10 +46,10 @@ class Panels(nn.Parameter):
         """
         outputs, inputs = weight.shape
         each = 4 // weight.itemsize
-        if weight.dtype not in DTYPES or inputs % each:
+        if weight.dtype not in DTYPES or inputs % each or not weight.is_contiguous():
             raise ValueError(
-                f"weight {[outputs, inputs]} of {weight.dtype}: float32, or bfloat16 "
-                "with an even number of inputs, is needed"
+                f"weight {[outputs, inputs]} of {weight.dtype}: dense float32, or bfloat16 with an "
+                "even number of inputs, is needed"
             )
         width = load_library("linear").kvserve_panel_width()
         if outputs % width:
@@ -74,8 +74,12 @@ def linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
             f"linear: x {list(x.shape)} of {dtype} does not fit a weight {[outputs, inputs]} of "
             f"{panels.dtype}, or its rows are not dense"
         )
-    if bias is not None and (bias.shape != (outputs,) or bias.dtype is not dtype):
-        raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} for {outputs} outputs")
+    if bias is not None and not (
+        bias.shape == (outputs,) and bias.dtype is dtype and bias.is_contiguous()
+    ):
+        raise ValueError(
+            f"linear: bias {list(bias.shape)} of {bias.dtype}: {outputs} dense {dtype} are needed"
+        )
     y = torch.empty(tokens, outputs, dtype=dtype)
     threads = min(torch.get_num_threads(), tokens * inputs * outputs // _WORTH_A_THREAD)
     call = _Call(

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -280,8 +281,9 @@ class Kernel {
     const Item& item = items_[index];
     Scratch own;
     begin(item, own);
-    const bool few = item.count <= kFewRows;
-    const T* rows[2 * kTileEntries + kAhead] = {};  // in the order in which they are read
+    const bool decodes = item.count <= kFewRows;
+    const T* rows[2 * kTileEntries + kAhead];  // in the order in which they are read
+    std::fill(std::begin(rows), std::end(rows), static_cast<const T*>(call_.keys));
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
@@ -290,11 +292,11 @@ class Kernel {
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
       if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
-      if (few) find_behind(index, at + count, values + count);
+      if (decodes) find_behind(index, at + count, values + count);
       score(item, own, keys, count, width);
       hide(item, own, coded);
       for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
-      const auto add = few ? multiply_all<W, true, true, T> : multiply_all<W, true, false, T>;
+      const auto add = decodes ? multiply_all<W, true, true, T> : multiply_all<W, true, false, T>;
       add(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values, count);
     }
     if (item.parts == 1) {
@@ -438,7 +440,8 @@ class Kernel {
     return !wrong || refuse_one(kBlock, item, *wrong, refusal);
   }
 
-  // The keys that are read next, from entry `at` of an item or else from the next item's first on.
+  // The raw keys that are read next, from entry `at` of an item or the next item's first on; what is
+  // held as codes is not asked for.
   void find_behind(int64_t index, int64_t at, const T** keys) const {
     if (at >= items_[index].end) {
       if (++index == (int64_t)items_.size()) return;
@@ -459,7 +462,7 @@ class Kernel {
     turn(keys, count, width, own.keys);
     for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
     multiply_all<W, false, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
-                           own.key_rows, dim_);
+                                  own.key_rows, dim_);
   }
 
   template <int Q>

@@ -66,7 +66,7 @@ def test_query_heads_choose_for_themselves() -> None:
     assert chosen[0].sum(dim=0).tolist() == [1, 2, 1, 0]
     indices, counts, who = union_and_newest(chosen, 6)
     assert counts.tolist() == [5] and indices[0, :5].tolist() == [0, 1, 2, 4, 5]
-    assert who[0, :5].tolist() == [0b01, 0b11, 0b10, ALL_HEADS, ALL_HEADS]
+    assert who[0, :5].tolist() == [0b01, ALL_HEADS, 0b10, ALL_HEADS, ALL_HEADS]
 
 
 def test_masks_are_each_heads_own_entries() -> None:

@@ -63,6 +63,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"window": 0}, "window"),
         ({"gqa": "max"}, "gqa"),
         ({"gqa": "repeat", "raw_fallback": True}, "raw_fallback"),
+        ({"gqa": "repeat", "raw_fallback": 1}, "raw_fallback"),
+        ({"codebook": 1}, "codebook"),
         ({"gqa": "repeat", "codebook": False}, "codebook"),
         ({"gqa": "repeat", "query_reduce": "group_mean"}, "query_reduce"),
         ({"codebook": 2}, "codebook"),
