@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvserve.engine.code_store import CodeStore
-from kvserve.engine.compressor import Compressor, Kept
+from kvserve.engine.compressor import Compressor
 from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.moves import groups_of, lanes_of
 from kvserve.engine.observed import Observed
@@ -124,11 +124,9 @@ class Coder:
         counts, kept = self._compressor.observe(task, policy, *tables[:2])
         found = [kept[seq] for seq in task.seq_ids.tolist()]
         entries = _padded([each.entries for each in found])
-        heads = None
-        if any(each.heads is not None for each in found):
-            heads = _padded([_or_all(each) for each in found])
+        heads = [each.heads for each in found if each.heads is not None]
         lens, size = counts.transpose(0, 1), self._cache.layout.block_size
-        return entries, heads, lens, lens // size * size
+        return entries, _padded(heads) if heads else None, lens, lens // size * size
 
     def _tail(
         self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
@@ -278,11 +276,6 @@ class Coder:
         for kind, x in enumerate((found.keys, found.values)):
             number = place + kind * size
             _put(store.vectors, x, number, raw, lanes(task.dst_blocks), 2 * size)
-
-
-def _or_all(kept: Kept) -> Tensor:
-    """Who attends to each entry; a prompt no longer than the window was not scored: all do."""
-    return torch.full_like(kept.entries, ALL_HEADS) if kept.heads is None else kept.heads
 
 
 def _padded(places: list[Tensor]) -> Tensor:

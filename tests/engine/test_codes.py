@@ -263,6 +263,17 @@ def test_query_heads_attend_to_what_they_chose(llama_dir: Path) -> None:
         assert union[union >= 0].tolist() == sorted({*together[layer, head].tolist()} - {-1})
 
 
+def test_query_heads_that_keep_all_are_as_one(llama_dir: Path) -> None:
+    """As many merges, whichever heads an entry counts for; beside a prompt within its window."""
+    policy = {**MUCH_MERGES, "ratio": 1, "raw_fallback": False}
+    mean, repeat = (
+        generate(make_llm(llama_dir, {**policy, "gqa": gqa}), [PROMPT, *MATES])
+        for gqa in ("mean", "repeat")
+    )
+    assert mean == repeat
+    assert 0 < mean[1][0].codebook_entries < 2 * mean[1][0].coded_entries
+
+
 @pytest.mark.parametrize("codes", ["direct", "rebuild"])
 def test_bytes_reported_are_those_allocated(
     codes: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch

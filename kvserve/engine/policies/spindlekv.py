@@ -169,7 +169,8 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         With ``repeat`` those of each query head, [E, L, Hkv, G, n - window].
         """
         if not obs.queries.shape[-2]:  # nothing is to be evicted
-            return obs.keys.new_zeros(*obs.keys.shape[:3], 0)
+            one = (1,) if self.gqa == "repeat" else ()
+            return obs.keys.new_zeros(*obs.keys.shape[:3], *one, 0)
         votes = obs.causal_by_head() if self.gqa == "repeat" else obs.causal("mean")
         votes = pool_scores(votes, self.kernel_size, self.pooling)
         if self.score_norm == "age":
@@ -187,7 +188,7 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         """
         context = scores.shape[-1]
         budgets = layers(self.layer_budgets(scores.shape[1], length), scores).clamp(max=context)
-        if scores.dim() == 5:
+        if self.gqa == "repeat":
             each = budgets.expand(scores.shape[:3])
             return Selection(*union_and_newest(best_by_query_head(scores, each), length))
         counts = (budgets + length - context).expand(scores.shape[:-1])
