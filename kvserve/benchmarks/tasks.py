@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvserve.benchmarks.long_chain import long_chain
 from kvserve.benchmarks.task_text import (
     Sample,
-    aggregation,
     chain,
     needles,
     recall,
@@ -52,6 +52,17 @@ def _needle_task(units: int) -> Task:
     )
 
 
+def _long_task(tokens: int, lines: int) -> Task:
+    name = f"long-chain-{tokens}"
+    return Task(
+        name,
+        f"{lines} lines of sums modulo 10 and recaps, checked and talked over in {tokens} tokens",
+        tokens + tokens // 8,
+        lambda rng: long_chain(rng, lines, held_out=True, task=name),
+        final_marker="answer",
+    )
+
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -69,20 +80,17 @@ TASKS: dict[str, Task] = {
             "redundant-chain",
             "16 sums modulo 10 over 8 re-assigned names, with narration and a state report",
             512,
-            lambda rng: redundant_chain(rng, registers=8, steps=16, report_after=8, held_out=True),
+            lambda rng: redundant_chain(rng, registers=8, steps=16, report_after=(8,), held_out=True),
             final_marker="answer",
         ),
+        _long_task(1000, lines=22),
+        _long_task(2000, lines=44),
+        _long_task(4000, lines=88),
         Task(
             "recall",
             "16 names with two-digit values, all asked back in another order",
             96,
             lambda rng: recall(rng, pairs=16, asked=16, held_out=True),
-        ),
-        Task(
-            "aggregation",
-            "8 marked names in a text of 512 tokens, listed in the text's order",
-            24,
-            lambda rng: aggregation(rng, units=512, marked=8, held_out=True),
         ),
     )
 }
