@@ -18,7 +18,7 @@ from kvserve.benchmarks.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 10.0
-SUM_WEIGHT = 4.0
+SUM_WEIGHT = 6.0
 REPORT_WEIGHT = 3.0
 TALK_WEIGHT = 0.3
 GAP_SHARE = 0.4

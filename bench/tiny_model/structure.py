@@ -20,18 +20,23 @@ OWN = 48  # coordinates 1 to 47 hold the token's own code
 CODE = 20  # a slot's size, and the rotary dimensions slow enough to match over a whole context
 SLOTS = 4
 FASTEST = 6  # rotary frequencies that tell offsets apart; the others match content
-SHARPNESS = 40.0
+SHARPNESS = 50.0
 MATCH_GAIN = 1.2
 BACKGROUND = 0.2
+CIRCLE = 2.0  # how much longer the circular part of a digit's code is than the rest
 
 
 @torch.no_grad()
-def init_structure(model: TinyLlama) -> None:
-    """Overwrite the embedding and the attention of layers 0 and 1 of a freshly drawn model."""
+def init_structure(model: TinyLlama, digits: list[int]) -> None:
+    """Overwrite the embedding and the attention of layers 0 and 1 of a freshly drawn model.
+
+    `digits`: the token ids of 0 to 9.
+    """
     c = model.config
     spread = math.sqrt((OWN - 1 + BIAS_VALUE**2) / c.hidden_size)
     embedding = model.model.embed_tokens.weight
     codes = F.normalize(torch.randn(c.vocab_size, OWN - 1), dim=1) * math.sqrt(OWN - 1)
+    codes[digits] = digit_codes(codes[digits])
     embedding.zero_()
     embedding[:, 0] = BIAS_VALUE * c.embedding_std
     embedding[:, 1:OWN] = codes * c.embedding_std
@@ -44,6 +49,17 @@ def init_structure(model: TinyLlama) -> None:
     for layer in list(model.model.layers)[1:]:
         assert isinstance(layer, Layer)
         layer.self_attn.o_proj.weight.normal_(std=0.5 * c.embedding_std * c.head_dim**-0.5)
+
+
+def digit_codes(codes: Tensor) -> Tensor:
+    """Digits start on a circle, the shape of sums modulo ten; what is left of codes tells them apart.
+
+    codes: [10, N], each of length sqrt(N); so is the result.
+    """
+    turns = torch.arange(10)[:, None] * torch.tensor([1.0, 2.0, 3.0]) * (2 * math.pi / 10)
+    circles = torch.cat((turns.cos(), turns.sin()), dim=1) * math.sqrt(codes.shape[1] / 3)
+    mixed = CIRCLE * circles @ torch.linalg.qr(torch.randn(codes.shape[1], 6))[0].T
+    return F.normalize(mixed + codes, dim=1) * math.sqrt(codes.shape[1])
 
 
 def look_back(attention: Attention, frequencies: Tensor, amplitude: float) -> None:

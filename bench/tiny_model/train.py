@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace) -> TinyLlama:
+def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
     recipe = RECIPES[args.recipe]
     config = ModelConfig(
         vocab_size=recipe.vocab_size,
@@ -72,7 +72,7 @@ def build_model(args: argparse.Namespace) -> TinyLlama:
     )
     model = TinyLlama(config)
     model.init_weights()
-    init_structure(model)
+    init_structure(model, digits)
     return model.to(args.device)
 
 
@@ -94,8 +94,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.recipe = RECIPES[args.recipe]
-        self.documents = Documents(build_tokenizer(self.recipe), self.recipe, args.seed)
-        self.model = build_model(args)
+        tokenizer = build_tokenizer(self.recipe)
+        self.documents = Documents(tokenizer, self.recipe, args.seed)
+        self.model = build_model(args, tokenizer.convert_tokens_to_ids(list("0123456789")))
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"
