@@ -41,7 +41,7 @@ class LoggedEngineWide(EngineWide):
     logs: ClassVar[bool] = True
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return rows.run_start
+        return rows.first_uncompressed_pos
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
-from kvserve.scheduler.events import EventBook
+from kvserve.scheduler.events import CompressionScheduler
 from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.rows import RowTable
@@ -19,7 +19,7 @@ class PrefillChunks:
         self,
         rows: RowTable,
         blocks: BlockManager,
-        events: EventBook,
+        events: CompressionScheduler,
         prefixes: Prefixes,
         admission: Admission,
     ) -> None:

@@ -21,7 +21,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import EventPlan, Never, Trigger, WhenOver
+from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES
@@ -170,7 +170,7 @@ def kara_events(count: int = 1, windows: int = 1) -> list[CompactionTask]:
     each = np.ones(count, np.int64)
     start, log_from = 1000 * each, 1968 * each
     lengths = (windows * each, 736 * each, 225 * each, start, 768 * each, 1736 * each)
-    plan = EventPlan(start, *lengths)
+    plan = EvictionSpec(start, *lengths)
     old = 1768 * each[None, :, None]
     new, blocks = old - plan.evicted[None, :, None], np.zeros((1, 1, 1, 1))
     return [CompactionTask(0, each, each, plan, old, None, new, start, blocks, log_from)]

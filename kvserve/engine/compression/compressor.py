@@ -110,7 +110,7 @@ class Compressor:
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
                 indices, kept_counts = self._own(policy, found.indices, found.counts)
-                self._group.note(kept_counts)
+                self._group.add_to_fingerprint(kept_counts)
                 entries = _long(windows.entries[some], indices)[..., None]
                 chosen = indices[:, where] + entries
                 if policy.keeps_blocks:
@@ -192,7 +192,7 @@ class Compressor:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
         if not policy.couples_heads:
             return list(tensors)
-        self._group.note(tensors[0])
+        self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
     def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:

@@ -51,7 +51,7 @@ class PrunedPrefill:
         """
         assert task.token_ids is not None
         model, layout = self._model, self._cache.layout
-        whole = self._batch.whole(task, logs_queries)
+        whole = self._batch.build_full_prompt(task, logs_queries)
         tokens = to_device(task.token_ids[0], self._batch.device)
         hidden = model.embed(tokens)
         rope = model.rotary.at(whole.positions, whole.prompt_lens)

@@ -14,7 +14,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import ObservationTask
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def slots_of(
     return slot_mapping(tables, owners, by_lane, block_tokens)
 
 
-def _window_starts(first: IntArray, plan: EventPlan) -> IntArray:
+def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
     """``first`` of every window of every event; neighbours are ``window_len`` apart."""
     strides = np.repeat(plan.window_len, plan.windows)
     starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides

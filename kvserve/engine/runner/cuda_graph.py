@@ -74,7 +74,9 @@ class DecodeGraphs:
         def forward(size: int, logs_queries: bool) -> Callable[[], Tensor]:
             buffers = batch.decoding(size, logs_queries)
             planned = attention.plan(buffers)
-            return lambda: model(batch.refill(buffers, self._count), buffers, cache, planned)
+            return lambda: model(
+                batch.update_graph_inputs(buffers, self._count), buffers, cache, planned
+            )
 
         # The largest first: the others fit into its memory.
         self._forwards = {

@@ -16,7 +16,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.coder import Coder
 from kvserve.engine.compression.compressor import Compressor, Kept
 from kvserve.engine.compression.moves import lanes_of
-from kvserve.engine.compression.observed import Observed
+from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -147,7 +147,7 @@ class ModelRunner:
         if cache.codes is not None:
             self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
         self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._found: Observed[Kept] = Observed(overlaps=overlaps)
+        self._found: PendingSelections[Kept] = PendingSelections(overlaps=overlaps)
         """Entries that events keep, by sequence."""
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -300,7 +300,7 @@ class ModelRunner:
             else:
                 self.compressor.run_observed(task, policy, found, tables[0])
             self.batch.after_compaction(task)
-            self.batch.note(task.rows, self.group)
+            self.batch.add_to_fingerprint(task.rows, self.group)
         for events in output.observations:
             policy = cast(UnevenPolicy, self.policies[events.policy_id])
             if writes_codes(policy):
