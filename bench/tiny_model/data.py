@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.tiny_model.recipes import Recipe
 from bench.tiny_model.tokenizer import ASSISTANT, EOS, PAD
-from kvserve.benchmarks import long_chain, task_text
-from kvserve.benchmarks.task_text import Sample
+from kvserve.benchmarks.datasets import long_chain, task_text
+from kvserve.benchmarks.datasets.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 10.0

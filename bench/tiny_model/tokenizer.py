@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from bench.tiny_model.recipes import Recipe
-from kvserve.benchmarks.long_chain import LONG_WORDS
-from kvserve.benchmarks.task_text import WORDS
+from kvserve.benchmarks.datasets.long_chain import LONG_WORDS
+from kvserve.benchmarks.datasets.task_text import WORDS
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, USER, ASSISTANT = range(len(SPECIALS))
