@@ -55,7 +55,7 @@ TINY = Recipe(
 )
 TINY_LONG = Recipe(
     mixes={
-        96: {"recall": 0.5, "copy": 0.5},
+        96: {"recall": 0.35, "copy": 0.3, "chain": 0.35},
         128: {"recall": 0.15, "chain": 0.35, "redundant-chain": 0.3, "long-chain": 0.2},
         256: {"recall": 0.05, "chain": 0.2, "redundant-chain": 0.4, "long-chain": 0.35},
         640: {"chain": 0.1, "redundant-chain": 0.5, "long-chain": 0.4},

@@ -1,6 +1,7 @@
 """Train the model that ships, in one process, on a CPU or a GPU.
 
-`python -m bench.tiny_model.train --out /tmp/tiny --minutes 30`; run it again to resume.
+`python -m bench.tiny_model.train --out /tmp/tiny --minutes 30`; run it again to resume. The model is
+exported to `model/` beside the checkpoint when the budget is spent.
 Lengths grow once every task of a stage is learnt; the learning rate reaches zero with the budget.
 """
 
@@ -231,6 +232,7 @@ def main() -> None:
         trainer.load()
     log.info("%.2f M parameters", sum(p.numel() for p in trainer.model.parameters()) / 1e6)
     trainer.run()
+    export(trainer.checkpoint, args.out / "model")
 
 
 if __name__ == "__main__":
