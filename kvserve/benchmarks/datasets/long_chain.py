@@ -134,52 +134,56 @@ def paragraph(line: Line, values: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What of a trace is read again, in tokens.
+    """What of a trace is read again; tokens are counted by their place in it.
 
-    `tokens`: length of the trace; `needed`: tokens that some later token is worked out from, each
-    value counted once, where it was made; `later`: those among them that another paragraph reads;
-    `distances`: for every operand and recalled value not given in the prompt, how far back the
-    latest mention of name and digit stands.
+    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph reads,
+    a value's name and digit where they were made; `distances`: how far back the latest mention
+    stands, for every operand and recalled value that is not given in the prompt.
     """
 
     tokens: int
-    needed: int
-    later: int
+    needed: frozenset[int]
+    kept: frozenset[int]
     distances: tuple[int, ...]
-
-    @property
-    def share(self) -> float:
-        return self.needed / self.tokens
 
 
 def needs(sample: Sample) -> Needs:
-    """Read off a trace what a reader needs who looks up each value where it was made.
+    """Read off a trace what is enough for a reader who has the prompt at hand.
 
-    A sum needs its line's name, both operands' names and digits and, later, its own name and digit;
-    a recap needs its line's name. Everything else is restatement, check or talk.
+    A paragraph needs its line's name throughout; a sum needs both operands with their digits until
+    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks and
+    recaps restate what is known, and nothing is worked out from them.
     """
-    made: dict[str, int] = {}  # name -> index of the digit that states its value first
-    latest: dict[str, int] = {}
+    units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
     needed: set[int] = set()
-    later: set[int] = set()
-    distances = []
-    units = [u.strip() for u in UNIT.findall(" " + sample.answers[0])]
-    line, in_check = "", False
-    for i, unit in enumerate(units):
-        if not unit.isdigit():
-            if i == 0 or units[i - 2 : i] == ["done", "."]:
-                line = unit
-                needed.add(i)
-            in_check = unit == "Check" or (in_check and unit != ".")
-            continue
-        name = units[i - 1]
-        if name == line:
-            made.setdefault(name, i)
-        elif not in_check and name != line:
-            needed.update((i - 1, i) if "=" in units[i - 4 : i] or units[i - 2] == "+" else ())
-            if name in made:
-                needed.update((made[name] - 1, made[name]))
-                later.update((made[name] - 1, made[name]))
-                distances.append(i - latest[name])
-        latest[name] = i
-    return Needs(len(units), len(needed), len(later), tuple(distances))
+    kept: set[int] = set()
+    distances: list[int] = []
+    made: dict[str, int] = {}  # name -> place of the digit that states its value first
+    latest: dict[str, int] = {}  # name -> place of the digit that states it last
+    for start, end in _paragraphs(units):
+        is_sum, stated = units[start + 1] == "=", "Check" not in units[start:end]
+        needed.add(start)
+        for i in range(start + 1, end):
+            name = units[i - 1]
+            if units[i] == "Check":
+                stated = True
+            if not units[i].isdigit():
+                continue
+            if name == units[start]:
+                made.setdefault(name, i)
+            elif not stated or not is_sum:
+                if is_sum:
+                    needed.update((i - 1, i))
+                if name in made:
+                    kept.update((made[name] - 1, made[name]))
+                    distances.append(i - latest[name])
+            latest[name] = i
+    kept.update((made[units[-2]] - 1, made[units[-2]]))
+    return Needs(len(units), frozenset(needed | kept), frozenset(kept), tuple(distances))
+
+
+def _paragraphs(units: list[str]) -> list[tuple[int, int]]:
+    """Where each paragraph begins and ends; the answer that closes the trace is none."""
+    ends = [i + 2 for i, unit in enumerate(units) if unit == "done" and units[i + 1] == "."]
+    ends = [end for end in ends if units[end - 3] == "is" and units[end - 4] in ALL_NAMES]
+    return list(zip([0, *ends[:-1]], ends, strict=True))

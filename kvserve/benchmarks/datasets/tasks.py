@@ -1,4 +1,4 @@
-"""The tasks that ship: synthetic, exactly gradable, and solvable by the tiny model.
+"""The tasks that ship: synthetic, exactly gradable, and solvable by the models that ship.
 
 Sizes are fixed here; a model is measured against them, they are never fitted to a model.
 Samples are deterministic in (task, index, seed) and their name orders are held out of training.
@@ -18,7 +18,16 @@ from kvserve.benchmarks.datasets.task_text import (
     redundant_chain,
 )
 
-__all__ = ["TASKS", "Grade", "Sample", "Task", "grade", "grade_finals", "make_samples"]
+__all__ = [
+    "TASKS",
+    "Grade",
+    "Sample",
+    "Task",
+    "default_tasks",
+    "grade",
+    "grade_finals",
+    "make_samples",
+]
 
 _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 
@@ -94,6 +103,16 @@ TASKS: dict[str, Task] = {
         ),
     )
 }
+
+
+_FOR_LONG_TRACES = ("chain", "redundant-chain", *(name for name in TASKS if "long" in name))
+
+
+def default_tasks(model: str) -> list[str]:
+    """The tasks a shipped model was trained for; of any other, all but the long traces."""
+    if model == "kvserve/tiny-long":
+        return [name for name in TASKS if name in _FOR_LONG_TRACES]
+    return [name for name in TASKS if "long" not in name]
 
 
 def make_samples(task: str, n: int, seed: int) -> list[Sample]:
