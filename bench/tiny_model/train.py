@@ -49,7 +49,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--heads", type=int, default=8, help="a KV head for every four")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--muon-lr", type=float, default=0.005)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -59,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
+def build_model(args: argparse.Namespace, digits: list[int], comma: int) -> TinyLlama:
     recipe = RECIPES[args.recipe]
     config = ModelConfig(
         vocab_size=recipe.vocab_size,
@@ -67,13 +68,13 @@ def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
         rope_theta=recipe.rope_theta,
         hidden_size=args.hidden,
         num_layers=args.layers,
-        num_heads=args.hidden // 16,
-        num_kv_heads=args.hidden // 64,
+        num_heads=args.heads,
+        num_kv_heads=args.heads // 4,
         intermediate_size=3 * args.hidden,
     )
     model = TinyLlama(config)
     model.init_weights()
-    init_structure(model, digits)
+    init_structure(model, digits, comma)
     return model.to(args.device)
 
 
@@ -97,7 +98,8 @@ class Trainer:
         self.recipe = RECIPES[args.recipe]
         tokenizer = build_tokenizer(self.recipe)
         self.documents = Documents(tokenizer, self.recipe, args.seed)
-        self.model = build_model(args, tokenizer.convert_tokens_to_ids(list("0123456789")))
+        *digits, comma = tokenizer.convert_tokens_to_ids(list("0123456789,"))
+        self.model = build_model(args, digits, comma)
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"
