@@ -1,14 +1,15 @@
 """The structured start that lets look-up circuits form within a minute instead of an hour.
 
-The residual stream begins divided: a bias coordinate, the token's own code, then a slot per head of
-layer 0. Each of these heads looks a fixed number of tokens back and writes that token's code into its
-slot. The heads of later layers start out matching codes: what stood some tokens back here against what
-stands some tokens before an earlier place, as the formats of the tasks have it. Digits begin on circles,
-and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo ten. Nothing is frozen, and
-the weights stay those of a plain Llama.
+The residual stream begins divided: a bias coordinate, the token's own code, then slots. Each head
+of layer 0 looks a fixed number of tokens back and writes that token's code: four of them into a slot
+each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's own
+token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier ones.
+Digits begin on circles, and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo
+ten. Nothing is frozen, and the weights stay those of a plain Llama.
 """
 
 import math
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -17,83 +18,60 @@ from torch import Tensor
 from bench.tiny_model.model import Attention, Layer, Mlp, TinyLlama
 
 BIAS_VALUE = 3.0  # a Llama projection has no bias: coordinate 0 of every embedding stands in
-CODE = 16  # a slot's size
-OFFSETS = (1, 2, 3, 4, 5, 6, 7, 8)  # how far back the heads of layer 0 look
+OWN = 48  # coordinates 1 to 47 hold the token's own code
+CODE = 20  # a slot's size, and the rotary dimensions slow enough to match over a whole context
+SLOTS = 4
+OFFSETS = (1, 2, 3, 5, 4, 6, 7, 8)  # how far back layer 0's heads look; the first have slots
 FASTEST = 6  # rotary frequencies that tell offsets apart; the others match content
 SHARPNESS = 50.0
-# Per later layer and KV head: the offset of the keys, and those that its query heads compare with it
-# (0 is the token itself).
-MATCHES = (
-    ((1, (0, 0, 3, 2)), (2, (1, 1, 2, 0))),
-    ((4, (4, 3, 5, 4)), (6, (3, 2, 6, 3))),
-    ((3, (3, 1, 0, 2)), (8, (3, 3, 8, 0))),
-)
-MATCH_GAIN = 1.7
+MATCH_GAIN = 1.2
 BACKGROUND = 0.2
-COPY_GAIN = 0.2
 CIRCLES = 3  # digits stand on circles that they go round once, twice and three times
-SUM_GAIN = 0.8
-COMMA_GAIN = 16.0
+SUM_GAIN = 0.7
 
 
 @torch.no_grad()
-def init_structure(model: TinyLlama, digits: list[int], comma: int) -> None:
-    """Overwrite the embedding, the attention and part of an MLP of a freshly drawn model.
+def init_structure(model: TinyLlama, digits: list[int]) -> None:
+    """Overwrite the embedding and the attention of layers 0 and 1 of a freshly drawn model.
 
-    `digits`: the token ids of 0 to 9; `comma`: that of the sign before a result.
+    `digits`: the token ids of 0 to 9.
     """
     c = model.config
-    first, *later = (layer for layer in model.model.layers if isinstance(layer, Layer))
-    own_size = c.hidden_size - CODE * len(OFFSETS) - 1
-    codes, axes = draw_codes(c.vocab_size, own_size, digits)
+    spread = math.sqrt((OWN - 1 + BIAS_VALUE**2) / c.hidden_size)
     embedding = model.model.embed_tokens.weight
+    codes = F.normalize(torch.randn(c.vocab_size, OWN - 1), dim=1) * math.sqrt(OWN - 1)
+    axes = torch.linalg.qr(torch.randn(OWN - 1, CODE))[0]
+    codes[digits] = digit_codes(codes[digits], axes[:, : 2 * CIRCLES])
     embedding.zero_()
     embedding[:, 0] = BIAS_VALUE * c.embedding_std
-    embedding[:, 1 : 1 + own_size] = codes * c.embedding_std
+    embedding[:, 1:OWN] = codes * c.embedding_std
     own = torch.zeros(CODE, c.hidden_size)
-    own[:, 1 : 1 + own_size] = axes.T
-    spread = math.sqrt((own_size + BIAS_VALUE**2) / c.hidden_size)
+    own[:, 1:OWN] = axes.T
+    first, second, *_ = (layer for layer in model.model.layers if isinstance(layer, Layer))
     look_back(first.self_attn, model.frequencies, math.sqrt(SHARPNESS) * spread / BIAS_VALUE)
-    read = {0: own, **write_slots(first.self_attn, own, spread * c.embedding_std)}
-    for layer, matches in zip(later, MATCHES, strict=False):
-        output = layer.self_attn.o_proj.weight
-        output.normal_(std=0.5 * c.embedding_std * c.head_dim**-0.5)
-        match_codes(layer.self_attn, read, matches)
-        copy_codes(layer.self_attn, own, COPY_GAIN * c.embedding_std)
-    code = axes.T @ codes[comma]
-    after_comma = read[1].T @ code / code.square().sum()
-    add_digits(later[0].mlp, read[2], read[5], after_comma, own)
+    slots = write_slots(first.self_attn, own, spread * c.embedding_std)
+    match_codes(second.self_attn, own, slots)
+    add_digits(second.mlp, slots[OFFSETS.index(2)], slots[OFFSETS.index(5)], own)
+    for layer in list(model.model.layers)[1:]:
+        assert isinstance(layer, Layer)
+        layer.self_attn.o_proj.weight.normal_(std=0.5 * c.embedding_std * c.head_dim**-0.5)
 
 
-def draw_codes(count: int, size: int, digits: list[int]) -> tuple[Tensor, Tensor]:
-    """Codes [count, size] of length sqrt(size), and the axes [size, CODE] that slots keep of them.
+def digit_codes(codes: Tensor, axes: Tensor) -> Tensor:
+    """Digits start on circles, the shape of sums modulo ten; the rest of codes tells them apart.
 
-    Along the axes codes are pushed apart, so that a slot tells all tokens from each other.
+    codes: [10, N], each of length sqrt(N), as in the result; axes: [N, 2 * CIRCLES], orthonormal.
     """
-    axes = torch.linalg.qr(torch.randn(size, CODE))[0]
-    kept = F.normalize(torch.randn(count, CODE), dim=1)
-    for _ in range(200):
-        near = (kept @ kept.T).fill_diagonal_(-1.0).mul(8.0).exp()
-        kept = F.normalize(kept - 0.02 * near @ kept / near.mean(), dim=1)
-    rest = torch.randn(count, size)
-    rest = F.normalize(rest - rest @ axes @ axes.T, dim=1) * math.sqrt(size - CODE)
-    codes = kept @ axes.T * math.sqrt(CODE) + rest
     turns = torch.arange(10)[:, None] * torch.arange(1, CIRCLES + 1) * (2 * math.pi / 10)
-    circles = torch.cat((turns.cos(), turns.sin()), dim=1) * math.sqrt(size / CIRCLES)
-    mixed = 2 * circles @ axes[:, : 2 * CIRCLES].T + codes[digits]
-    codes[digits] = F.normalize(mixed, dim=1) * math.sqrt(size)
-    return codes, axes
+    circles = torch.cat((turns.cos(), turns.sin()), dim=1) * math.sqrt(codes.shape[1] / CIRCLES)
+    return F.normalize(2 * circles @ axes.T + codes, dim=1) * math.sqrt(codes.shape[1])
 
 
-def add_digits(mlp: Mlp, a: Tensor, b: Tensor, comma: Tensor, own: Tensor) -> None:
-    """Turn one digit's angle by another's: products of their coordinates, written where codes stand.
+def add_digits(mlp: Mlp, a: Tensor, b: Tensor, own: Tensor) -> None:
+    """Turn one digit's angle by another's: products of coordinates, written where codes stand.
 
-    a, b: [CODE, hidden], what reads the digits' slots; comma: [hidden], how much the token before is
-    a comma, 1 for one. Two gates make a product: silu(z + x) y - silu(z - x) y is 2 x y where z is
-    large and nothing where it is far below zero, that is unless a comma stands before.
+    A gate and its negative make a product exact: silu(x) y + silu(-x) (-y) = x y.
     """
-    gate = COMMA_GAIN * comma
-    gate[0] -= COMMA_GAIN / 2 / BIAS_VALUE
     unit = 0
     for k in range(CIRCLES):
         cos, sin = k, CIRCLES + k
@@ -104,63 +82,54 @@ def add_digits(mlp: Mlp, a: Tensor, b: Tensor, comma: Tensor, own: Tensor) -> No
             (cos, sin, sin, 1.0),
         ):
             for side in (1.0, -1.0):
-                mlp.gate_proj.weight[unit] = gate + side * SUM_GAIN * a[left]
+                mlp.gate_proj.weight[unit] = side * SUM_GAIN * a[left]
                 mlp.up_proj.weight[unit] = side * SUM_GAIN * b[right]
                 mlp.down_proj.weight[:, unit] = sign * SUM_GAIN * own[target]
                 unit += 1
 
 
 def look_back(attention: Attention, frequencies: Tensor, amplitude: float) -> None:
-    """Heads attend a fixed number of tokens back: a constant query is a constant key turned so far."""
+    """Head j attends j + 1 tokens back: its constant query is a constant key turned so far."""
     half = attention.head_dim // 2
     attention.q_proj.weight.zero_()
     attention.k_proj.weight.zero_()
     for keys in attention.k_proj.weight.split(attention.head_dim):
         keys[:FASTEST, 0] = amplitude
-    for offset, queries in zip(
-        OFFSETS, attention.q_proj.weight.split(attention.head_dim), strict=False
-    ):
+    queries_by_head = attention.q_proj.weight.split(attention.head_dim)
+    for offset, queries in zip(cycle(OFFSETS), queries_by_head, strict=False):
         angles = -offset * frequencies[:FASTEST]
         queries[:FASTEST, 0] = amplitude * angles.cos()
         queries[half : half + FASTEST, 0] = amplitude * angles.sin()
 
 
-def write_slots(attention: Attention, own: Tensor, scale: float) -> dict[int, Tensor]:
-    """Let each head write the code it sees; returns what reads each offset's slot, [CODE, hidden]."""
+def write_slots(attention: Attention, own: Tensor, scale: float) -> list[Tensor]:
+    """Let each head write the code it sees; returns what reads each slot, [CODE, hidden]."""
     output = attention.o_proj.weight
     output.zero_()
     for values in attention.v_proj.weight.split(attention.head_dim):
         values[:CODE] = own
-    slots = {}
-    for head, offset in enumerate(OFFSETS):
+    slots = []
+    for head in range(attention.heads):
         slot = torch.zeros(output.shape[0], CODE)
-        end = output.shape[0] - CODE * head
-        slot[end - CODE : end] = torch.eye(CODE)
+        if head < SLOTS:
+            slot[OWN + CODE * head : OWN + CODE * (head + 1)] = torch.eye(CODE)
+        else:
+            slot[OWN:] = torch.linalg.qr(torch.randn(output.shape[0] - OWN, CODE))[0] * 0.5
         start = head * attention.head_dim
         output[:, start : start + CODE] = slot * scale
-        slots[offset] = slot.T
+        slots.append(slot.T)
     return slots
 
 
-def match_codes(
-    attention: Attention, read: dict[int, Tensor], matches: tuple[tuple[int, tuple[int, ...]], ...]
-) -> None:
-    """Queries and keys read slots, in the rotary dimensions that hardly turn."""
+def match_codes(attention: Attention, own: Tensor, slots: list[Tensor]) -> None:
+    """Half the keys read "1 back", half "3 back"; the queries read their own token or a slot."""
     half = attention.head_dim // 2
-    slow = torch.tensor([*range(half - CODE // 2, half), *range(2 * half - CODE // 2, 2 * half)])
+    slow = torch.tensor([*range(FASTEST, half), *range(half + FASTEST, 2 * half)])
     queries, keys = attention.q_proj.weight, attention.k_proj.weight
     queries.mul_(BACKGROUND)
     keys.mul_(BACKGROUND)
-    group = attention.heads // attention.kv_heads
-    for kv_head, (key_offset, query_offsets) in enumerate(matches):
-        keys[kv_head * attention.head_dim + slow] += MATCH_GAIN * read[key_offset]
-        for i, offset in enumerate(query_offsets[:group]):
-            queries[(kv_head * group + i) * attention.head_dim + slow] += MATCH_GAIN * read[offset]
-
-
-def copy_codes(attention: Attention, own: Tensor, gain: float) -> None:
-    """What a head sees begins to be what comes next."""
-    for values in attention.v_proj.weight.split(attention.head_dim):
-        values[:CODE] = own
-    for start in range(0, attention.heads * attention.head_dim, attention.head_dim):
-        attention.o_proj.weight[:, start : start + CODE] += gain * own.T
+    for group, slot in enumerate((slots[0], slots[2])[: attention.kv_heads]):
+        keys[group * attention.head_dim + slow] += MATCH_GAIN * slot
+    reads = (own, slots[0], slots[1], slots[2], slots[2], slots[1], slots[3], own)
+    for head, read in enumerate(reads[: attention.heads]):
+        queries[head * attention.head_dim + slow] += MATCH_GAIN * read

@@ -1,8 +1,7 @@
 """Train the model that ships, in one process, on a CPU or a GPU.
 
-`python -m bench.tiny_model.train --out /tmp/tiny --minutes 30`; run it again to resume. The model is
-exported to `model/` beside the checkpoint when the budget is spent.
-Lengths grow once every task of a stage is learnt; the learning rate reaches zero with the budget.
+`python -m bench.tiny_model.train --recipe tiny-long --out /tmp/tiny-long --minutes 62`; run it again
+to resume. The model is exported to `model/` beside the checkpoint when the budget is spent. Lengths grow once every task of a stage is learnt; the learning rate reaches zero with the budget.
 """
 
 import argparse
@@ -49,8 +48,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--heads", type=int, default=8, help="a KV head for every four")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=8, help="query heads, four for a KV head")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--muon-lr", type=float, default=0.005)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -60,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace, digits: list[int], comma: int) -> TinyLlama:
+def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
     recipe = RECIPES[args.recipe]
     config = ModelConfig(
         vocab_size=recipe.vocab_size,
@@ -74,7 +73,7 @@ def build_model(args: argparse.Namespace, digits: list[int], comma: int) -> Tiny
     )
     model = TinyLlama(config)
     model.init_weights()
-    init_structure(model, digits, comma)
+    init_structure(model, digits)
     return model.to(args.device)
 
 
@@ -98,8 +97,7 @@ class Trainer:
         self.recipe = RECIPES[args.recipe]
         tokenizer = build_tokenizer(self.recipe)
         self.documents = Documents(tokenizer, self.recipe, args.seed)
-        *digits, comma = tokenizer.convert_tokens_to_ids(list("0123456789,"))
-        self.model = build_model(args, digits, comma)
+        self.model = build_model(args, tokenizer.convert_tokens_to_ids(list("0123456789")))
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"

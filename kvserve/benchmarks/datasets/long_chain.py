@@ -1,25 +1,23 @@
 """The long chain: a trace of thousands of tokens that is redundant as reasoning is.
 
-Every line of the program is six tokens and one paragraph of the trace. A sum states its operands and
-its result, says whether it passed ten, checks the result once more from its definition and talks a
-little; a recap restates three earlier values. Names are assigned once. A sum in five is a dead end: its
-value is never asked for again. Of the others the last one is always an operand, and the second operand is
-drawn by how long ago it was last mentioned, so look-backs reach from a few tokens to the whole trace.
+Every line of the program is six tokens and one paragraph of the trace. A sum states its operands
+and its result, says whether it passed ten, checks the result once more from its definition and
+talks a little; a recap restates three earlier values. Names are assigned once. A sum in five is a
+dead end: its value is never asked for again. Of the others the last one is always an operand, and
+the other operand is drawn by how long ago it was last mentioned, so look-backs reach from a few
+tokens to the whole trace.
 """
 
 import random
 import re
 from dataclasses import dataclass
 
-from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names
+from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names, words
 
-MORE_NAMES = tuple(
-    (
-        "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis "
-        "Edith Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper "
-        "Joel Judith Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra "
-        "Ralph Rosa Ruth"
-    ).split()
+MORE_NAMES = words(
+    "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis Edith "
+    "Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper Joel Judith "
+    "Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra Ralph Rosa Ruth"
 )
 ALL_NAMES = (*NAMES, *MORE_NAMES)
 REMARKS = (
@@ -136,9 +134,9 @@ def paragraph(line: Line, values: dict[str, int]) -> str:
 class Needs:
     """What of a trace is read again; tokens are counted by their place in it.
 
-    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph reads,
-    a value's name and digit where they were made; `distances`: how far back the latest mention
-    stands, for every operand and recalled value that is not given in the prompt.
+    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph
+    reads, a value's name and digit where they were made; `distances`: how far back the latest
+    mention stands, for every operand and recalled value that is not given in the prompt.
     """
 
     tokens: int
@@ -151,8 +149,8 @@ def needs(sample: Sample) -> Needs:
     """Read off a trace what is enough for a reader who has the prompt at hand.
 
     A paragraph needs its line's name throughout; a sum needs both operands with their digits until
-    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks and
-    recaps restate what is known, and nothing is worked out from them.
+    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks
+    and recaps restate what is known, and nothing is worked out from them.
     """
     units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
     needed: set[int] = set()
