@@ -67,12 +67,17 @@ def long_chain(
     held_out: bool,
     task: str = "long-chain",
     names: tuple[str, ...] = ALL_NAMES,
+    others: int | None = None,
 ) -> Sample:
-    """A program of that many lines over two given values, worked out paragraph by paragraph."""
+    """A program of that many lines over two given values, worked out paragraph by paragraph.
+
+    `others`: draw operands and recaps from the first so many values alone, and recaps three times
+    as often, so that lines look alike (the tasks: None).
+    """
     drawn = draw_names(rng, lines + FIRST_VALUES, held_out, names)
     values = {name: rng.randrange(10) for name in drawn[:FIRST_VALUES]}
     given = [f"{name}{value};" for name, value in values.items()]
-    program = draw_program(rng, drawn)
+    program = draw_program(rng, drawn, others)
     trace = [paragraph(line, values) for line in program]
     final = program[-1].name
     turn = f"Explain {' '.join(given)} {' '.join(line.text() for line in program)} Find {final}"
@@ -80,18 +85,24 @@ def long_chain(
     return Sample(task, (turn,), (answer,), (f"{final}{values[final]}",))
 
 
-def draw_program(rng: random.Random, names: list[str]) -> list[Line]:
+def draw_program(rng: random.Random, names: list[str], others: int | None = None) -> list[Line]:
     """Lines for all names but the first two; the last line is a sum whose value is asked for."""
     mentioned = list(names[:FIRST_VALUES])  # live names, the longest unmentioned first
     head, program = mentioned[-1], []
+    recap_share = RECAP_SHARE if others is None else 3 * RECAP_SHARE
+    few = set(names[:others])
     for i, name in enumerate(names[FIRST_VALUES:], start=FIRST_VALUES + 1):
         last = i == len(names)
-        if not last and len(mentioned) > RECAP_SIZE and rng.random() < RECAP_SHARE:
-            recalled = tuple(rng.sample(mentioned, RECAP_SIZE))
+        if not last and len(mentioned) > RECAP_SIZE and rng.random() < recap_share:
+            known = [n for n in mentioned if n in few]
+            recalled = tuple(
+                rng.sample(known if len(known) >= RECAP_SIZE else mentioned, RECAP_SIZE)
+            )
             program.append(Line(name, recalled))
             _mention(mentioned, recalled)
             continue
-        other = _draw_old(rng, [n for n in mentioned if n != head])
+        older = [n for n in mentioned if n != head]
+        other = _draw_old(rng, [n for n in older if n in few] or older)
         dead = not last and rng.random() < DEAD_SHARE
         program.append(Line(name, (other, head), dead))
         _mention(mentioned, (other, head))
