@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 
 logger = logging.getLogger("kvserve")
 
@@ -31,6 +32,14 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class SequenceError(RuntimeError):
+    """Something failed over these sequences alone: they end, and nobody else has to."""
+
+    def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.seq_ids = frozenset(seq_ids)
 
 
 class EngineDeadError(RuntimeError):

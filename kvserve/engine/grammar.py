@@ -52,17 +52,39 @@ class SequenceGrammar:
         self._over = False
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
-        if self._after is None and not self._over:
+        if self._after is not None or self._over:
+            return
+        try:
             self._matcher.fill(mask)
+        except BaseException as error:
+            self._fail(error)
+            mask[:] = -1  # what is sampled now will not be sent
 
     def accept(self, token_id: int) -> None:
         if self._after is not None:
             self._after = None if token_id == self._after else self._after
         elif not self._over:
-            accepted = self._matcher.accept(token_id)
+            try:
+                accepted = self._matcher.accept(token_id)
+            except BaseException as error:
+                self._fail(error)
+                return
             self._over = not accepted or token_id in self._stop_token_ids
             if not accepted:
-                logger.error("a grammar refused the token %d that it had allowed", token_id)
+                self._fail(ValueError(f"it refused the token {token_id} that it had allowed"))
+
+    def _fail(self, error: BaseException) -> None:
+        """It ends its sequence: without it the text would match nothing. A panic of the backend is
+        no ``Exception``."""
+        if not is_backend_failure(error):
+            raise error
+        logger.error("a grammar failed: %s", error)
+        self._over = True
+        self.failure = RequestError(
+            "the grammar failed while it was followed; it may be too complex",
+            param=self._field,
+            code="invalid_grammar",
+        )
 
 
 def allowed_tokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvserve.log import SequenceError
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.events import EventBook
@@ -59,7 +60,10 @@ class Admission:
             target, limit = 0, self._swap.identity_tokens(seq)
             wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
-            first_event, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
+            try:
+                first_event, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
+            except Exception as error:
+                raise SequenceError(f"{type(error).__name__}: {error}", [seq.seq_id]) from error
             target = min(seq.num_tokens, seq.next_event(0, first_event))
             # The last token is computed for its logits, the logged ones for their queries.
             limit = min(target - 1, log_from, seq.num_shareable)

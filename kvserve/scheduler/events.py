@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvserve.log import SequenceError
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import CodeBook
@@ -148,6 +149,14 @@ class EventBook:
         for task in tasks:
             self._observing.difference_update(task.seq_ids.tolist())
 
+    def take_counters(self, before: EventBook) -> None:
+        """Go on counting where another book stopped."""
+        for name in (
+            *("compactions", "early_compactions", "skipped"),
+            *("blocks_released", "tokens_evicted"),
+        ):
+            setattr(self, name, getattr(before, name))
+
     @property
     def starving(self) -> bool:
         """Whether an event that writes codes finds no blocks: what comes free is for it."""
@@ -227,8 +236,22 @@ class EventBook:
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
-        plan = self._triggers[policy_id].plan(self._row_state(at))
+        """What events of rows ``at`` take, and what these hold; ``SequenceError`` if it is more."""
+        state = self._row_state(at)
+        try:
+            plan = self._triggers[policy_id].plan(state)
+            there = (0 <= plan.keep) & (plan.keep <= plan.window_len) & (plan.region_start >= 0)
+            there &= plan.region_start + plan.windows * plan.window_len <= state.kv_len
+        except Exception as error:
+            raise self._blame(at, error) from error
+        if not there.all():
+            raise self._blame(at[~there], ValueError("an event takes entries that are not there"))
         return plan, self.blocks.kv_lens[:, at]
+
+    def _blame(self, at: IntArray, error: Exception) -> SequenceError:
+        """A trigger that failed over rows ``at`` concerns nobody else."""
+        owners = [self.rows.owner(row).seq_id for row in at.tolist()]
+        return SequenceError(f"{type(error).__name__}: {error}", owners)
 
     def _that_pay(
         self, gate: BreakEvenGate, plans: list[EventPlans], entries_that_fit: int
@@ -360,7 +383,10 @@ class EventBook:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
-        next_event = trigger.next_event(state)
+        try:
+            next_event = trigger.next_event(state)
+        except Exception as error:
+            raise self._blame(at, error) from error
         if isinstance(trigger, CodeBook) and self.blocks.codes is not None:
             # What stayed raw at the prompt's end does so for good.
             raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.run_start > 0)

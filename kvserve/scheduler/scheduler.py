@@ -7,7 +7,8 @@ come first, and what they free serves the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -60,9 +61,48 @@ class Scheduler:
         code_scratch: bool = True,
     ) -> None:
         self.layout = layout
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_swaps = 0
+        self._max_tokens = max_num_batched_tokens
+        self._arrivals = 0
+        self._rebuild = partial(
+            self._build,
+            num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            log_block_tokens=log_block_tokens,
+            chunked_prefill=chunked_prefill,
+            prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
+            max_observed_tokens=max_observed_tokens or max_num_batched_tokens,
+            gate=gate,
+            admission_reserve=admission_reserve,
+            code_slots=code_slots,
+            code_scratch=code_scratch,
+        )
+        self._rebuild()
+
+    def _build(
+        self,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        log_block_tokens: int,
+        chunked_prefill: bool,
+        prefix_caching: bool,
+        num_host_blocks: int,
+        max_observed_tokens: int,
+        gate: BreakEvenGate | None,
+        admission_reserve: int,
+        code_slots: int,
+        code_scratch: bool,
+    ) -> None:
+        """An empty pool, empty rows, an empty queue, and what works on them."""
         self.pool = BlockPool(num_blocks)
         self.blocks = BlockManager(
-            layout,
+            self.layout,
             self.pool,
             max_num_seqs,
             max_model_len,
@@ -72,14 +112,9 @@ class Scheduler:
             code_scratch,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
-        self.events = EventBook(
-            self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
-        )
+        self.events = EventBook(self.rows, self.blocks, max_observed_tokens, gate)
         self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
         self.waiting = WaitingQueue()
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_swaps = 0
         self._prefixes = Prefixes(self.rows, self.blocks)
         self._admission = Admission(
             self.rows,
@@ -91,8 +126,6 @@ class Scheduler:
             chunked=chunked_prefill,
         )
         self._chunks = Chunks(self.rows, self.blocks, self.events, self._prefixes, self._admission)
-        self._max_tokens = max_num_batched_tokens
-        self._arrivals = 0
         # Who ended since the last step, and whom the next update reports for outgrowing the pool.
         self._finished: list[Sequence] = []
         self._outgrown: list[Sequence] = []
@@ -254,6 +287,62 @@ class Scheduler:
         finished, self._outgrown = self._outgrown, []
         return newest, finished
 
+    def start_over(
+        self,
+        blamed: Collection[int],
+        known: SchedulerOutput | None = None,
+        token_ids: IntArray | None = None,
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Begin with an empty pool and empty rows after a step that failed anywhere; return whom
+        that ends (reason ``error``: the ``blamed``, or the newest), and all who have ended since
+        the last step.
+
+        Relies on nothing but the tokens that are known: those of the step before may come as
+        ``known`` and its ``token_ids``. Everybody else computes its cache anew, as in ``give_up``.
+        """
+        if known is not None and token_ids is not None:
+            self._learn(known, token_ids)
+        finished, alive, waiting = self._outgrown, self.running, list(self.waiting)
+        for seq in alive:
+            row = seq.row
+            self.rows.num_tokens[row] -= self.rows.num_unknown[row]
+            seq.replay_until = max(seq.replay_until, int(self.rows.num_computed[row]))
+            self.rows.save(seq)
+            self._count_held(seq)
+            seq.row, seq.status, seq.awaits_token = -1, SequenceStatus.WAITING, False
+        for seq in waiting:
+            if seq.awaits_token:  # it is computed again, with all else
+                seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
+        culprits = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
+        if not blamed:
+            culprits = [max(alive, key=lambda seq: seq.arrival)] if alive else waiting[:1]
+        events = self.events
+        self._rebuild()
+        self.events.take_counters(events)
+        for seq in sorted((*alive, *waiting), key=lambda seq: seq.arrival):
+            stop = int(seq.token_ids[-1]) if seq.num_tokens > seq.num_prompt_tokens else -1
+            if seq in culprits:
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "error"
+            elif stop in seq.stop_token_ids or seq.num_tokens >= seq.max_len:
+                seq.stop_token = stop if stop in seq.stop_token_ids else None
+                seq.status = SequenceStatus.FINISHED
+                seq.finish_reason = "length" if seq.stop_token is None else "stop"
+                finished.append(seq)
+            else:
+                self.events.register(seq)
+                self.waiting.add(seq)
+        self.num_preemptions += len(alive)
+        return culprits, finished
+
+    def _learn(self, output: SchedulerOutput, token_ids: IntArray) -> None:
+        """Write a step's tokens down, whatever else is wrong."""
+        for seq, place, token in zip(output.sampled, output.sampled_at, token_ids, strict=True):
+            if seq.status is SequenceStatus.RUNNING:
+                self.rows.token_ids[seq.row, place] = token
+                self.rows.num_unknown[seq.row] -= 1
+            elif seq.awaits_token:
+                seq.token_ids[-1], seq.awaits_token = token, False
+
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
@@ -268,14 +357,18 @@ class Scheduler:
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self.rows.save(seq)
+        self._count_held(seq)
+        self.blocks.release_row(seq.row)
+        self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
+
+    def _count_held(self, seq: Sequence) -> None:
+        """Write down what a sequence holds now."""
         lens = self.blocks.kv_lens[:, seq.row]
         per_entry = self.layout.layers_per_block * self.layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
         seq.held_blocks = int(self.blocks.held(seq.row + 1)[seq.row])
         seq.coded_entries, seq.codebook_entries = self.blocks.num_coded(seq.row)
-        self.blocks.release_row(seq.row)
-        self.rows.next_event[seq.row], self.rows.caught_up[seq.row] = NO_EVENT, 0
 
     def _drop_finished(self) -> None:
         for seq in self._finished:
