@@ -14,6 +14,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
 _MAX_INT = 2**31
+MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
+"""Strings of a choice; characters of a schema, a choice, a regular expression or a grammar."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -40,7 +42,13 @@ class StructuredOutput:
         if len(given) != 1:
             raise RequestError(f"{field} must hold one of {', '.join(_KINDS)}", param=field)
         [(kind, value)] = given.items()
-        return cls(kind, _value_text(kind, value, field), field)
+        text = _value_text(kind, value, field)
+        if len(text) > MAX_GRAMMAR:
+            raise RequestError(
+                f"{field}.{kind} has {len(text)} characters, and at most {MAX_GRAMMAR} are read",
+                param=field,
+            )
+        return cls(kind, text, field)
 
 
 def _value_text(kind: str, value: Any, field: str) -> str:
@@ -52,6 +60,11 @@ def _value_text(kind: str, value: Any, field: str) -> str:
         except ValueError as exc:
             raise RequestError(f"{field}.json is not JSON: {exc}", param=field) from None
     if kind == "choice" and isinstance(value, list) and value:
+        if len(value) > MAX_CHOICES:
+            raise RequestError(
+                f"{field}.choice has {len(value)} strings, and at most {MAX_CHOICES} are read",
+                param=field,
+            )
         if all(isinstance(item, str) and item for item in value):
             return json.dumps(value)
     elif kind in ("regex", "grammar") and isinstance(value, str) and value:
@@ -138,8 +151,8 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("top_k", -1 <= self.top_k < _MAX_INT, "-1 or 0 (off), or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "at least 0"),
+            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "between 1 and 2147483647"),
+            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "between 0 and 2147483647"),
             ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
             (
                 "stop_token_ids",
@@ -163,7 +176,11 @@ class SamplingParams:
                 "at least one token id",
             ),
             ("bad_words", _short(words), "up to 128 non-empty strings of 1000 characters"),
-            ("thinking_token_budget", budget is None or 0 <= budget < _MAX_INT, "at least 0"),
+            (
+                "thinking_token_budget",
+                budget is None or 0 <= budget < _MAX_INT,
+                "between 0 and 2147483647",
+            ),
             ("priority", -_MAX_INT <= self.priority < _MAX_INT, "a 32-bit integer"),
         )
 
