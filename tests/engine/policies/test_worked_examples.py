@@ -19,7 +19,7 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
 from kvserve.kernels.window_scores import received_mass
-from kvserve.scheduler.trigger import NO_EVENT, AtPrefillEnd, RowState
+from kvserve.scheduler.trigger import NO_EVENT, AtPrefillEnd, RowState, WhenOver
 from tests.engine.policies.one_row import choose, follow, observe
 
 
@@ -119,12 +119,11 @@ def test_ratios_are_exact(policy: Policy, length: int, kept: int) -> None:
 
 
 def test_defaults_of_the_threshold() -> None:
-    assert SnapKV(budget=1024, trigger="threshold").event_trigger.limit == 1152  # type: ignore[attr-defined]
-    assert RKV(budget=128).event_trigger.limit == 256  # type: ignore[attr-defined]
-    paper = SnapKV(
-        budget=1025, trigger="threshold", threshold=1280, protect_prompt=False
-    ).event_trigger
-    assert (paper.limit, paper.keep, paper.num_queries) == (1280, 1025, 32)  # type: ignore[attr-defined]
+    default, rkv = SnapKV(budget=1024, trigger="threshold"), RKV(budget=128)
+    assert default.event_trigger.limit == 1152  # type: ignore[attr-defined]
+    assert rkv.event_trigger.limit == 256  # type: ignore[attr-defined]
+    paper = SnapKV(budget=1025, trigger="threshold", threshold=1280, protect_prompt=False)
+    assert paper.event_trigger == WhenOver(1280, 1025, 32, protect_prompt=False)
 
 
 # ---- ChunkKV ------------------------------------------------------------------------------------
