@@ -18,7 +18,7 @@ from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 class CompressionScheduler:
@@ -239,12 +239,12 @@ class CompressionScheduler:
         )
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
-    def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
+    def _plan(self, policy_id: int, at: IntArray) -> tuple[EvictionSpec, IntArray]:
         """What events of rows ``at`` take, and what these hold; ``SequenceError`` if it is more."""
         state = self._row_state(at)
         try:
             plan = self._triggers[policy_id].plan(state)
-            there = (0 <= plan.keep) & (plan.keep <= plan.window_len) & (plan.region_start >= 0)
+            there = (plan.keep >= 0) & (plan.keep <= plan.window_len) & (plan.region_start >= 0)
             there &= plan.region_start + plan.windows * plan.window_len <= state.kv_len
         except Exception as error:
             raise self._blame(at, error) from error

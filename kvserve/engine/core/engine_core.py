@@ -69,6 +69,8 @@ class EngineCore:
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
+        self._scored: set[int] = set()
+        """Sequences whose policies keep scores from event to event."""
         self._failures = 0
         """Steps that failed since one did not."""
 
@@ -83,10 +85,12 @@ class EngineCore:
         """
         others = (seq for seq, _ in self._sequences.values())
         sequence = self._intake.sequence(new, others, matcher)
+        self.scheduler.add(sequence)
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self._waiting_since[new.seq_id] = time.monotonic()
-        self.scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt_tokens
+        if self.runner.policies[sequence.policy_id].kept_scores:
+            self._scored.add(new.seq_id)
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -315,7 +319,7 @@ class EngineCore:
             steps_total=scheduler.num_steps,
             coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
             codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
-            scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
+            scoring_workspace_bytes=self.runner.workspace_bytes,
             compaction_counts=self._counts.compactions,
             iterations=self._counts.iterations,
             iteration_tokens_total=self._counts.num_tokens,
@@ -333,6 +337,7 @@ class EngineCore:
                 self._queued_seconds[seq.seq_id] = now - since
 
     def _finished(self, seq: Sequence) -> FinishedSequence:
+        self._give_back(seq)
         self._sequences.pop(seq.seq_id, None)
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
@@ -355,6 +360,16 @@ class EngineCore:
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
         )
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Memory beside the pool that only this sequence's kind wants."""
+        if seq.seq_id in self._scored:
+            self._scored.discard(seq.seq_id)
+            if not self._scored:
+                self.executor.forget_scores()
+        if seq.sampling is not None and seq.sampling.grammar is not None:
+            seq.sampling = None
+            self.grammars.tidy()
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

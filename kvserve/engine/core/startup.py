@@ -54,6 +54,8 @@ class BuiltEngine:
     query_reduce: str
     query_dtype: str
     overlaps: bool
+    most_kept_scores: int
+    """Scores a head that a policy may keep of each row."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -122,7 +124,10 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         ],
     )
     reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
-    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps)
+    scores = plan.most_score_bytes // plan.score_bytes
+    return BuiltEngine(
+        scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps, scores
+    )
 
 
 def _plan(
@@ -256,7 +261,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
     if policy.name != "none" and spec.policy_refusal is not None:
         raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
-    window = policy.trigger.num_queries
+    window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 

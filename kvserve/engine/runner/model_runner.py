@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
@@ -162,6 +162,11 @@ class ModelRunner:
         """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
         self.policies[policy_id] = policy
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
+        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
+
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
         """The largest step, on nothing: ``tokens`` of a prompt, then a draw for every row."""
@@ -262,7 +267,7 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            policy = self.policies[task.policy_id]
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
             hidden.append(last)
             self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
@@ -302,9 +307,7 @@ class ModelRunner:
         watch.stop()
         return counts, watch
 
-    def _compact(
-        self, task: CompactionTask, found: dict[int, Kept], coded: dict[int, Any]
-    ) -> None:
+    def _compact(self, task: CompactionTask, found: dict[int, Kept], coded: dict[int, Any]) -> None:
         """Carry out events of one policy; ``found`` and ``coded`` in the step before."""
         policy = self.policies[task.policy_id]
         tables = self.batch.block_tables, self.batch.log_tables
@@ -321,7 +324,7 @@ class ModelRunner:
 
     def _observe(self, events: ObservationTask) -> Tensor:
         """Observe events of one policy; returns their counts."""
-        policy = cast(UnevenPolicy, self.policies[events.policy_id])
+        policy = self.policies[events.policy_id]
         if writes_codes(policy):
             assert self.coder is not None
             return self.coder.observe(events, policy, self.batch.code_tables)

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvserve.config import EngineConfig
-from kvserve.engine.messages import EngineInfo
 from kvserve.engine.device.pages import resident_bytes, trim_memory
+from kvserve.engine.messages import EngineInfo
 from kvserve.engine.sampling.grammar_backends import (
     Compile,
     MakeMatcher,

@@ -22,7 +22,7 @@ Compile = Callable[[StructuredOutput], MakeMatcher]
 
 _COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write a document: with free white space a model may never get to its end."""
-_LIMITS = {
+_LIMITS: Any = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -126,7 +126,7 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
 
     limits = LLParserLimits(**_LIMITS)
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=eos)
+    vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def grammar(wanted: StructuredOutput) -> str:
         if wanted.kind == "json":
