@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import sys
 from collections.abc import Iterable
 
@@ -19,6 +20,15 @@ def configure_logging(level: str | int = "INFO") -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
+
+
+def shown(value: object) -> str:
+    """A value in a message: ``repr`` of a small one, the beginning of a large one."""
+    return _SHOWN.repr(value)
 
 
 class ConfigError(ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.log import RequestError
+from kvserve.log import RequestError, shown
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -125,7 +125,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_output", parsed)
         for name, ok, allowed in self._checks():
             if not ok:
-                given = repr(getattr(self, name))
+                given = shown(getattr(self, name))
                 raise RequestError(f"{name} must be {allowed}, got {given:.200}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -175,7 +175,7 @@ class SamplingParams:
                 allowed is None or (len(allowed) > 0 and _token_ids(allowed)),
                 "at least one token id",
             ),
-            ("bad_words", _short(words), "up to 128 non-empty strings of 1000 characters"),
+            ("bad_words", _short(words, 100), "up to 128 non-empty strings of 100 characters"),
             (
                 "thinking_token_budget",
                 budget is None or 0 <= budget < _MAX_INT,
@@ -208,6 +208,6 @@ def _token_ids(ids: Sequence[int]) -> bool:
     return all(0 <= token < _MAX_INT for token in ids)
 
 
-def _short(texts: Sequence[str]) -> bool:
+def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:
     """Every token is compared with them."""
-    return len(texts) <= _MAX_WORDS and all(0 < len(text) <= _MAX_WORD_LENGTH for text in texts)
+    return len(texts) <= _MAX_WORDS and all(0 < len(text) <= longest for text in texts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
+
+T = TypeVar("T")
 
 
 class CompressionScheduler:
@@ -115,7 +118,7 @@ class CompressionScheduler:
         rows = self.rows
         at = rows.decoding_next()
         willing = [
-            part[trigger.can_compress_early(self._row_state(part))]
+            part[self._ask(part, trigger.can_compress_early, self._row_state(part))]
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
@@ -251,6 +254,13 @@ class CompressionScheduler:
         if not there.all():
             raise self._blame(at[~there], ValueError("an event takes entries that are not there"))
         return plan, self.blocks.kv_lens[:, at]
+
+    def _ask(self, at: IntArray, method: Callable[..., T], *args: Any) -> T:
+        """What a trigger says of rows ``at``; one that fails concerns nobody else."""
+        try:
+            return method(*args)
+        except Exception as error:
+            raise self._blame(at, error) from error
 
     def _blame(self, at: IntArray, error: Exception) -> SequenceError:
         """A trigger that failed over rows ``at`` concerns nobody else."""
@@ -391,10 +401,7 @@ class CompressionScheduler:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
-        try:
-            next_event = trigger.next_event(state)
-        except Exception as error:
-            raise self._blame(at, error) from error
+        next_event = self._ask(at, trigger.next_event, state)
         if isinstance(trigger, QuantizeTrigger) and self.blocks.codes is not None:
             # What stayed raw at the prompt's end does so for good.
             raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (
@@ -404,7 +411,7 @@ class CompressionScheduler:
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
-        log_from = trigger.log_from(state, next_event)
+        log_from = self._ask(at, trigger.log_from, state, next_event)
         rows.next_event[at] = next_event
         self.blocks.log_from(at, log_from)
         return log_from

@@ -7,6 +7,8 @@ known to the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.sequence import Sequence
 
 
 class InputBatch:
@@ -81,6 +84,16 @@ class InputBatch:
         _scatter(self.log_tables, output.log_update)
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
+
+    def unfit(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
+        found = []
+        for seq in sequences:
+            try:
+                self.sampling.set_rows((seq,))
+            except Exception:
+                found.append(seq.seq_id)
+        return found
 
     def kept_scores(self, count: int) -> Tensor | None:
         """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""

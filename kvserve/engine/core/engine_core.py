@@ -134,8 +134,8 @@ class EngineCore:
             with self.executor.together():
                 launched = self.executor.launch(output)
         except Exception as error:
-            self._check_containable(error)
-            launched = error
+            launched = _as_out_of_memory(error)
+            self._check_containable(launched)
         return StepInFlight(output, compactions, started, launched)
 
     def _check_containable(self, error: Exception) -> None:
@@ -162,12 +162,13 @@ class EngineCore:
         self._compaction_seconds += result.compaction_seconds
         if self.scheduler.events.gate is not None:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
+        refused = self._end_failed_grammars(output, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
         finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
         outputs = self._tokens_of(output, result, gets)
         return replace(
             outputs,
-            refused=self._end_failed_grammars(output, result),
+            refused=refused,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
             compactions=step.compactions,
@@ -377,3 +378,10 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
+
+
+def _as_out_of_memory(error: Exception) -> Exception:
+    """What torch and Python say on a CPU where there is no memory, as what torch says on a GPU."""
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return torch.OutOfMemoryError(str(error))
+    return error

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from kvserve.config import EngineConfig
+from kvserve.engine.core.core_loop import INTERNAL_ERROR
 from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.output_processor import OutputProcessor
@@ -138,6 +139,10 @@ class AsyncEngine:
                 error = RequestError(refused.message, param=refused.param, code=refused.code)
                 self._queues[request_id].put_nowait(error)
         changed, abort = self._processor.process(outputs)
+        for request_id in self._processor.take_failed():
+            if request_id in self._queues:
+                error = RequestError(INTERNAL_ERROR, code="internal_error")
+                self._queues[request_id].put_nowait(error)
         for output in changed:
             if output.request_id in self._queues:
                 self._queues[output.request_id].put_nowait(output)

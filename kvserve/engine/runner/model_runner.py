@@ -182,8 +182,13 @@ class ModelRunner:
         """Start one step. Its parts run in the order of the message's fields."""
         step = LaunchedStep(*self._run_events(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
-        with _blaming(seq.seq_id for seq in output.admitted.sequences):
+        try:
             self.batch.apply(output)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            culprits = self.batch.unfit(output.admitted.sequences)
+            raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:

@@ -38,6 +38,8 @@ _CLOSE_TIMEOUT = 5
 """Seconds for answers to leave once every request has ended."""
 
 _WIDEST_STATE = 40
+_OTHER_FILES = 128
+"""Open files beside connections: weights, sockets to the engine, logs."""
 _PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
@@ -111,7 +113,9 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(state),
-                http=LimitedHttpProtocol,
+                http=LimitedHttpProtocol.limited(
+                    settings.read_timeout, _connections_that_fit(settings.max_connections)
+                ),
                 lifespan="off",
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
@@ -163,6 +167,27 @@ class DrainingServer(uvicorn.Server):
     def _end_requests(self) -> None:
         for generation in list(self._state.generations):
             generation.fail(unavailable("the server is shutting down", "draining"))
+
+
+def _connections_that_fit(wanted: int) -> int:
+    """As many as the process may have open files for, some aside; asks for the most it may."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            most = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            soft = max(soft, most)
+    if wanted <= soft - _OTHER_FILES:
+        return wanted
+    most = max(soft - _OTHER_FILES, 1)
+    logger.warning(
+        "--max-connections %d: the system allows %d open files, so %d", wanted, soft, most
+    )
+    return most
 
 
 async def _watch(state: ServerState, server: DrainingServer) -> None:

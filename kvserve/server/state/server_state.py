@@ -76,7 +76,17 @@ class ServerState:
         return model or names[0]
 
     def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
+        """That it is allowed here, and that its fields are what a policy and the context allow."""
+        if kv_policy is None:
+            return
+        # Not when this module is loaded: policies load torch.
+        from kvserve.engine.core.request_policies import read_policy
+
         name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
+        self._check_allowed(name)
+        read_policy(kv_policy, self.engine.max_model_len)
+
+    def _check_allowed(self, name: Any) -> None:
         compression = self.config.compression
         if name in (None, "none") or compression.allow_request_policy == "all":
             return
