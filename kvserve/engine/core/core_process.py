@@ -10,10 +10,12 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -62,6 +64,7 @@ class ParentLink:
             daemon=True,
         )
         self._process.start()
+        self._ready = False
         self._died = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
 
@@ -73,6 +76,7 @@ class ParentLink:
             await self.close()
             raise
         assert isinstance(message, EngineInfo)
+        self._ready = True
         return message
 
     async def receive(self) -> StepOutputs:
@@ -87,7 +91,10 @@ class ParentLink:
     async def close(self) -> None:
         """Ask the process to leave; make it, if it does not within seconds."""
         if not self._died.is_set():
-            self.send(Stop())
+            if self._ready:
+                self.send(Stop())
+            else:
+                self._process.terminate()  # it loads, and hears nothing else
             try:
                 await asyncio.wait_for(self._died.wait(), _EXIT_TIMEOUT_S)
             except asyncio.TimeoutError:
@@ -125,21 +132,29 @@ class ParentLink:
 
 def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
     """Main function of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent handles them, and may want to drain
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
+    signal.signal(signal.SIGTERM, _leave)  # while it loads nobody waits for anything
     configure_logging(log_level)
     channel = _SocketChannel(commands, outputs)
     try:
         with closing(EngineCore(config)) as core:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
     except ConfigError as error:
         channel.send_frames([_REFUSED, str(error).encode()])
+    except MemoryError as error:
+        channel.send_frames([_REFUSED, f"there is not enough memory: {error}".encode()])
     except Exception as error:
         logger.exception("the engine failed")
         channel.send_frames([_FAILED, f"{type(error).__name__}: {error}".encode()])
     finally:
         channel.close()
+
+
+def _leave(*_: object) -> NoReturn:
+    """Unwind, so that a compiler that runs ends too, and its unfinished file goes."""
+    sys.exit(0)
 
 
 class _SocketChannel:

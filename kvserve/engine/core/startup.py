@@ -33,8 +33,15 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.executor import Executor, OtherRanks
-from kvserve.engine.runner.memory import Profile, count_blocks, count_host_blocks
+from kvserve.engine.runner.memory import (
+    Profile,
+    check_pool,
+    count_blocks,
+    count_host_blocks,
+    free_memory,
+)
 from kvserve.engine.runner.rank import Pool, RankPlan
+from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -63,6 +70,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
 
     ``ConfigError`` names the flag to change.
     """
+    check_grammar_backend(config)
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = _device(config)
@@ -89,6 +97,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
+    if device == "cpu":
+        check_pool(config, plan.layout.block_elements * dtype.itemsize, free_memory(device, 1.0))
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
     direct, _ = plan.code_attention(attention)

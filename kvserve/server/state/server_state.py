@@ -46,11 +46,14 @@ class ServerState:
 
     def mark_ready(self) -> None:
         """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
-        if self.options.reasoning_parser is not None:
-            self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
-        _check_names(self.config.compression.request_policies)
+        self.check_tokenizer()
         self.default_sampling = _usable_defaults(self.engine.default_sampling)
         self.ready = True
+
+    def check_tokenizer(self) -> None:
+        """``ConfigError`` where the tokenizer lacks what a flag asks for."""
+        if self.options.reasoning_parser is not None:
+            self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
 
     def check_ready(self) -> None:
         if not self.ready:
@@ -147,7 +150,8 @@ class ServerState:
         return self.engine.tokenizer
 
 
-def _check_names(policies: Sequence[str]) -> None:
+def check_request_policies(policies: Sequence[str]) -> None:
+    """``ConfigError`` where one of ``--request-policies`` is none."""
     if not policies:
         return
     from kvserve.engine.policies.registry import policy_names
