@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.arguments import (
+from kvserve.engine.policies.parts.arguments import (
     PolicyError,
     argument,
     check_arguments,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvserve.engine.policies import common
-from kvserve.engine.policies.arguments import argument, exact_ratio, integer, require
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.common import DEFAULT_GAP
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import argument, exact_ratio, integer, require
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
 
 
