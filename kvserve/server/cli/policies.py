@@ -20,7 +20,7 @@ policies` prints what follows for the terminal, `GET /v1/kv/policies` gives the 
 Schema, and `kvserve inspect` shows what a policy keeps of a given text.
 
 An integer that counts tokens or entries is at most the server's context (`--max-model-len`).
-*Lengths*: whether layers and KV heads hold equally many entries, or how they differ (`--kv-layout`).
+*Lengths*: whether all layers and KV heads hold equally many entries (`--kv-layout`).
 
 `make docs` makes this page from the policies themselves: edit those.
 """
