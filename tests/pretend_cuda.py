@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvserve.engine import cuda_graph, rank
 from kvserve.engine.attention import triton
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
+from kvserve.engine.runner import cuda_graph, rank
 from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
 
@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         """Run the operators again, into the memory that they wrote."""
         for func, args, kwargs, fresh in self._calls:
-            args, kwargs, fresh = tree_map(self._tensor_at, (args, kwargs, fresh), is_leaf=_is_place)
+            args, kwargs, fresh = tree_map(
+                self._tensor_at, (args, kwargs, fresh), is_leaf=_is_place
+            )
             result = func(*args, **kwargs)
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             for to, x in zip(fresh, outputs, strict=False):
@@ -274,6 +276,7 @@ def pretend(patch: pytest.MonkeyPatch, queue: Queue) -> None:
 @contextmanager
 def pretend_cuda() -> Iterator[Queue]:
     """An engine that is built in here takes a GPU, and the torch references of its kernels."""
+
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = triton.TritonAttention(needs.scale, needs.block_size)
         stores = store_kv_torch, store_queries_torch

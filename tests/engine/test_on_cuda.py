@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine.kv_cache import SWAP_STAGING_BYTES, KVCache
-from kvserve.engine.transfer import HostCopy, Stopwatch, to_device
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -92,7 +92,9 @@ def test_what_a_copy_brings_is_read_once_it_is_there() -> None:
         copy = HostCopy(sent, "cuda")
         assert not queue.waits
         places, share, agreed = copy.wait()
-    assert places.tolist() == [[3, 4], [5, 6]] and share.tolist() == [0.5] and agreed.tolist() == [1]
+    assert (
+        places.tolist() == [[3, 4], [5, 6]] and share.tolist() == [0.5] and agreed.tolist() == [1]
+    )
 
 
 def test_numbers_go_to_the_device_without_a_wait() -> None:
