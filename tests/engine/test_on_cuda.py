@@ -15,13 +15,12 @@ from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.test_cuda_graph import generate, make_llm
+from tests.engine.test_cuda_graph import generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
-PLAIN: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: Any) -> None:
     """Graphs repeat on addresses alone: what was to be freed with their capture is gone."""
     policies = [policy] * len(PROMPTS)
-    expected = generate(make_llm(tiny_dir, policy, **PLAIN), PROMPTS, policies)
+    expected = generate(make_plain(tiny_dir, policy), PROMPTS, policies)
     with pretend_cuda() as queue:
         llm = make_llm(
             tiny_dir,
@@ -56,16 +55,15 @@ def test_steps_without_tokens_are_waited_for(tiny_dir: Path) -> None:
     """Sequences that are computed again have their events in steps that sample nothing: the device
     has to be there before anybody asks what an event took."""
     policies = [KARA] * len(PROMPTS)
-    expected = generate(make_llm(tiny_dir, KARA, **PLAIN), PROMPTS, policies)
+    expected = generate(make_plain(tiny_dir, KARA), PROMPTS, policies)
     with pretend_cuda() as queue:
-        llm = make_llm(
+        llm = make_plain(
             tiny_dir,
             KARA,
             num_gpu_blocks_override=40,
             max_num_batched_tokens=16,
             max_num_seqs=4,
             swap_space=0,
-            **PLAIN,
         )
         preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.1)
         waited = queue.waits
