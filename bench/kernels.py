@@ -206,8 +206,9 @@ def check_parity(report: Report, grid: list[tuple[str, Granularity]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="parity and bandwidth of the Triton kernels")
-    names, layouts = [*SHAPES][:-1], [g.value for g in Granularity]
-    parser.add_argument("--shape", nargs="+", choices=names, default=names, help="default: all")
+    names, layouts = list(SHAPES), [g.value for g in Granularity]
+    words = "default: all but smoke, which is for trying the command"
+    parser.add_argument("--shape", nargs="+", choices=names, default=names[:-1], help=words)
     parser.add_argument("--layout", nargs="+", choices=layouts, default=layouts)
     words = "entries that each row holds (default: 1024 4096 32768)"
     parser.add_argument(

@@ -138,7 +138,7 @@ def test_a_run_goes_on_where_it_stopped(
     )
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
-    settings = ["--shape", "llama-8b", "--layout", "model", "--context", "50", "70"]
+    settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
     for limit, new, left in (("-1", 0, 2), ("480", 28, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
