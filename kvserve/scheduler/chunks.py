@@ -1,19 +1,43 @@
-"""Chunks of sequences that catch up: their blocks, and what is told of them."""
+"""The last phase of a step: who catches up, and who is admitted."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.departures import Departures
 from kvserve.scheduler.events import EventBook
-from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch
+from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
 from kvserve.scheduler.prefixes import Prefixes
+from kvserve.scheduler.queue import WaitingQueue
 from kvserve.scheduler.rows import RowTable
+
+Chunk = tuple[int, int]
+"""A row, and how many of its tokens a step computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """What a step computes beside its decoding rows."""
+
+    admitted: NewRows
+    prefill: PrefillBatch
+    pruned: tuple[CompactionTask, ...]
+    sampled: IntArray
+    """Which chunks of ``prefill``, and then which of ``pruned``, get a token."""
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of ``prefill``, then of ``pruned``."""
+        return np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
 
 
 class Chunks:
-    """A chunk is a row and how many of its tokens a step computes."""
+    """Chunks of rows that run, oldest first, and then of newcomers."""
 
     def __init__(
         self,
@@ -21,15 +45,76 @@ class Chunks:
         blocks: BlockManager,
         events: EventBook,
         prefixes: Prefixes,
+        waiting: WaitingQueue,
         admission: Admission,
+        departures: Departures,
+        max_tokens: int,
     ) -> None:
         self._rows = rows
         self._blocks = blocks
         self._events = events
         self._prefixes = prefixes
+        self._waiting = waiting
         self._admission = admission
+        self._departures = departures
+        self._max_tokens = max_tokens
 
-    def reserve(self, row: int, budget: int) -> int:
+    def catch_up(self, *, moves: bool) -> CaughtUp:
+        """Compute what the step has room for; ``moves``: it does something even without.
+
+        Else the newest make way until it does: chunks may hold each other's blocks. What comes free
+        while an event is starving is for that event, which the next step carries out.
+        """
+        rows, admission = self._rows, self._admission
+        chunks = self._schedule()
+        starving = self._events.starving and rows.num_rows > 1
+        while rows.num_rows and not (moves or chunks or admission.has_new):
+            self._departures.preempt()
+            if starving:
+                break
+            chunks = self._schedule()
+        admitted = admission.take_new_rows()
+        pruned = self._take_pruned(chunks)
+        prefill = self._batch(chunks)
+        at = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
+        complete = rows.num_computed[at] == rows.num_tokens[at]
+        return CaughtUp(admitted, prefill, pruned, np.flatnonzero(complete))
+
+    def _schedule(self) -> list[Chunk]:
+        """Rows that catch up in this step, oldest first, and how many tokens of each."""
+        rows = self._rows
+        budget = self._max_tokens - rows.num_decoding
+        chunks = []
+        at = np.arange(rows.num_decoding, rows.num_rows)
+        at = at[rows.caught_up[at] == 0]
+        for row in at[np.lexsort((rows.arrival[at], rows.priority[at]))].tolist():
+            length = self._reserve(row, budget)
+            if length:
+                chunks.append((row, length))
+                budget -= length
+        if not self._events.starving:  # newcomers would take what it waits for
+            chunks += self._admit(budget)
+        return chunks
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        """Give rows to those who wait, in order, as long as there is room; their first chunks."""
+        rows, chunks = self._rows, []
+        while self._waiting and budget > 0 and rows.num_rows < rows.max_rows:
+            seq = self._waiting.first
+            if seq.awaits_token:
+                break
+            if not self._admission.admit(seq, budget):
+                if not rows.num_rows:
+                    self._departures.outgrow(seq)
+                break
+            self._waiting.remove(seq)
+            if not rows.caught_up[seq.row]:
+                length = self._reserve(seq.row, budget)
+                chunks.append((seq.row, length))
+                budget -= length
+        return chunks
+
+    def _reserve(self, row: int, budget: int) -> int:
         """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait.
 
         A chunk ends where an event is due.
@@ -48,7 +133,7 @@ class Chunks:
         self._prefixes.publish_chunk(row, length)
         return length
 
-    def take_pruned(self, chunks: list[tuple[int, int]]) -> tuple[CompactionTask, ...]:
+    def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
         """Take whole prompts that are pruned while they are computed out of ``chunks``."""
         rows, tasks = self._rows, []
         for chunk in chunks.copy():
@@ -60,7 +145,7 @@ class Chunks:
                 tasks.append(self._events.prune(row))
         return tuple(tasks)
 
-    def batch(self, chunks: list[tuple[int, int]]) -> PrefillBatch:
+    def _batch(self, chunks: list[Chunk]) -> PrefillBatch:
         if not chunks:
             return NO_CHUNKS
         at = np.array([row for row, _ in chunks], np.int32)

@@ -193,14 +193,14 @@ def preempt_now_and_then(
     scheduler: Scheduler, rng: np.random.Generator, probability: float
 ) -> None:
     """Make sequences lose their blocks in steps that would not have needed them."""
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def and_more() -> None:
+        promote()
         if scheduler.rows.num_rows > 1 and rng.random() < probability:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
 
 
 class Traffic:
