@@ -10,7 +10,7 @@ from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.departures import Departures
-from kvserve.scheduler.events import EventBook
+from kvserve.scheduler.events import CompressionScheduler
 from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.queue import WaitingQueue
@@ -36,14 +36,14 @@ class CaughtUp:
         return np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
 
 
-class Chunks:
-    """Chunks of rows that run, oldest first, and then of newcomers."""
+class PrefillChunks:
+    """PrefillChunks of rows that run, oldest first, and then of newcomers."""
 
     def __init__(
         self,
         rows: RowTable,
         blocks: BlockManager,
-        events: EventBook,
+        events: CompressionScheduler,
         prefixes: Prefixes,
         waiting: WaitingQueue,
         admission: Admission,
@@ -63,14 +63,14 @@ class Chunks:
         """Compute what the step has room for; ``moves``: it does something even without.
 
         Else the newest make way until it does: chunks may hold each other's blocks. What comes free
-        while an event is starving is for that event, which the next step carries out.
+        while an event is blocked_on_blocks is for that event, which the next step carries out.
         """
         rows, admission = self._rows, self._admission
         chunks = self._schedule()
-        starving = self._events.starving and rows.num_rows > 1
+        blocked_on_blocks = self._events.blocked_on_blocks and rows.num_rows > 1
         while rows.num_rows and not (moves or chunks or admission.has_new):
             self._departures.preempt()
-            if starving:
+            if blocked_on_blocks:
                 break
             chunks = self._schedule()
         admitted = admission.take_new_rows()
@@ -92,7 +92,7 @@ class Chunks:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        if not self._events.starving:  # newcomers would take what it waits for
+        if not self._events.blocked_on_blocks:  # newcomers would take what it waits for
             chunks += self._admit(budget)
         return chunks
 
@@ -105,7 +105,7 @@ class Chunks:
                 break
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:
-                    self._departures.outgrow(seq)
+                    self._departures.finish_pool_exhausted(seq)
                 break
             self._waiting.remove(seq)
             if not rows.caught_up[seq.row]:

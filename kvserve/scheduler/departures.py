@@ -36,9 +36,9 @@ class Departures:
         self._waiting = waiting
         self._swap = swap
         self._prefixes = prefixes
-        # Who ended since the last step, and whom the next update reports for outgrowing the pool.
+        # Who ended since the last step, and whom the next update reports: they exhausted the pool.
         self._finished: list[Sequence] = []
-        self._outgrown: list[Sequence] = []
+        self._exhausted: list[Sequence] = []
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now and free its blocks; its row is given away by the next step."""
@@ -57,15 +57,15 @@ class Departures:
         seq.stop_token = stop_token
         self.finish(seq, "length" if stop_token is None else "stop")
 
-    def outgrow(self, seq: Sequence) -> None:
+    def finish_pool_exhausted(self, seq: Sequence) -> None:
         """End a sequence that the whole pool cannot hold any longer."""
         self.finish(seq, "length")
-        self._outgrown.append(seq)
+        self._exhausted.append(seq)
 
-    def take_outgrown(self) -> list[Sequence]:
-        """Who has outgrown the pool since the last call."""
-        outgrown, self._outgrown = self._outgrown, []
-        return outgrown
+    def take_exhausted(self) -> list[Sequence]:
+        """Who has exhausted the pool since the last call."""
+        exhausted, self._exhausted = self._exhausted, []
+        return exhausted
 
     def drop_finished(self) -> None:
         """Give away the rows of those who have ended."""
@@ -81,7 +81,7 @@ class Departures:
             rows.num_decoding = 0  # it is skipped this step: its token may be its last
             return
         if n == 1:
-            self.outgrow(seq)
+            self.finish_pool_exhausted(seq)
             self.drop_finished()
             return
         coded, _ = self._blocks.num_coded(seq.row)

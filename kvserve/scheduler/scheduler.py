@@ -16,10 +16,10 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.chunks import CaughtUp, Chunks
+from kvserve.scheduler.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.departures import Departures
-from kvserve.scheduler.event_plans import Booked
-from kvserve.scheduler.events import EventBook
+from kvserve.scheduler.event_plans import ScheduledEvents
+from kvserve.scheduler.events import CompressionScheduler
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
@@ -73,7 +73,7 @@ class Scheduler:
             code_scratch,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
-        self.events = EventBook(
+        self.events = CompressionScheduler(
             self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
         )
         self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
@@ -90,7 +90,7 @@ class Scheduler:
             reserve=admission_reserve,
             chunked=chunked_prefill,
         )
-        self._chunks = Chunks(
+        self._chunks = PrefillChunks(
             self.rows,
             self.blocks,
             self.events,
@@ -145,7 +145,7 @@ class Scheduler:
         those before it have freed. The invariant of progress: while rows are in use, a step
         decodes, catches up, admits, scores an event that will find its blocks, or comes behind a
         step in flight whose tokens and counts will say more. Where none of this is so, the newest
-        sequences are preempted, one by one, until it is (``Chunks.catch_up``).
+        sequences are preempted, one by one, until it is (``PrefillChunks.catch_up``).
         """
         rows = self.rows
         in_flight = self.events.observing or bool(rows.num_unknown[: rows.num_rows].any())
@@ -153,12 +153,12 @@ class Scheduler:
         decoding = self._make_room()
         self._decode(decoding)
         # Scoring what then finds no blocks, again and again, is no progress.
-        starving = self.events.starving and rows.num_rows > 1
-        scores = bool(events.observations) and not starving
+        blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
+        scores = bool(events.observations) and not blocked_on_blocks
         caught_up = self._chunks.catch_up(moves=bool(len(decoding)) or scores or in_flight)
         return self._output(events, decoding, caught_up)
 
-    def _compress(self) -> Booked:
+    def _compress(self) -> ScheduledEvents:
         """Events that are due, and early ones if this step's decodes would find no blocks."""
         self.events.take_engine_wide()
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
@@ -185,7 +185,9 @@ class Scheduler:
         self.blocks.advance_first(len(decoding))
         rows.num_computed[in_front] += 1
 
-    def _output(self, events: Booked, decoding: IntArray, caught_up: CaughtUp) -> SchedulerOutput:
+    def _output(
+        self, events: ScheduledEvents, decoding: IntArray, caught_up: CaughtUp
+    ) -> SchedulerOutput:
         """The message: what the phases have chosen, and what tables, rows and swap space tell."""
         rows, n = self.rows, self.rows.num_rows
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
@@ -239,7 +241,7 @@ class Scheduler:
         """
         rows = self.rows
         self.events.take_counts(output.observations, kept_counts)
-        finished = self.departures.take_outgrown()
+        finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         running = [seq.status is SequenceStatus.RUNNING for seq in sequences]
         if not all(running):
@@ -282,7 +284,7 @@ class Scheduler:
                 self.swap.discard(seq)
         if self.blocks.prefix_cache is not None:
             self.blocks.prefix_cache.clear()
-        finished = self.departures.take_outgrown()
+        finished = self.departures.take_exhausted()
         return newest, finished
 
     def check_integrity(self) -> None:
