@@ -33,6 +33,13 @@ FLOORS = {
         ("measuring",),
         ("commands",),
     ),
+    "scheduler": (
+        ("",),  # triggers, layout, messages
+        ("blocks",),
+        ("rows",),
+        ("compression",),
+        ("step",),
+    ),
     "kernels": (("",), ("cpu",)),
 }
 MOST_FILES = 20

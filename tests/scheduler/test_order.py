@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event_plans import ScheduledEvents
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (

@@ -11,13 +11,13 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.admission import Admission
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.departures import Departures
-from kvserve.scheduler.events import CompressionScheduler
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
-from kvserve.scheduler.prefixes import Prefixes
-from kvserve.scheduler.queue import WaitingQueue
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.step.admission import Admission
+from kvserve.scheduler.step.departures import Departures
 
 Chunk = tuple[int, int]
 """A row, and how many of its tokens a step computes."""

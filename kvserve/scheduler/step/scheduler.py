@@ -13,22 +13,22 @@ from itertools import compress
 
 import numpy as np
 
-from kvserve.scheduler.admission import Admission
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.chunks import CaughtUp, PrefillChunks
-from kvserve.scheduler.departures import Departures
-from kvserve.scheduler.event_plans import ScheduledEvents
-from kvserve.scheduler.events import CompressionScheduler
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.prefix_cache import PrefixCache
-from kvserve.scheduler.prefixes import Prefixes
-from kvserve.scheduler.queue import WaitingQueue
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.swap_space import SwapSpace
+from kvserve.scheduler.step.admission import Admission
+from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
+from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.trigger import Trigger
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import BlockManager
-from kvserve.scheduler.prefixes import Prefixes
-from kvserve.scheduler.queue import WaitingQueue
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.swap_space import SwapSpace
 from kvserve.scheduler.trigger import NO_EVENT
 
 
