@@ -19,8 +19,7 @@ from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts
-from tests.engine.policies.cases import CASES
-from tests.engine.policies.test_uneven_engine import SPECS
+from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.test_pressure import watch
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
@@ -84,7 +83,7 @@ def test_every_policy_generates_what_it_does_without(
     """All policies of the layout at once, with events between replays and rows that sit out."""
     uneven = [
         spec
-        for spec in SPECS.values()
+        for spec in UNEVEN_CASES.values()
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ] * (layout != "model")
     policies = EVEN + uneven
@@ -117,7 +116,7 @@ def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
 
 
 def test_no_policy_is_left_out() -> None:
-    assert {spec["name"] for spec in [*EVEN, *SPECS.values()]} == set(policy_names())
+    assert {spec["name"] for spec in [*EVEN, *UNEVEN_CASES.values()]} == set(policy_names())
 
 
 @pytest.mark.parametrize("policy", [KARA, {"name": "h2o", "budget": 24}], ids=["kara", "h2o"])

@@ -19,7 +19,7 @@ from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts
-from tests.engine.policies.test_uneven_engine import SPECS
+from tests.engine.policies.cases import UNEVEN_CASES
 from tests.engine.test_cuda_graph import (
     EVEN,
     KARA,
@@ -61,7 +61,7 @@ def test_every_policy_generates_what_a_plain_loop_does(
     """All policies of the layout at once; with events, and counts that come a step late."""
     uneven = [
         spec
-        for spec in SPECS.values()
+        for spec in UNEVEN_CASES.values()
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ]
     policies = [*EVEN, *uneven * (layout != "model")]

@@ -21,7 +21,7 @@ from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import Windows, slots_of, uneven_lengths
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
-from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
@@ -88,7 +88,7 @@ class Compressor:
             self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
     def observe(
-        self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
+        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> tuple[Tensor, dict[int, Kept]]:
         """What uneven events will keep: counts [LG, E, R], and entries by sequence.
 
