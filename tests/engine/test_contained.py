@@ -71,8 +71,8 @@ class Faulty(StreamingLLM):
     def event_trigger(self) -> Trigger:
         trigger = super().event_trigger
         if self.fault == "greedy":
-            return Greedy(trigger)  # type: ignore[return-value]
-        return FaultyTrigger(trigger, self.fault)  # type: ignore[return-value]
+            return Greedy(trigger)
+        return FaultyTrigger(trigger, self.fault)
 
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":
@@ -176,7 +176,7 @@ def test_what_fails_in_every_step_ends_the_engine(llama_dir: Path) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("broken for good")
 
-    llm.engine.core.runner.model.layers[0].forward = fail  # type: ignore[method-assign]
+    llm.engine.core.runner.model.layers[0].forward = fail
     with pytest.raises(RuntimeError, match="broken for good"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
@@ -194,7 +194,7 @@ def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:
             torch.empty(2**62, dtype=torch.uint8)
         return forward(*args, **kwargs)
 
-    runner.model.layers[0].forward = run  # type: ignore[method-assign]
+    runner.model.layers[0].forward = run
     outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
 

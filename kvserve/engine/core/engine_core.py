@@ -27,6 +27,7 @@ from kvserve.log import EngineDeadError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.recovery import culprits, start_over
 
 _STATS_INTERVAL = 0.05
 _MOST_FAILURES = 3
@@ -55,6 +56,7 @@ class EngineCore:
         built = build_engine(config, model)
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
+        self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
         self._sequences: dict[int, tuple[Sequence, str]] = {}
@@ -211,13 +213,16 @@ class EngineCore:
         The step before may be ``known`` with its ``result``: its tokens are passed on.
         """
         self._failures += 1
-        blamed = error.seq_ids if isinstance(error, SequenceError) else frozenset()
+        if isinstance(error, SequenceError):
+            blamed = error.seq_ids
+        else:
+            blamed = frozenset(culprits(self.scheduler))
         outputs = StepOutputs()
         if known is not None and result is not None:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
             outputs = self._tokens_of(known, result, gets)
         tokens = None if result is None else result.token_ids
-        ended, finished = self.scheduler.start_over(blamed, known, tokens)
+        ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
         names = [self._sequences[seq.seq_id][1] for seq in ended]
         logger.error(
             "a step failed: request %s ends with an error and %d sequences begin anew",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,9 +44,9 @@ from kvserve.engine.runner.memory import (
 from kvserve.engine.runner.rank import Pool, RankPlan
 from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,6 +64,8 @@ class BuiltEngine:
     overlaps: bool
     most_kept_scores: int
     """Scores a head that a policy may keep of each row."""
+    new_scheduler: Callable[[], Scheduler]
+    """Another one like ``scheduler``, that knows nobody."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -106,7 +109,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
+        scheduler, new_scheduler, executor, pool, profile = _start(
+            plan, max_len, attention, others, model
+        )
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
@@ -136,7 +141,15 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
     scores = plan.most_score_bytes // plan.score_bytes
     return BuiltEngine(
-        scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps, scores
+        scheduler,
+        executor,
+        info,
+        policy,
+        reduction,
+        log_dtype,
+        plan.overlaps,
+        scores,
+        new_scheduler,
     )
 
 
@@ -178,7 +191,7 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Executor, Pool, Profile]:
+) -> tuple[Scheduler, Callable[[], Scheduler], Executor, Pool, Profile]:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
@@ -191,7 +204,8 @@ def _start(
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
     num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
     per_number = itemsize if plan.fp8_log else 1
-    scheduler = Scheduler(
+    new_scheduler = partial(
+        Scheduler,
         layout,
         num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -206,13 +220,14 @@ def _start(
         code_slots=plan.code_slots,
         code_scratch=not plan.code_attention(attention)[0],
     )
+    scheduler = new_scheduler()
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     codes = scheduler.blocks.codes
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
     executor = Executor(plan.runner(model, attention, pool, group), others)
-    return scheduler, executor, pool, profile
+    return scheduler, new_scheduler, executor, pool, profile
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
-from kvserve.engine.policies.arguments import like
 from kvserve.engine.policies.base import (
     Policy,
     PolicyError,
@@ -29,7 +27,9 @@ from kvserve.engine.policies.base import (
     require,
 )
 from kvserve.engine.policies.budgeted import BudgetedPolicy
-from kvserve.engine.policies.budgets import layers, share_out
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import like
+from kvserve.engine.policies.parts.budgets import layers, share_out
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.policies.scoring import Observation

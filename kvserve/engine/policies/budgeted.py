@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvserve.engine.policies import common
-from kvserve.engine.policies.arguments import argument, exact_ratio, integer, require
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.common import DEFAULT_GAP
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import argument, exact_ratio, integer, require
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
 
 
@@ -119,7 +118,7 @@ class Bound:
     def of(cls, budget: int | None, threshold: int | None) -> Bound:
         """The bound of two arguments; the threshold may be left out."""
         assert budget is not None
-        return cls(budget, budget + DEFAULT_GAP if threshold is None else threshold)
+        return cls(budget, budget + common.DEFAULT_GAP if threshold is None else threshold)
 
 
 class WindowVotes(Policy):

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, argument, require
 from kvserve.engine.policies.budgeted import BudgetedPolicy, check_gap
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import chunks_and_newest, stable_order
 from kvserve.scheduler.layout import Granularity

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Selection, argument
 from kvserve.engine.policies.budgeted import PromptPolicy
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity

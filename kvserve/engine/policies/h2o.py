@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, argument
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.trigger import EveryStep, Trigger

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.periodic import EngineWide, Periodic

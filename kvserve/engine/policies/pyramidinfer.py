@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, Selection, argument
-from kvserve.engine.policies.budgets import layers
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest, uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity

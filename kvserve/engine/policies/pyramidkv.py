@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Selection, argument
-from kvserve.engine.policies.budgets import layers, pyramid_budgets
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers, pyramid_budgets
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.scheduler.layout import Granularity

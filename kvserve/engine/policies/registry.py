@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
-from kvserve.engine.policies.schema import describe
+from kvserve.engine.policies.parts.schema import describe
 
 _GROUP = "kvserve.policies"
 _BUILT_IN = {

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, argument
 from kvserve.engine.policies.budgeted import Bound
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.scheduler.trigger import Bounded, Trigger, WhenOver
 

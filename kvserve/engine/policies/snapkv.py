@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import argument
 from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import GQA_REDUCTIONS, Observation, pool_scores
 
 

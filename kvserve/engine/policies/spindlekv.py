@@ -15,9 +15,9 @@ from typing import ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, Selection, argument, exact_ratio, require
-from kvserve.engine.policies.budgets import layers, linear_budgets
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers, linear_budgets
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import (
     best_by_query_head,

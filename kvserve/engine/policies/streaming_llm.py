@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, argument, require
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.trigger import Trigger, WhenOver
 

@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import common
 from kvserve.engine.policies.base import Policy, Selection, argument, require
-from kvserve.engine.policies.budgets import group_budgets, layers
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import group_budgets, layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import uneven_chunks_and_newest
 from kvserve.scheduler.layout import Granularity

@@ -83,8 +83,14 @@ def _token_id(key: Any) -> int | None:
     return None
 
 
-TokenIds = Annotated[list[int], FailFast()]
-Strings = Annotated[list[str], FailFast()]
+class FirstFault(FailFast):
+    """A list that is wrong is wrong by its first item: a million errors help nobody."""
+
+    __hash__ = object.__hash__
+
+
+TokenIds = Annotated[list[int], FirstFault()]
+Strings = Annotated[list[str], FirstFault()]
 LogitBias = Annotated[
     dict[int, float] | None,
     PlainValidator(_parse_logit_bias, json_schema_input_type=dict[int, float] | None),

@@ -8,13 +8,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvserve.engine.policies.budgets import (
+from kvserve.engine.policies.dynamickv import DynamicKV, best_per_layer
+from kvserve.engine.policies.parts.budgets import (
     group_budgets,
     pyramid_budgets,
     round_to_sum,
     share_out,
 )
-from kvserve.engine.policies.dynamickv import DynamicKV, best_per_layer
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from tests.engine.policies.uneven import tied
 

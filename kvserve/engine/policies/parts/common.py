@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserve.engine.policies.arguments import argument
-from kvserve.engine.policies.scoring import POOLINGS
+from kvserve.engine.policies.parts.arguments import argument
 
 DEFAULT_GAP = 128
 """Entries between a budget and its threshold."""
 MOST_POOLED = 255
 MOST_LAYERS = 1024
+POOLINGS = ("none", "avg", "max")
 VOTES = ("heads", "group_mean")
 
 

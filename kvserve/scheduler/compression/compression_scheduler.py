@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import numpy as np
 
-from kvserve.log import SequenceError
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.event_plans import EventCandidates, ScheduledEvents, chosen
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, chosen
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
-
-T = TypeVar("T")
 
 
 class CompressionScheduler:
@@ -118,7 +114,7 @@ class CompressionScheduler:
         rows = self.rows
         at = rows.decoding_next()
         willing = [
-            part[self._ask(part, trigger.can_compress_early, self._row_state(part))]
+            part[trigger.can_compress_early(self._row_state(part))]
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
@@ -151,14 +147,6 @@ class CompressionScheduler:
         """Wait no longer for what these have observed."""
         for task in tasks:
             self._observing.difference_update(task.seq_ids.tolist())
-
-    def take_counters(self, before: CompressionScheduler) -> None:
-        """Go on counting where another book stopped."""
-        for name in (
-            *("compactions", "early_compactions", "skipped"),
-            *("blocks_released", "tokens_evicted"),
-        ):
-            setattr(self, name, getattr(before, name))
 
     @property
     def blocked_on_blocks(self) -> bool:
@@ -243,29 +231,11 @@ class CompressionScheduler:
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EvictionSpec, IntArray]:
-        """What events of rows ``at`` take, and what these hold; ``SequenceError`` if it is more."""
         state = self._row_state(at)
-        try:
-            plan = self._triggers[policy_id].plan(state)
-            there = (plan.keep >= 0) & (plan.keep <= plan.window_len) & (plan.region_start >= 0)
-            there &= plan.region_start + plan.windows * plan.window_len <= state.kv_len
-        except Exception as error:
-            raise self._blame(at, error) from error
-        if not there.all():
-            raise self._blame(at[~there], ValueError("an event takes entries that are not there"))
+        plan = self._triggers[policy_id].plan(state)
+        if not plan.is_within(state.kv_len).all():
+            raise ValueError("an event would take entries that are not there")
         return plan, self.blocks.kv_lens[:, at]
-
-    def _ask(self, at: IntArray, method: Callable[..., T], *args: Any) -> T:
-        """What a trigger says of rows ``at``; one that fails concerns nobody else."""
-        try:
-            return method(*args)
-        except Exception as error:
-            raise self._blame(at, error) from error
-
-    def _blame(self, at: IntArray, error: Exception) -> SequenceError:
-        """A trigger that failed over rows ``at`` concerns nobody else."""
-        owners = [self.rows.owner(row).seq_id for row in at.tolist()]
-        return SequenceError(f"{type(error).__name__}: {error}", owners)
 
     def _that_pay(
         self, gate: BreakEvenGate, plans: list[EventCandidates], entries_that_fit: int
@@ -401,7 +371,7 @@ class CompressionScheduler:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
-        next_event = self._ask(at, trigger.next_event, state)
+        next_event = trigger.next_event(state)
         if isinstance(trigger, QuantizeTrigger) and self.blocks.codes is not None:
             # What stayed raw at the prompt's end does so for good.
             raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (
@@ -411,7 +381,7 @@ class CompressionScheduler:
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
-        log_from = self._ask(at, trigger.log_from, state, next_event)
+        log_from = trigger.log_from(state, next_event)
         rows.next_event[at] = next_event
         self.blocks.log_from(at, log_from)
         return log_from

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from kvserve.engine.policies.arguments import counts_tokens, most_of, relations, types_of
+from kvserve.engine.policies.parts.arguments import counts_tokens, most_of, relations, types_of
 
 _JSON_TYPES = {
     "int": "integer",
