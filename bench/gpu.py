@@ -30,8 +30,8 @@ import torch
 from bench.gpu_jobs import BLOCK, CONFIGS, JOBS, NONE, Job
 from kvserve.benchmarks.datasets.workload import Prompts
 from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer

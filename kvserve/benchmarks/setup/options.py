@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from kvserve.benchmarks.setup.checkpoint import SHAPES
@@ -15,10 +16,13 @@ from kvserve.benchmarks.setup.policy_spec import (
     PolicySpec,
     policy_spec,
 )
-from kvserve.config import ModelConfig
+from kvserve.config import CacheConfig, ModelConfig
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 
+KV_CACHE_DTYPES: Sequence[str] = next(
+    field.metadata["choices"] for field in fields(CacheConfig) if field.name == "kv_cache_dtype"
+)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
