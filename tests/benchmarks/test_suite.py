@@ -50,7 +50,8 @@ def test_sections_show_the_newest_complete_result(
 ) -> None:
     def result(rate: float, complete: bool = True) -> dict[str, Any]:
         return {
-            "complete": complete, "date": "today", "threads": 1, "commit": "abc", "benchmark": "throughput",
+            "complete": complete, "date": "today", "threads": 1, "commit": "abc",
+            "benchmark": "throughput",
             "device": {"type": "cpu", "name": "chip"}, "about": ["pool of 9 blocks"],
             "versions": {"torch": "2", "kvserve": "1"}, "notes": ["kara: it paid"],
             "columns": ["policy", "output_tok_s"], "command": "kvserve as it was run",
