@@ -92,7 +92,7 @@ def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
     by_task = {task: members for (task,), members in _groups(rows, "task").items()}
     saved = _saved({"accuracy": _accuracy(by_task)}, folder, _method_names(rows))
     grids = [row for row in rows if "grid" in row]
-    return saved + _saved(_needles(grids), folder, short_names(r["policy_args"] for r in grids))
+    return saved + _saved(_needles(grids), folder, _method_names(grids))
 
 
 @styled
@@ -118,14 +118,14 @@ def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[st
         kept = {k: v for k, v in fields.items() if k not in (*without, "name")}
         spec = PolicySpec(fields["name"], kept)
         specs[spec.label] = spec
-    names = {}
+    names: dict[str, str] = {}
     for label, spec in specs.items():
-        others = [each for each in specs.values() if each.name == spec.name]
-        told = [
-            f"{field}={value}"
-            for field, value in spec.fields.items()
-            if any(other.fields.get(field) != value for other in others)
-        ]
+        others = [each for each in specs.values() if each.name == spec.name and each is not spec]
+        told: list[str] = []
+        for field, value in spec.fields.items():
+            alike = [each for each in others if each.fields.get(field) == value]
+            if len(alike) < len(others):
+                told, others = [*told, f"{field}={value}"], alike
         names[label] = ", ".join([spec.name, *told])
     return names
 
@@ -153,23 +153,23 @@ def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _caption(names: Names) -> str:
-    """The arguments that the legend leaves out."""
-    told = [
-        f"{name.partition(',')[0]}: {label.partition(':')[2].replace(',', ', ')}"
-        for label, name in names.items()
-        if ":" in label
-    ]
-    return "\n".join(line for each in dict.fromkeys(told) for line in textwrap.wrap(each, 120))
+    """The arguments that the legend leaves out, policies that have the same ones together."""
+    same: dict[str, list[str]] = {}
+    for label, name in names.items():
+        if fields := label.partition(":")[2]:
+            same.setdefault(fields.replace(",", ", "), []).append(name)
+    told = [f"{'; '.join(members)}: {fields}" for fields, members in same.items()]
+    return "\n".join(line for each in told for line in textwrap.wrap(each, 130))
 
 
 def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
-    """Legend and caption below each figure, in files of these names."""
+    """Legend above and caption below each figure, in files of these names."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         lines = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
         if lines:
-            columns = min(4, len(lines))
-            figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=columns)
+            columns = min(5, len(lines))
+            figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=columns)
         if caption := _caption(names):
             figure.supxlabel(caption, fontsize=9, ha="left", x=0.02, color=_INK)
         figure.savefig(folder / f"{name}.png", dpi=120)
