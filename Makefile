@@ -34,7 +34,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu peers clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -77,8 +77,11 @@ bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and 
 	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
 		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
 
-# With what is installed: a machine lent for its GPU may reach no package index.
-bench-gpu: ## measure the engine, then the kernels, on a GPU, in pieces of minutes (ARGS)
+# These two with what is installed: a machine lent for its GPU may reach no package index.
+gpu-check: ## is everything right on this GPU? tokens, graphs, waits, logits, kernels (ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_check $(ARGS)
+
+bench-gpu: ## measure the engine on a GPU, in rows of 80 s and calls of 9 minutes (ARGS)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(ARGS)
 
 peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)

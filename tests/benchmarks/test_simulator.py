@@ -150,7 +150,7 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     blocks = {"num_blocks": 111, "num_host_blocks": 110, "log_block_tokens": log_tokens}
     scheduler = Scheduler(layout, **blocks, **settings)  # type: ignore[arg-type]
     lengths = np.full(12, 16), np.full(12, 96)
-    figures = Simulation(scheduler, made.trigger, cost_model(), NO_QUERIES, *lengths).run()
+    figures = Simulation(scheduler, made.event_trigger, cost_model(), NO_QUERIES, *lengths).run()
     assert figures["steps"] == measured["steps"] - 1  # the engine's last step drops the last row
     assert sequence_steps(figures) == sequence_steps(measured)
     for name in ("output_tokens", "compactions", "evicted_tokens", "preemptions"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.published import FORMATS, read_benchmark
-from kvserve.benchmarks.datasets.tasks import TASKS
+from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=names,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: all but the last, unless --benchmark is given)",
+        help=f"some of {', '.join(names)} (default: those the shipped model was trained for, "
+        "else all but the last and the long ones; none if --benchmark is given)",
     )
     parser.add_argument(
         "--benchmark",
@@ -101,7 +102,7 @@ def _format_and_file(text: str) -> tuple[str, Path]:
 
 def run(args: argparse.Namespace) -> int:
     if args.tasks is None:
-        args.tasks = [] if args.benchmark else list(TASKS)
+        args.tasks = [] if args.benchmark else default_tasks(args.model)
     if not args.tasks and not args.benchmark:
         args.fail("--tasks: name one, or give --benchmark")
     names = [*args.tasks, *(path.stem for _, path in args.benchmark)]

@@ -256,7 +256,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
     if policy.name != "none" and spec.policy_refusal is not None:
         raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
-    window = policy.trigger.num_queries
+    window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
