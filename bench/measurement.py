@@ -24,6 +24,7 @@ class Measurement:
 
     The command is kvserve's, or a ``module``'s under bench; ``minutes`` are those of one idle core.
     ``in_pieces``: it knows ``--minutes``, and goes on where an earlier call stopped.
+    ``equal_bytes``: methods are compared at the same bytes held, too.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Measurement:
     plots: bool = False
     module: str | None = None
     in_pieces: bool = False
+    equal_bytes: bool = False
 
     @property
     def program(self) -> str:

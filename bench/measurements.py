@@ -181,6 +181,7 @@ SUITE = (
         + flags((KARA, *(policy for r in RETENTIONS for policy in decoding_policies(r)))),
         minutes=8,
         plots=True,
+        equal_bytes=True,
     ),
     Measurement(
         "kara-ablations",

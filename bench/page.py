@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bench.equal_bytes import equal_bytes_table
 from bench.measurement import PLOTS, ROOT, Measurement
 from bench.measurements import LONG, SUITE
 from kvserve.benchmarks.reports.plots import short_names
@@ -19,6 +20,10 @@ _LEFT_OUT = frozenset(
         *("evicted_tokens", "early_compactions", "blocks_released", "swaps", "prompt_cached"),
         *("steps", "itl_p50_ms", "seed", "ratio_spread"),
     )
+)
+_EQUAL_BYTES = (
+    "The same at equal bytes per sequence, read off each method's line between the sizes that were "
+    "measured; a dash is beyond them."
 )
 _SUMMARY = (
     Column("traffic", "title", left=True),
@@ -113,6 +118,8 @@ def section(measurement: Measurement) -> str:
     keys = [key for key in result["columns"] if key not in _LEFT_OUT]
     parts.append(markdown_table(measurement.table(keys), shortened(result["rows"])))
     parts += [f"- {note}" for note in result["notes"]]
+    if measurement.equal_bytes and (table := equal_bytes_table(result["rows"])):
+        parts += [_EQUAL_BYTES, table]
     if measurement not in LONG:  # whose plots stand in front of all tables
         parts += pictures(measurement)
     return "\n\n".join(parts)

@@ -140,6 +140,15 @@ def _method_names(rows: Sequence[Row]) -> dict[str, str]:
     return short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
 
 
+def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by method, under its short name."""
+    names = _method_names(rows)
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(names[_method(row)], []).append(row)
+    return found
+
+
 def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
     """A colour and a marker for every label, in the order in which they come."""
     return {
