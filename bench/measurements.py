@@ -51,7 +51,32 @@ def long_answers(mean: int, count: int, shape: str = "4m", sigma: float = 0.7) -
     )
 
 
+GRADED = "--model kvserve/tiny-long --dataset long-chain-2000 --threads 1 --pool-share 0.25"
+SNAPKV_GRADED = "snapkv:trigger=threshold,budget=448,threshold=512"
+RKV_GRADED = "rkv:budget=448,threshold=512,protect_prompt=true"
+WINDOW_GRADED = "streaming_llm:budget=768,period=32"
+
 LONG = (
+    Measurement(
+        "long-graded",
+        "Long traces, graded: a pool of a quarter",
+        "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, on "
+        "the model that is trained for them. Budgets are such that everybody but `none` holds about "
+        "as many bytes as Kara's default.",
+        f"bench throughput {GRADED} --num-prompts 200 --repeat 1 "
+        + flags(("none", "kara", "kara:ratio=0.2", SNAPKV_GRADED, RKV_GRADED, WINDOW_GRADED)),
+        minutes=12,
+        plots=True,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-graded-turns",
+        "The same, `none` and Kara in turns",
+        "",
+        f"bench throughput {GRADED} --num-prompts 100 --repeat 3 {flags(('none', 'kara'))}",
+        minutes=6,
+        in_pieces=True,
+    ),
     Measurement(
         "long-3000",
         "Answers of 3,000 tokens",

@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     check_dataset(args)
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
+    if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
+        args.fail("--compare-kv-cache-dtypes says what --kv-cache-dtype says: give one")
     if args.compare_kv_cache_dtypes and args.pool_share is None:
         args.fail("--compare-kv-cache-dtypes: pools of as many bytes need --pool-share X")
     return run_benchmark(Throughput, args, policies, write_weights=args.compare_transformers)
