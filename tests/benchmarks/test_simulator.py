@@ -13,8 +13,9 @@ import pytest
 from kvserve import LLM
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.layout import KVLayout

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Device
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
 from kvserve.config import EngineConfig, SchedulerConfig, read_size
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
