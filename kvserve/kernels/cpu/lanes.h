@@ -104,6 +104,27 @@ inline Vectors<16>::U unsigned_bytes<16>(const void* from) {
 }
 #endif
 
+#if defined(__F16C__)
+// Sign and number where a float16 has them; its exponent is then 8 too small.
+template <int W>
+inline typename Vectors<W>::F e4m3_numbers(const void* from);
+template <>
+inline Vectors<8>::F e4m3_numbers<8>(const void* from) {
+  const __m128i bits = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from)), 8);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(bits, 1), _mm_set1_epi16((int16_t)0xbf80));
+  return (Vectors<8>::F)_mm256_cvtph_ps(half) * 256.0f;
+}
+#if defined(__AVX512F__)
+template <>
+inline Vectors<16>::F e4m3_numbers<16>(const void* from) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
+                                        _mm256_set1_epi16((int16_t)0xbf80));
+  return (Vectors<16>::F)_mm512_cvtph_ps(half) * 256.0f;
+}
+#endif
+#endif
+
 template <int W>
 struct Lanes : Vectors<W> {
   using typename Vectors<W>::F;
@@ -125,9 +146,13 @@ struct Lanes : Vectors<W> {
     return __builtin_convertvector(signed_bytes<W>(from), F);
   }
   static inline F load(const e4m3* from) {
+#if defined(__F16C__)  // through float16, whose small numbers cost nothing
+    return e4m3_numbers<W>(from);
+#else
     // Sign and number where a float has them; its exponent is then 120 too small.
     const I bits = (I)(unsigned_bytes<W>(from) << 24);
     return (F)((bits >> 4) & (I)((U){} + 0x87f00000u)) * 0x1p120f;
+#endif
   }
   // The levels of 2 W dimensions: of the lower half, and of the upper.
   static inline void load(const int4x2* from, F& low, F& high) {

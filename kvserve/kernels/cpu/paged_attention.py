@@ -51,7 +51,7 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class CpuQuerySegments:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
@@ -87,7 +87,7 @@ def paged_attention(
     keys: Tensor | QuantizedVectors,
     values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     group: int,
     scale: float,
     codes: Codes | None = None,
@@ -176,7 +176,7 @@ def _check(
     keys: Tensor | QuantizedVectors,
     values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     codes: Codes | None,
 ) -> None:
     """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
@@ -196,7 +196,7 @@ def _problem(
     keys: Tensor | QuantizedVectors,
     values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
 ) -> str | None:
     tokens, heads, dim = query.shape
     per_table = keys.shape[2]
