@@ -10,8 +10,9 @@ largest magnitude, of int4 by 0.52 / 15 of its range (widened to hold its rounde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,13 +162,20 @@ def store_quantized_torch(
 
 
 def gather_quantized_torch(
-    held: QuantizedVectors, slots: Tensor, layer_ids: Tensor | None, dtype: torch.dtype
+    blocks: QuantizedBlocks,
+    slots: Tensor,
+    layer_ids: Tensor | None,
+    dtype: torch.dtype,
+    values: bool = False,
 ) -> Tensor:
-    """Keys or values as numbers, as ``gather_keys``: slots int64 [L', Hkv, S] -> [L', Hkv, S, D]."""
+    """Keys (or values) as numbers, as ``gather_keys``: int64 [L', Hkv, S] -> [L', Hkv, S, D]."""
+    held = blocks.values if values else blocks.keys
     return held[_places(held, slots, layer_ids)].widened(dtype)
 
 
-def move_quantized_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor) -> None:
+def move_quantized_torch(
+    blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1
+) -> None:
     """Copy entries bit for bit, as ``compact_kv``: all are read before any is written."""
     source, target = (_places(blocks.keys, slots, None) for slots in (src, dst))
     for held in (blocks.keys, blocks.values):
@@ -181,3 +189,14 @@ def _places(held: QuantizedVectors, slots: Tensor, layer_ids: Tensor | None) -> 
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     head = torch.arange(slots.shape[1], device=slots.device) % heads
     return slots // block, (layer_ids % layers)[:, None, None], slots % block, head[:, None]
+
+
+class QuantizedKernels(NamedTuple):
+    """One way to do the three of them."""
+
+    store: Callable[[QuantizedBlocks, int, Tensor, Tensor, Tensor], None]
+    gather: Callable[[QuantizedBlocks, Tensor, Tensor | None, torch.dtype], Tensor]
+    move: Callable[[QuantizedBlocks, Tensor, Tensor, int], None]
+
+
+TORCH = QuantizedKernels(store_quantized_torch, gather_quantized_torch, move_quantized_torch)

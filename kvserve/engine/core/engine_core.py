@@ -59,6 +59,8 @@ class EngineCore:
         self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
+        # The scheduler's layout has the heads of all ranks.
+        self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
@@ -208,6 +210,8 @@ class EngineCore:
             blocks_total=scheduler.pool.capacity,
             blocks_free=scheduler.pool.num_free,
             blocks_cached=scheduler.blocks.num_cached,
+            block_bytes=self._block_bytes,
+            kv_cache_dtype=self.runner.cache.form.name,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
@@ -245,8 +249,6 @@ class EngineCore:
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
-        # The scheduler's layout has the heads of all ranks.
-        block_bytes = self.scheduler.layout.block_elements * self.runner.cache.kv.element_size()
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
             logical_tokens=seq.logical_tokens,
@@ -256,7 +258,7 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=seq.held_blocks * block_bytes,
+            held_bytes=seq.held_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu.build import load_library
-from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedVectors
+from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
 _FORMS = {"int8": 1, "int4": 2, "fp8": 3}
@@ -94,16 +94,18 @@ def store_quantized(
 
 def gather_quantized(
     blocks: QuantizedBlocks,
-    held: QuantizedVectors,
     slots: Tensor,
     layer_ids: Tensor | None,
     dtype: torch.dtype,
+    values: bool = False,
 ) -> Tensor:
-    """``held`` (keys or values of ``blocks``) as numbers; ``gather_quantized_torch`` is the
-    reference. slots: int64 [L', Hkv, S] -> [L', Hkv, S, D]. ``IndexError`` as of the store."""
+    """Keys (or values) as numbers; ``gather_quantized_torch`` is the reference.
+
+    slots: int64 [L', Hkv, S] -> [L', Hkv, S, D]. ``IndexError`` as of the store.
+    """
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0])
-    out = torch.empty(*slots.shape, held.shape[-1], dtype=dtype)
+    out = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=dtype)
     fault = ctypes.c_int64()
     slots, layer_ids = _long(slots), _long(layer_ids)
     call = _Gather(
@@ -111,18 +113,18 @@ def gather_quantized(
         *(x.data_ptr() for x in (out, slots, layer_ids)),
         ctypes.addressof(fault),
         *slots.shape,
-        held is blocks.values,
+        values,
         dtype is torch.bfloat16,
     )
     _run("gather_levels", call, fault, blocks)
     return out
 
 
-def move_quantized(blocks: QuantizedBlocks, src: Tensor, dst: Tensor) -> None:
+def move_quantized(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Copy entries bit for bit, one after the other; ``move_quantized_torch`` is the reference.
 
-    src, dst: int64 [L, Hkv, S], where no destination is the source of a later entry of its lane.
-    What goes to block 0 is not wanted. ``IndexError`` as of the store.
+    src, dst: int64 [L, Hkv, S]; in each of ``runs`` no destination is the source of a later entry,
+    across them of none. What goes to block 0 is not wanted. ``IndexError`` as of the store.
     """
     src, dst = _long(src), _long(dst)
     if src.shape != dst.shape:
@@ -152,3 +154,6 @@ def _blocks(blocks: QuantizedBlocks) -> _Blocks:
 
 def _long(x: Tensor) -> Tensor:
     return x.to(torch.int64).contiguous()
+
+
+COMPILED = QuantizedKernels(store_quantized, gather_quantized, move_quantized)
