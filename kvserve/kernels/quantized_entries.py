@@ -170,19 +170,21 @@ def gather_quantized_torch(
 ) -> Tensor:
     """Keys (or values) as numbers, as ``gather_keys``: int64 [L', Hkv, S] -> [L', Hkv, S, D]."""
     held = blocks.values if values else blocks.keys
-    return held[_places(held, slots, layer_ids)].widened(dtype)
+    return held[places_of(held, slots, layer_ids)].widened(dtype)
 
 
 def move_quantized_torch(
     blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1
 ) -> None:
     """Copy entries bit for bit, as ``compact_kv``: all are read before any is written."""
-    source, target = (_places(blocks.keys, slots, None) for slots in (src, dst))
+    source, target = (places_of(blocks.keys, slots, None) for slots in (src, dst))
     for held in (blocks.keys, blocks.values):
         held.set(target, held[source])
 
 
-def _places(held: QuantizedVectors, slots: Tensor, layer_ids: Tensor | None) -> tuple[Tensor, ...]:
+def places_of(
+    held: QuantizedVectors, slots: Tensor, layer_ids: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Indices of [num_blocks, Lb, B, Hb] for slots [L', Hkv, S]."""
     _, layers, block, heads, _ = held.shape
     if layer_ids is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
@@ -37,15 +38,16 @@ from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
 _COLUMNS = columns(
-    *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "score", "n"),
-    *("seed", "held_over_logical_at_end", "allocated_bytes_at_end", "compactions_per_request"),
+    *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "interval_95", "correct_prefix", "score", "n"),
+    *("seed", "held_over_logical_at_end", "held_bytes_at_end", "allocated_bytes_at_end"),
+    "compactions_per_request",
 )
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, kv_cache_dtypes=True)
     add_report_arguments(parser)
     names = [*TASKS, NEEDLE_GRID]
     parser.add_argument(
@@ -129,35 +131,37 @@ class Evaluation(Benchmark):
             given = path, args.num_samples, args.max_new_tokens
             longest = args.max_model_len or checkpoint.spec.max_position
             self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
-        self._rows: dict[tuple[str, str], Row] = {}
+        self._rows: dict[tuple[str, str, str], Row] = {}
 
     def measure(self) -> None:
-        for spec in self.policies:
-            engine = self.engines.build(spec)
+        for spec, stored in product(self.policies, self.args.kv_cache_dtype):
+            engine = self.engines.build(spec, kv_cache_dtype=stored)
             for task, workload in self._workloads.items():
-                title, show = f"{task} {spec.label}", not self.args.disable_tqdm
+                title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
                 played = play(engine, workload, title, show)
                 row = {
                     "task": task,
                     "policy": spec.label,
                     "policy_args": spec.as_dict,
                     "retention": spec.fields.get("ratio"),
+                    "kv_cache_dtype": stored,
                     "seed": self.args.seed,
                     **score(workload, played),
                 }
                 row["held_bytes_at_end"] = row["held_entries_at_end"] * entry_bytes(engine)
                 if task == NEEDLE_GRID:
                     row["grid"] = self._grid.table(workload.grades(played.answers))
-                self._rows[task, spec.label] = row
+                self._rows[task, spec.label, stored] = row
             del engine
 
     def report(self) -> Report:
         args = self.args
         rows = [
-            self._rows[task, spec.label]
-            for task in self._workloads
-            for spec in self.policies
-            if (task, spec.label) in self._rows
+            self._rows[task, spec.label, stored]
+            for task, spec, stored in product(
+                self._workloads, self.policies, args.kv_cache_dtype
+            )
+            if (task, spec.label, stored) in self._rows
         ]
         settings = self.settings("tasks", "num_samples", "max_num_seqs", "max_new_tokens")
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]

@@ -31,7 +31,7 @@ class Benchmark(ABC):
 
     def settings(self, *names: str) -> dict[str, Any]:
         """The named flags, and those of every command, for the JSON file."""
-        names = (*names, "seed", "gate", "swap_space", "enable_prefix_caching")
+        names = (*names, "kv_cache_dtype", "seed", "gate", "swap_space", "enable_prefix_caching")
         given = {name: getattr(self.args, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
         return {**given, "model": self.checkpoint.name, "dtype": self.args.dtype or "auto"}

@@ -72,7 +72,13 @@ def _colours(names: Iterable[str]) -> dict[str, str]:
 def _method(row: Row) -> str:
     """The policy without how much it keeps: what a line of a plot goes along."""
     fields = {k: v for k, v in row["policy_args"].items() if k not in (*_HOW_MUCH, "name")}
-    return PolicySpec(row["policy_args"]["name"], fields).label
+    return _stored(PolicySpec(row["policy_args"]["name"], fields).label, row)
+
+
+def _stored(label: str, row: Row) -> str:
+    """With what entries were stored as, unless that is what they were computed as."""
+    form = row.get("kv_cache_dtype", "auto")
+    return label if form == "auto" else f"{label}, {form}"
 
 
 def _groups(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -152,7 +158,7 @@ def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
 
 def _needles(rows: Sequence[Row]) -> Any:
     """Exact match by length and depth, a panel per policy; green is right."""
-    titles = [f"{row['policy']}\nmean {row['exact_match']:.2f}" for row in rows]
+    titles = [f"{_stored(row['policy'], row)}\nmean {row['exact_match']:.2f}" for row in rows]
     figure, axes = panels(titles, width=4.5)
     for panel, row in zip(axes, rows, strict=True):
         grid = row["grid"]

@@ -93,7 +93,7 @@ class QuantizedEntries:
 
     def __init__(self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype):
         self.memory = blocks.pool
-        self._blocks = blocks
+        self.blocks = blocks
         self._kernels = kernels
         self._dtype = dtype
 
@@ -101,16 +101,16 @@ class QuantizedEntries:
         """Everything is where attention reads it."""
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._kernels.store(self._blocks, place, slots, k, v)
+        self._kernels.store(self.blocks, place, slots, k, v)
 
     def layer(self, place: int) -> tuple[Entries, Entries]:
-        return self._blocks.layer(place)
+        return self.blocks.layer(place)
 
     def keys(self, slots: Tensor, layer_ids: Tensor) -> Tensor:
-        return self._kernels.gather(self._blocks, slots, layer_ids, self._dtype)
+        return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        self._kernels.move(self._blocks, src, dst, runs)
+        self._kernels.move(self.blocks, src, dst, runs)
 
 
 def block_bytes(layout: KVLayout, form: EntryFormat) -> int:

@@ -201,17 +201,20 @@ class EngineCore:
                 held_tokens=held[seq.row],
                 blocks=blocks[seq.row],
                 compactions=compactions[seq.row],
+                held_bytes=blocks[seq.row] * self._block_bytes,
             )
             for seq in scheduler.running
         )
+        capacity = scheduler.pool.capacity
+        in_use = capacity - scheduler.pool.num_free - scheduler.blocks.num_cached
         return EngineStats(
             num_running=len(requests),
             num_waiting=len(scheduler.waiting),
-            blocks_total=scheduler.pool.capacity,
+            blocks_total=capacity,
             blocks_free=scheduler.pool.num_free,
             blocks_cached=scheduler.blocks.num_cached,
-            block_bytes=self._block_bytes,
-            kv_cache_dtype=self.runner.cache.form.name,
+            bytes_total=capacity * self._block_bytes,
+            bytes_held=in_use * self._block_bytes,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,

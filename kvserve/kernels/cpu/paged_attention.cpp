@@ -9,7 +9,8 @@
 //
 // KVSERVE_FORMAT says what is stored; there is a library for each. Levels are widened as they are
 // loaded: a key's scale is applied to its logits, a value's to its weights. Chunks of many queries,
-// which read a tile several times, widen it once.
+// which read a tile several times, widen it once. Their sums are added up in the order of few
+// queries: a new entry must not be rounded otherwise because its token was computed in a chunk.
 
 #include <algorithm>
 #include <atomic>
@@ -260,9 +261,10 @@ struct Scratch {
 
 // Beside it where levels are held: of the tile's entries, and what int4's lows have added up to.
 struct Scales {
-  alignas(64) float values[kTileEntries * kMaxHeadDim];  // widened, for chunks
+  alignas(64) float keys[kTileEntries * kMaxHeadDim];  // levels as floats, for chunks
+  alignas(64) float values[kTileEntries * kMaxHeadDim];
   alignas(64) float key[kTileEntries], value[kTileEntries], low[kTileEntries];
-  const void* value_rows[kTileEntries];
+  const void *key_rows[kTileEntries + kAhead], *value_rows[kTileEntries];
   float lows[kTileRows];
 };
 
@@ -371,12 +373,12 @@ class Kernel {
       score(item, own, keys, count, width, scales);
       hide(item, own, coded);
       for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width, scales);
+      if (kLevels) weigh(item, own, width, scales);
       if (decodes) {
-        if (kLevels) weigh(item, own, width, scales);
         multiply_all<W, true, true, Value>(own.sums, dim_, item.count, dim_, own.weights,
                                            kTileEntries, values, count);
       } else if (kLevels) {
-        widen(values, count, scales);
+        widen<Value>(values, count, scales.values, scales.value_rows);
         multiply_all<W, true, false, float>(own.sums, dim_, item.count, dim_, own.weights,
                                             kTileEntries, scales.value_rows, count);
       } else {
@@ -384,7 +386,7 @@ class Kernel {
                                             kTileEntries, values, count);
       }
     }
-    if (kHasLow && decodes)
+    if (kHasLow)
       for (int i = 0; i < item.count; ++i)
         for (int d = 0; d < dim_; d += W)
           X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
@@ -547,6 +549,7 @@ class Kernel {
   void clear(const Item& item, Scales& scales) const {
     for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, kTileEntries, 0.0f);
     std::fill_n(scales.lows, item.count, 0.0f);
+    std::fill(std::begin(scales.key_rows), std::end(scales.key_rows), scales.keys);
   }
 
   // Scales of the entries [at, at + count), whose blocks are there.
@@ -585,65 +588,70 @@ class Kernel {
     }
   }
 
-  // Values of a tile as numbers; of int4, W of either half in turns.
-  void widen(const void* const* values, int count, Scales& scales) const {
-    for (int k = 0; k < count; ++k) {
-      const Value* row = static_cast<const Value*>(values[k]);
-      float* to = scales.values + k * dim_;
-      scales.value_rows[k] = to;
-      if constexpr (kHasLow) {
+  // Levels of a tile as floats; of int4, W of either half in turns.
+  template <typename Levels>
+  void widen(const void* const* from, int count, float* to, const void** rows) const {
+    for (int k = 0; k < count; ++k, to += dim_) {
+      const Levels* row = static_cast<const Levels*>(from[k]);
+      rows[k] = to;
+      if constexpr (std::is_same_v<Levels, int4x2>) {
         for (int d = 0; d < dim_; d += 2 * W) {
           F low, high;
           X::load(row + d / 2, low, high);
-          X::store(to + d, low * scales.value[k] + scales.low[k]);
-          X::store(to + d + W, high * scales.value[k] + scales.low[k]);
+          X::store(to + d, low);
+          X::store(to + d + W, high);
         }
       } else {
-        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(row + d) * scales.value[k]);
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(row + d));
       }
     }
   }
 
   // Logits of all pairs with `count` keys; what fills up the last vector means nothing.
   void score(const Item& item, Scratch& own, const void** keys, int count, int width,
-             const Scales& scales) const {
+             Scales& scales) const {
     if (item.count <= kFewRows) {
       for (int i = count; i < width; ++i) keys[i] = keys[0];
-      few<kFewRows>(item, own, keys, width);
-      if (kLevels)
-        for (int i = 0; i < item.count; ++i)
-          for (int at = 0; at < width; at += W) {
-            float* logits = own.weights + i * kTileEntries + at;
-            X::store(logits, X::load(logits) * X::load(scales.key + at));
-          }
-      return;
+      few<kFewRows, Key>(own, 0, item.count, keys, width);
+    } else if (kLevels) {
+      widen<Key>(keys, count, scales.keys, scales.key_rows);
+      for (int i = count; i < width; ++i) scales.key_rows[i] = scales.keys;
+      for (int i = 0; i < item.count; i += kFewRows)
+        few<kFewRows, float>(own, i, item.count - i, scales.key_rows, width);
+    } else {
+      turn(keys, count, width, own.keys);
+      for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
+      multiply_all<W, false, false, float>(own.weights, kTileEntries, item.count, width, own.query,
+                                           dim_, own.key_rows, dim_);
     }
-    turn(keys, count, width, own.keys, scales);
-    for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
-    multiply_all<W, false, false, float>(own.weights, kTileEntries, item.count, width, own.query,
-                                         dim_, own.key_rows, dim_);
+    if (!kLevels) return;
+    for (int i = 0; i < item.count; ++i)
+      for (int at = 0; at < width; at += W) {
+        float* logits = own.weights + i * kTileEntries + at;
+        X::store(logits, X::load(logits) * X::load(scales.key + at));
+      }
   }
 
-  template <int Q>
-  void few(const Item& item, Scratch& own, const void* const* keys, int width) const {
+  // Of up to Q pairs from `first` on.
+  template <int Q, typename Numbers>
+  void few(Scratch& own, int first, int count, const void* const* keys, int width) const {
     if constexpr (Q > 1)
-      if (item.count < Q) return few<Q - 1>(item, own, keys, width);
-    dots_of<W, Q, Key>(own.weights, kTileEntries, own.query, dim_, keys, width);
+      if (count < Q) return few<Q - 1, Numbers>(own, first, count, keys, width);
+    dots_of<W, Q, Numbers>(own.weights + first * kTileEntries, kTileEntries,
+                           own.query + first * dim_, dim_, keys, width);
   }
 
   // Keys [count, D] -> [D, width]; what fills up the last vector is zero.
-  void turn(const void* const* keys, int count, int width, float* out, const Scales& scales) const {
-    for (int at = 0; at < width; at += W)
-      for (int d = 0; d < dim_; d += W) {
-        F tile[W];
-        for (int i = 0; i < W; ++i) {
-          tile[i] = F{};
-          if (at + i < count) tile[i] = X::load(static_cast<const Key*>(keys[at + i]) + d);
-          if (kLevels) tile[i] *= scales.key[at + i];
+  void turn(const void* const* keys, int count, int width, float* out) const {
+    if constexpr (!kLevels)
+      for (int at = 0; at < width; at += W)
+        for (int d = 0; d < dim_; d += W) {
+          F tile[W];
+          for (int i = 0; i < W; ++i)
+            tile[i] = at + i < count ? X::load(static_cast<const T*>(keys[at + i]) + d) : F{};
+          transpose<W>(tile);
+          for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
         }
-        transpose<W>(tile);
-        for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
-      }
   }
 
   // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
