@@ -42,7 +42,9 @@ class QuantizedVectors:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored: a copy of each is a copy of the vectors, bit for bit."""
-        return (self.levels, self.scale) if self.low is None else (self.levels, self.scale, self.low)
+        return (
+            (self.levels, self.scale) if self.low is None else (self.levels, self.scale, self.low)
+        )
 
     def __getitem__(self, at: Any) -> QuantizedVectors:
         low = None if self.low is None else self.low[at]
@@ -145,9 +147,7 @@ class QuantizedBlocks:
         """bfloat16 numbers, one an entry."""
         block, layer, head = (stride // 2 for stride in self._strides)
         pool = self.pool.view(torch.bfloat16)
-        return pool.as_strided(
-            self._lead, (block, layer, 1, head), pool.storage_offset() + at // 2
-        )
+        return pool.as_strided(self._lead, (block, layer, 1, head), pool.storage_offset() + at // 2)
 
 
 def store_quantized_torch(
@@ -173,9 +173,7 @@ def gather_quantized_torch(
     return held[places_of(held, slots, layer_ids)].widened(dtype)
 
 
-def move_quantized_torch(
-    blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1
-) -> None:
+def move_quantized_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Copy entries bit for bit, as ``compact_kv``: all are read before any is written."""
     source, target = (places_of(blocks.keys, slots, None) for slots in (src, dst))
     for held in (blocks.keys, blocks.values):

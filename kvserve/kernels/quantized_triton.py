@@ -188,7 +188,16 @@ def e4m3_bits(x):
 
 @Helper
 def store_vector(
-    x, levels, scales, lows, at, entry, real, WIDTH: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr
+    x,
+    levels,
+    scales,
+    lows,
+    at,
+    entry,
+    real,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Round the vector at ``x`` and write it as entry ``entry`` of the lane ``at`` bytes on."""
     if FORM == 2:

@@ -126,9 +126,7 @@ def test_store_gather_and_move(form: EntryFormat, rows: int) -> None:
     found = TORCH.gather(pool.blocks, by_lane, None, torch.float32, True)  # type: ignore[call-arg]
     assert torch.equal(found, values)
     only = torch.tensor([2])
-    assert torch.equal(
-        TORCH.gather(pool.blocks, by_lane[2:], only, torch.float32), expected[2:]
-    )
+    assert torch.equal(TORCH.gather(pool.blocks, by_lane[2:], only, torch.float32), expected[2:])
     # Two entries of each lane change places: both are read before either is written.
     pair = by_lane[..., :2]
     TORCH.move(pool.blocks, pair, pair.flip(-1), 1)
@@ -202,7 +200,10 @@ class Rows:
         """Chunks of the last tokens of rows."""
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
         last = torch.cat(
-            [torch.arange(self.held[r] - n, self.held[r]) for r, n in zip(rows, lengths, strict=True)]
+            [
+                torch.arange(self.held[r] - n, self.held[r])
+                for r, n in zip(rows, lengths, strict=True)
+            ]
         )
         last = last.expand(1, self.tables.shape[2], -1).contiguous()
         q, (k, v) = self.q[: sum(lengths)], self.blocks.layer(1)

@@ -38,7 +38,17 @@ from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
 _COLUMNS = columns(
-    *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "interval_95", "correct_prefix", "score", "n"),
+    *(
+        "task",
+        "policy",
+        "retention",
+        "kv_cache_dtype",
+        "exact_match",
+        "interval_95",
+        "correct_prefix",
+        "score",
+        "n",
+    ),
     *("seed", "held_over_logical_at_end", "held_bytes_at_end", "allocated_bytes_at_end"),
     "compactions_per_request",
 )
@@ -158,9 +168,7 @@ class Evaluation(Benchmark):
         args = self.args
         rows = [
             self._rows[task, spec.label, stored]
-            for task, spec, stored in product(
-                self._workloads, self.policies, args.kv_cache_dtype
-            )
+            for task, spec, stored in product(self._workloads, self.policies, args.kv_cache_dtype)
             if (task, spec.label, stored) in self._rows
         ]
         settings = self.settings("tasks", "num_samples", "max_num_seqs", "max_new_tokens")

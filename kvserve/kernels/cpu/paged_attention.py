@@ -232,7 +232,9 @@ def _entry_problem(
             return f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: they have to be the same"
         if keys.stride()[1:] != (keys.shape[2] * keys.shape[3], keys.shape[3], 1):
             return "a layer of a block is not dense"
-        return None if keys.stride() == values.stride() else "keys and values are not laid out alike"
+        return (
+            None if keys.stride() == values.stride() else "keys and values are not laid out alike"
+        )
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         return "keys and values are not both levels"
     if (keys.form.name, values.form.name) not in _FORMATS:

@@ -145,7 +145,11 @@ def _run(name: str, call: ctypes.Structure, fault: ctypes.c_int64, blocks: Quant
 def _blocks(blocks: QuantizedBlocks) -> _Blocks:
     num_blocks, layers, size, heads, dim = blocks.keys.shape
     held = (
-        _Held(*(part.data_ptr() for part in x.parts), *[None] * (3 - len(x.parts)), _FORMS[x.form.name])
+        _Held(
+            *(part.data_ptr() for part in x.parts),
+            *[None] * (3 - len(x.parts)),
+            _FORMS[x.form.name],
+        )
         for x in (blocks.keys, blocks.values)
     )
     strides = blocks.pool.stride(0), blocks.pool.stride(1), blocks.lane_bytes
