@@ -118,8 +118,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "what keys and values are stored as: numbers of the model's dtype (auto), 8 bits (int8, or "
-        "fp8: e4m3), or keys of 8 and values of 4 bits (k8v4); with a scale for each token and head",
+        "what keys and values are stored as: numbers of the model's dtype (auto), or levels with a "
+        "scale for each token and head, of 8 bits (int8; fp8: e4m3) or keys of 8 and values of 4 "
+        "(k8v4)",
         choices=KV_CACHE_DTYPES,
     )
 
@@ -305,7 +306,8 @@ def _validate(config: EngineConfig) -> None:
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
         (
             cache.kv_cache_dtype in KV_CACHE_DTYPES,
-            f"--kv-cache-dtype {cache.kv_cache_dtype}: one of {', '.join(KV_CACHE_DTYPES)} expected",
+            f"--kv-cache-dtype: {cache.kv_cache_dtype!r} is not one of "
+            f"{', '.join(KV_CACHE_DTYPES)}",
         ),
         (
             all(size >= 1 for size in config.cudagraph_capture_sizes),

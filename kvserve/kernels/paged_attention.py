@@ -38,8 +38,9 @@ def paged_attention_torch(
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
+    entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
+    them.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:

@@ -1,4 +1,4 @@
-"""Keys and values held as levels: how a vector is rounded, once, and the numbers it then stands for.
+"""Keys and values held as levels: how a vector is rounded, once, and which numbers it stands for.
 
 ``int8`` and ``fp8``: number = level * scale, where the scale is the vector's largest magnitude over
 the largest level. ``int4``: number = low + level * scale, over the vector's range. Scale and low

@@ -169,9 +169,8 @@ class Recorder:
         if isinstance(cache.entries, QuantizedEntries):
             blocks, at = cache.entries.blocks, places_of(cache.entries.blocks.keys, slots)
             parts = [part[at] for held in (blocks.keys, blocks.values) for part in held.parts]
-            return torch.cat([x.view(torch.uint8).view(*slots.shape, -1) for x in parts], dim=-1)[
-                None
-            ]
-        at = entry_rows(cache.kv, slots)
+            stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
+            return torch.cat(stored, dim=-1)[None]
+        rows = entry_rows(cache.kv, slots)
         flat = cache.kv.view(-1, layout.head_dim)
-        return torch.stack([flat[at], flat[at + layout.block_size * layout.heads_per_block]])
+        return torch.stack([flat[rows], flat[rows + layout.block_size * layout.heads_per_block]])

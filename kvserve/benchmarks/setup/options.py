@@ -7,7 +7,6 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.policy_spec import (
@@ -72,10 +71,8 @@ def add_engine_arguments(
     policies: Sequence[PolicySpec] = DEFAULT_POLICIES,
     *,
     shapes: bool = False,
-    kv_cache_dtypes: bool = False,
 ) -> None:
-    """Model (also built-in ``shapes``), policies (and which if none is given) and the engine's;
-    with ``kv_cache_dtypes`` several of those may be named."""
+    """Model (also built-in ``shapes``), policies (and which if none is given) and the engine's."""
     count = at_least(1)
     unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
@@ -105,11 +102,8 @@ def add_engine_arguments(
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=_DTYPES, help="auto is float32 on a CPU")
-    words = "what keys and values are stored as" + (
-        ", one or more: every policy runs with each" if kv_cache_dtypes else ""
-    )
-    several: dict[str, Any] = {"nargs": "+", "default": ["auto"]} if kv_cache_dtypes else {}
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words, **several)
+    words = "what keys and values are stored as (default: auto, the model's dtype)"
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
     parser.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence")
     parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
     parser.add_argument("--max-num-batched-tokens", type=count, metavar="N", help="per step")

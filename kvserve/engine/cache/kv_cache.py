@@ -25,6 +25,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
+"""Most that blocks take at once on their way to host memory or back, on the device and pinned."""
 
 
 class KVCache:
@@ -58,9 +59,13 @@ class KVCache:
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.zeros(shape, dtype=stored, device=device)
-        # Block 0 is a null block here too. Pages that no sequence was parked in cost no memory.
-        host_shape = num_host_blocks + 1, *shape[1:]
-        self.host = torch.empty(host_shape, dtype=stored, pin_memory=device == "cuda")
+        # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
+        # memory, and pinned memory is rounded up to a power of two.
+        self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
+        staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
+        self._staging = torch.empty(
+            staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
+        )
         self.entries: EntryStore = RawEntries(self.kv, store_kv)
         if self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
@@ -99,19 +104,25 @@ class KVCache:
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""
         for task in outs:
-            for device, host in self._blocks(task):
-                self.host[host] = self.kv[device].to(self.host.device)
+            for device, host, staged in self._blocks(task):
+                staged.copy_(self.kv[device])
+                self.host[host] = staged
         for task in ins:
-            for device, host in self._blocks(task):
-                self.kv[device] = self.host[host].to(self.kv.device)
+            for device, host, staged in self._blocks(task):
+                torch.index_select(self.host, 0, host, out=staged)
+                self.kv[device] = staged.to(self.kv.device)
 
-    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor]]:
-        """Places of as many blocks at a time as are gathered in ``SWAP_STAGING_BYTES``."""
-        count = max(1, SWAP_STAGING_BYTES // (self.kv[0].numel() * self.kv.itemsize))
+    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As many blocks at a time as are staged: their places, there and here, and room for them.
+
+        The room is used again at once, so copies from and to it are waited for.
+        """
+        count = max(1, len(self._staging))
         for at in range(0, len(task.device_blocks), count):
             part = slice(at, at + count)
+            host = to_device(task.host_blocks[part], "cpu")
             device = to_device(task.device_blocks[part], self.kv.device)
-            yield device, to_device(task.host_blocks[part], "cpu")
+            yield device, host, self._staging[: len(host)]
 
     def logged(self, entries: Tensor) -> Tensor:
         """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""

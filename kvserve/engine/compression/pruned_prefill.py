@@ -19,7 +19,7 @@ from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import PruningPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.output import CompactionTask
 
@@ -42,7 +42,7 @@ class PrunedPrefill:
         self._attention = attention
 
     def run(
-        self, task: CompactionTask, policy: PruningPolicy, logs_queries: bool
+        self, task: CompactionTask, policy: Policy, logs_queries: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the prompt of ``task``'s only row.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
@@ -65,11 +65,11 @@ class LaunchedStep:
     _copy: HostCopy | None = None
     _output: ModelRunnerOutput | None = None
 
-    def send(self) -> None:
-        """Start the copy to the host, behind this step and before the next one."""
+    def send(self, device: str) -> None:
+        """Start the copy to the host, behind this step on ``device`` and before the next one."""
         tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
-        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors])
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the step. The same again from the second time on."""
@@ -177,7 +177,7 @@ class ModelRunner:
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
-            step.send()
+            step.send(self.batch.device)
         self._last = step
         return step
 
@@ -257,7 +257,7 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            policy = self.policies[task.policy_id]
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
             hidden.append(last)
             self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
@@ -302,7 +302,7 @@ class ModelRunner:
             self.batch.after_compaction(task)
             self.batch.add_to_fingerprint(task.rows, self.group)
         for events in output.observations:
-            policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            policy = self.policies[events.policy_id]
             if writes_codes(policy):
                 assert self.coder is not None
                 counts.append(self.coder.observe(events, policy, self.batch.code_tables))

@@ -84,8 +84,8 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
     """Log one layer's queries, as ``kvserve.kernels.store_kv``, but for those of block 0.
 
-    query_log: [num_blocks, Lb, tokens, Hb, D], a layer of a block dense, float32 or bfloat16; slots:
-    int64 [R, T]; query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
+    query_log: [num_blocks, Lb, tokens, Hb, D], a layer of a block dense, float32 or bfloat16;
+    slots: int64 [R, T]; query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
     """
     if query_log.dtype is torch.uint8:  # e4m3 numbers, which no CPU logs by itself
         return store_queries_torch(query_log, layer, slots, query)
