@@ -132,12 +132,23 @@ def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[st
 
 def _method(row: Row) -> str:
     """The policy without how much it keeps: what a line of a plot goes along."""
+    return _policy_label(row) + _stored_as(row)
+
+
+def _policy_label(row: Row) -> str:
     fields = {k: v for k, v in row["policy_args"].items() if k not in (*_HOW_MUCH, "name")}
     return PolicySpec(row["policy_args"]["name"], fields).label
 
 
+def _stored_as(row: Row) -> str:
+    """What entries are held in, unless that is what they are computed in."""
+    dtype = row.get("kv_cache_dtype", "auto")
+    return "" if dtype == "auto" else f" in {dtype}"
+
+
 def _method_names(rows: Sequence[Row]) -> dict[str, str]:
-    return short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
+    short = short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
+    return {_method(row): short[_policy_label(row)] + _stored_as(row) for row in rows}
 
 
 def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -358,7 +369,10 @@ def _needles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _needle_figure(rows: Sequence[Row], title: str) -> Any:
-    titles = [f"{row['policy_args']['name']}, mean {row['exact_match']:.2f}" for row in rows]
+    titles = [
+        f"{row['policy_args']['name']}{_stored_as(row)}, mean {row['exact_match']:.2f}"
+        for row in rows
+    ]
     figure, axes = panels(titles, height=3.0, columns=4)
     figure.suptitle(title)
     for panel, row in zip(axes, rows, strict=True):
