@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import dispatch
-from kvserve.kernels.checks import check_head_dim
+from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.dispatch import Kernel, tile_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def window_scores(query: Tensor, key: Tensor, scale: float, aggregate: str = "su
     head h // (Hq/Hkv)). Returns float32 [..., Hkv, n]. Kara, arXiv 2607.01237, Eq. 4: no causal
     mask, softmax over the n compressible keys only; with ``sum`` each row of the result adds to W.
     """
-    if query.is_cuda:
+    if runs_triton(query):
         return window_scores_triton(query, key, scale, aggregate)
     return window_scores_torch(query, key, scale, aggregate)
 

@@ -65,11 +65,11 @@ class LaunchedStep:
     _copy: HostCopy | None = None
     _output: ModelRunnerOutput | None = None
 
-    def send(self) -> None:
-        """Start the copy to the host, behind this step and before the next one."""
+    def send(self, device: str) -> None:
+        """Start the copy to the host, behind this step on ``device`` and before the next one."""
         tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
-        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors])
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the step. The same again from the second time on."""
@@ -177,7 +177,7 @@ class ModelRunner:
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
-            step.send()
+            step.send(self.batch.device)
         self._last = step
         return step
 
