@@ -27,7 +27,7 @@ from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, Trigger, WhenOver
 
 POOL_TOKENS, PROMPT, MEAN, SIGMA, CAP = 335_000, 250, 3000, 0.7, 8192

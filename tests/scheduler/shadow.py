@@ -18,7 +18,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
 
 Slot = tuple[int, int]

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from kvserve.benchmarks.simulator.cost_model import CostModel, Queries
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Trigger
 
 

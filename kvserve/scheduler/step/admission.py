@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.events import CompressionScheduler
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.output import NewRows
-from kvserve.scheduler.prefixes import Prefixes
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.swap_space import SwapSpace
 from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 

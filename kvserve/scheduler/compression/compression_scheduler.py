@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.event_plans import EventCandidates, ScheduledEvents, chosen
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, chosen
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
 
