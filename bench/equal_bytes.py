@@ -57,7 +57,7 @@ def equal_bytes_table(rows: Sequence[Row]) -> str | None:
 
 
 def _column(key: str, size: float, rows: Sequence[Row]) -> Column:
-    best = max((row[key] for row in rows if row[key] is not None), default=None)
+    best = max((row[key] for row in rows if row[key] is not None), default=0.0)
     return Column(f"{size / 1024:,.0f} KiB", key, partial(_cell, best=best))
 
 

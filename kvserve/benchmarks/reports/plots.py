@@ -22,7 +22,7 @@ _INK = "#111111"
 # Okabe and Ito's colours, which the colour-blind tell apart; markers tell the lines apart as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 _MARKERS = "osD^vPX*<>"
-_STYLE = {
+_STYLE: dict[str, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11, "figure.titlesize": 12},
     **{
         "text.color": _INK,
