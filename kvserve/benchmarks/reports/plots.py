@@ -22,7 +22,7 @@ _INK = "#111111"
 # Okabe and Ito's colours, which the colour-blind tell apart; markers tell the lines apart as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 _MARKERS = "osD^vPX*<>"
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11, "figure.titlesize": 12},
     **{
         "text.color": _INK,
@@ -102,7 +102,7 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the plot of one traffic's rows: throughput, against accuracy where it was graded."""
     rows = [row for row in rows if row["policy_args"] is not None]
     names = short_names(row["policy_args"] for row in rows)
-    graded = rows and "exact_match" in rows[0]
+    graded = bool(rows) and "exact_match" in rows[0]
     drawn = {"accuracy-throughput" if graded else "throughput": _one_traffic(rows, names, graded)}
     return _saved(drawn, folder, names)
 
