@@ -45,7 +45,7 @@ def test_one_traffic_is_drawn_against_accuracy_where_it_was_graded(tmp_path: Pat
     for each in rows:
         del each["exact_match"]
     assert plots.plot_rows(rows, tmp_path) == [tmp_path / "throughput.png"]
-    assert plots._title(rows[1], {"kara": "kara"}) == "kara, int8"
+    assert plots._title(rows[1], {"kara": "kara"}) == "kara in int8"
 
 
 def test_needles_have_a_figure_per_budget_with_equal_columns(

@@ -13,6 +13,7 @@ from kvserve.benchmarks.reports.policy_names import (
     method_label,
     method_names,
     short_names,
+    stored_as,
 )
 from kvserve.benchmarks.reports.report import Row
 
@@ -245,8 +246,7 @@ def _one_traffic(rows: Sequence[Row], names: Names, graded: bool) -> Any:
 
 
 def _title(row: Row, names: Names) -> str:
-    held_in = row.get("kv_cache_dtype")
-    return names[row["policy"]] + (f", {held_in}" if held_in not in (None, "auto") else "")
+    return names[row["policy"]] + stored_as(row)
 
 
 def _running(rows: Sequence[Row], names: Names) -> Any:
@@ -309,7 +309,10 @@ def _needles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _needle_figure(rows: Sequence[Row], title: str) -> Any:
-    titles = [f"{row['policy_args']['name']}, mean {row['exact_match']:.2f}" for row in rows]
+    titles = [
+        f"{row['policy_args']['name']}{stored_as(row)}, mean {row['exact_match']:.2f}"
+        for row in rows
+    ]
     figure, axes = panels(titles, height=3.0, columns=4)
     figure.suptitle(title)
     for panel, row in zip(axes, rows, strict=True):

@@ -39,12 +39,23 @@ def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[st
 
 def method_label(row: Row) -> str:
     """The policy without how much it keeps: what a line of a plot goes along."""
+    return _policy_label(row) + stored_as(row)
+
+
+def stored_as(row: Row) -> str:
+    """What entries are held in, unless that is what they are computed in."""
+    dtype = row.get("kv_cache_dtype") or "auto"
+    return "" if dtype == "auto" else f" in {dtype}"
+
+
+def _policy_label(row: Row) -> str:
     fields = {k: v for k, v in row["policy_args"].items() if k not in (*_HOW_MUCH, "name")}
     return PolicySpec(row["policy_args"]["name"], fields).label
 
 
 def method_names(rows: Sequence[Row]) -> dict[str, str]:
-    return short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
+    short = short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
+    return {method_label(row): short[_policy_label(row)] + stored_as(row) for row in rows}
 
 
 def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -60,7 +71,7 @@ def caption(names: Names) -> str:
     """The arguments that the legend leaves out, policies that have the same ones together."""
     same: dict[str, list[str]] = {}
     for label, name in names.items():
-        if fields := label.partition(":")[2]:
+        if fields := label.partition(":")[2].partition(" in ")[0]:
             same.setdefault(fields.replace(",", ", "), []).append(name)
     told = [f"{'; '.join(members)}: {fields}" for fields, members in same.items()]
     return "\n".join(line for each in told for line in textwrap.wrap(each, 130))
