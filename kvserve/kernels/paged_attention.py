@@ -29,7 +29,10 @@ from kvserve.kernels.query_segments import QuerySegments
 if TYPE_CHECKING:
     import triton.language as tl
 
+    from kvserve.kernels.tiles import Tile
+
 _MAX_SPLITS = 64
+_MAX_LONG_SPLITS = 4  # most of them find nothing to do
 
 
 def paged_attention_torch(
@@ -87,9 +90,9 @@ def paged_attention_triton(
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
 
-    Levels are widened as they are loaded, keys without their scales, which logits are multiplied by.
-    Query heads of a KV head share its loads; few long rows are split over the context.
-    ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
+    Levels are widened as they are loaded, keys without their scales, which logits are multiplied
+    by. Query heads of a KV head share its loads; few rows, and long ones among many, are split over
+    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
     check_attention(q, keys, values, tables, chunks, codes)
@@ -99,16 +102,16 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
+    # Decoding an entry takes registers that its tile then lacks.
+    kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
+    tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
-    if codes is not None:
-        # Decoding an entry takes registers that its tile then lacks.
-        tile = tile._replace(columns=max(16, tile.columns // 2))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
+    least = 1
     if num_splits is None:
-        num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
+        num_splits, least = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     parts, sums = out, last
     if num_splits > 1:
@@ -127,6 +130,7 @@ def paged_attention_triton(
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
+        least,
         columns,
         num_blocks,
         *q.stride()[:2],
@@ -189,11 +193,17 @@ def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, 
     return slots.view(torch.int32), vectors, coded, slot_tables, vector_tables, turns, *widths
 
 
-def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> int:
-    """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
-    wanted = 2 * num_processors(device) // max(1, programs)
-    most = min(wanted, max_held // (4 * tile.columns), _MAX_SPLITS)
-    return 1 << (max(1, most).bit_length() - 1)
+def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """Parts of a context, and the fewest entries of a part.
+
+    Few rows are split until every multiprocessor has ``tile.programs``, into parts of four tiles or
+    more. Where there are rows enough, only those are split that hold more than ``tile.longest``.
+    """
+    fill = tile.programs * num_processors(device) // max(1, programs)
+    fill = max(1, min(fill, max_held // (4 * tile.columns), _MAX_SPLITS))
+    if fill > 1 or not tile.longest:
+        return fill, 4 * tile.columns
+    return max(1, min(-(-max_held // tile.longest), _MAX_LONG_SPLITS)), tile.longest
 
 
 @Kernel
@@ -221,6 +231,7 @@ def _attend(
     num_turns,
     scale,
     tokens,
+    least,
     columns,
     num_blocks,
     token_stride,
@@ -261,7 +272,8 @@ def _attend(
     limit = tl.minimum(limit, columns * BLOCK)
 
     end = tl.max(limit, axis=0)
-    share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
+    share = tl.maximum(tl.cdiv(end, tl.num_programs(2)), least)
+    share = tl.cdiv(share, TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
@@ -377,6 +389,8 @@ def _attend(
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
+    if SPLIT:  # a part without entries is left as it is: nobody reads it
+        real = real & (begin < end)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -397,7 +411,7 @@ def _merge(
     high = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
     part_at = parts + at[:, None] * DIM + dims[None, :]
-    means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
+    means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
     mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

@@ -154,9 +154,7 @@ def recall(
     return Sample("recall", (f"{listing} Find {' '.join(wanted)}",), (answer,), (answer,))
 
 
-def chain(
-    rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES
-) -> Sample:
+def chain(rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES) -> Sample:
     """Sums modulo 10: each step adds the step before to some earlier value, all names distinct."""
     names = draw_names(rng, steps + 2, held_out, pool)
     values = {name: rng.randrange(10) for name in names[:2]}
