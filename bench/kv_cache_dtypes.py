@@ -46,7 +46,7 @@ def settings_of(cache: str) -> dict[str, str]:
 
 
 class Decoder:
-    """An engine whose first ``batch`` rows hold ``context`` entries, the one of each step included."""
+    """An engine whose first ``batch`` rows hold ``context`` entries, each step's own included."""
 
     def __init__(self, engines: Engines, cache: str, batch: int, context: int) -> None:
         columns = -(-context // _BLOCK)

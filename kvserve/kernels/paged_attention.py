@@ -92,8 +92,8 @@ def paged_attention_triton(
 
     Levels are widened as they are loaded, keys without their scales, which logits are multiplied
     by. Query heads of a KV head share its loads; few rows, and long ones among many, are split over
-    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and ``max_held``
-    alone, so a captured graph stays valid while lengths grow up to it.
+    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and
+    ``max_held`` alone, so a captured graph stays valid while lengths grow up to it.
     """
     check_attention(q, keys, values, tables, chunks, codes)
     rows, last, max_held, starts, max_chunk = chunks
