@@ -165,7 +165,7 @@ class Comparison:
         )
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="decode throughput by what the cache holds")
     add_report_arguments(parser)
     shapes, count = list(SHAPES), at_least(1)
@@ -184,7 +184,11 @@ def main() -> int:
     words = "GiB of all caches of a case together; larger cases are left out (default: 8)"
     parser.add_argument("--memory", type=count, default=8, help=words)
     parser.set_defaults(load_format="dummy", tokenizer=None, seed=0, model=None)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
     return measure_and_publish(Comparison(args), args)
 
