@@ -16,6 +16,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 MODEL ?= kvserve/tiny
 POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
+BENCH_MODEL ?= kvserve/tiny-long
+TASK ?= long-chain-2000
+BENCH_POLICY ?= --policy kara
 PORT ?= 8000
 JOBS ?= 2
 ARGS ?=
@@ -69,8 +72,10 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
 	mv docs/compatibility.md.new docs/compatibility.md
 
-bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
-	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
+# With matplotlib there, a plot too.
+bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (TASK, BENCH_POLICY, ARGS)
+	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
+		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
 
 # These two with what is installed: a machine lent for its GPU may reach no package index.
 gpu-check: ## is everything right on this GPU? tokens, graphs, waits, logits, kernels (ARGS)

@@ -16,8 +16,8 @@ from bench.gpu_jobs import BLOCK, CONFIGS, JOBS, Job
 from bench.machine import write_json
 from kvserve.benchmarks.datasets.workload import Prompts
 from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer

@@ -35,6 +35,13 @@ FLOORS = {
         ("measuring",),
         ("commands",),
     ),
+    "scheduler": (
+        ("",),  # triggers, layout, messages
+        ("blocks",),
+        ("rows",),
+        ("compression",),
+        ("step",),
+    ),
     "kernels": (("",), ("cpu",)),
 }
 MOST_FILES = 20

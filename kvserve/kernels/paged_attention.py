@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
-from kvserve.kernels.dispatch import Kernel, num_processors, tile_of
+from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
+from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ _MAX_LONG_SPLITS = 4  # most of them find nothing to do
 
 def paged_attention_torch(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -40,8 +41,9 @@ def paged_attention_torch(
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
+    entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
+    them.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -49,7 +51,7 @@ def paged_attention_torch(
     own = tables[rows].long()
     tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
     place = torch.arange(k.shape[4], device=q.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)

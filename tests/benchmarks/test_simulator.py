@@ -13,14 +13,15 @@ import pytest
 from kvserve import LLM
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 

@@ -25,6 +25,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
+from kvserve.engine.cache import entry_store
 from kvserve.engine.compression import coder, compressor
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
@@ -34,6 +35,7 @@ from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import rank
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
+from kvserve.kernels import quantized_triton
 from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
@@ -130,16 +132,16 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_triton, store_queries_triton
+        stores = store_kv_triton, store_queries_triton, quantized_triton.TRITON
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
-    monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
+    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
-    monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
+    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

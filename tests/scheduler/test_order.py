@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event_plans import ScheduledEvents
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
@@ -105,7 +105,7 @@ def test_a_parked_sequence_may_be_aborted() -> None:
         scheduler.add(seq)
     while not scheduler.rows.compactions[:2].all():
         step(scheduler, shadow)
-    scheduler._preempt()
+    scheduler.departures.preempt()
     assert sequences[1].status is SequenceStatus.WAITING and sequences[1] in scheduler.swap
     scheduler.finish(sequences[1], "abort")
     assert scheduler.swap.pool.num_free == 30
@@ -165,14 +165,14 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     shadow = ShadowRunner(scheduler, TRIGGERS)
     for seq_id in range(2):
         scheduler.add(make_sequence(seq_id, 26, 40, policy=17))
-    make_room, observed = scheduler._make_room_for_decodes, 0
+    promote, observed = scheduler.rows.promote_ready, 0
 
     def preempt_once() -> None:
+        promote()
         if observed == 2:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = preempt_once  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
     def count(entries_that_fit: int) -> ScheduledEvents:

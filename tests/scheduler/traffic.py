@@ -11,13 +11,13 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -195,14 +195,14 @@ def preempt_now_and_then(
     scheduler: Scheduler, rng: np.random.Generator, probability: float
 ) -> None:
     """Make sequences lose their blocks in steps that would not have needed them."""
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def and_more() -> None:
+        promote()
         if scheduler.rows.num_rows > 1 and rng.random() < probability:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
 
 
 class Traffic:

@@ -173,7 +173,8 @@ class Tuning:
         fp8 = policy.logged_dtype == "fp8" or (policy.logged_dtype == "auto" and device.fp8)
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            return log_block_tokens(layout, heads, device.dtype_bytes if fp8 else 1)
+            itemsize = 1 if fp8 else device.dtype_bytes
+            return log_block_tokens(layout, self._scenario.cost.form, heads, itemsize)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 

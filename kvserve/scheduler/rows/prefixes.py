@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.prefix_cache import column_hashes
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.prefix_cache import column_hashes
+from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 
 

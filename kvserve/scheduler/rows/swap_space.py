@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.output import SwapTask
-from kvserve.scheduler.rows import RowTable
+from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 
 

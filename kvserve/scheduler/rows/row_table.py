@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
