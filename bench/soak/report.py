@@ -42,6 +42,9 @@ def write_report(
         "rows": [check.row() for check in checks],
         **findings,
     }
+    for file in (result, page):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
     if result is not None:
         result.write_text(json.dumps(about, indent=1) + "\n")
     if page is not None:

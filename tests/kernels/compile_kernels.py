@@ -30,6 +30,7 @@ from kvserve.kernels import dispatch
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.elementwise import (
+    quantize_rows_triton,
     rms_norm_triton,
     rotate_triton,
     silu_and_mul_triton,
@@ -157,6 +158,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
     "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
     "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),
+    "quantize_rows": lambda: quantize_rows_triton(new(64, 4096)),
+    "quantize_rows/wide": lambda: quantize_rows_triton(new(64, 14336)),
     "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
     "gather_queries/e4m3": lambda: gather_queries_triton(
         new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)
@@ -231,7 +234,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 def is_budgeted(name: str, arch: int) -> bool:
     """e4m3 came with sm_89; reading codes spills some 8 bytes elsewhere than on sm_90."""
-    return arch == 90 if "codes" in name else arch >= 89 or name != "window_scores/e4m3"
+    if "codes" in name:
+        return arch == 90
+    return arch >= 89 or not name.startswith(("window_scores/e4m3", "quantize_rows"))
 
 
 class Compiler:
