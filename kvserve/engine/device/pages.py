@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 _KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 _LARGE_PAGE = 2**21
 _MADV_COLLAPSE = 25  # of Linux 6.1's mman.h
 
@@ -36,6 +36,17 @@ def use_large_pages(address: int, size: int) -> None:
     if first < end and sys.platform == "linux":
         start, count = ctypes.c_void_p(first * _LARGE_PAGE), (end - first) * _LARGE_PAGE
         ctypes.CDLL(None).madvise(start, ctypes.c_size_t(count), _MADV_COLLAPSE)
+
+
+def share_one_arena() -> None:
+    """Let threads that start from now on take memory from where the first one does.
+
+    glibc's ``malloc_trim`` gives back the end of the first thread's arena alone, and a thread that
+    compiles grammars leaves some hundred MiB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def resident_bytes() -> int:
