@@ -188,9 +188,8 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
-    kept = policy.kept_scores
     shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
-    return RankPlan(*shared, max_len, kept)
+    return RankPlan(*shared, max_len, policy)
 
 
 def _start(
@@ -233,7 +232,7 @@ def _start(
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
-    executor = Executor(plan.runner(model, attention, pool, group), others)
+    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return scheduler, new_scheduler, executor, pool, profile
 
 
