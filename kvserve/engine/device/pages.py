@@ -58,12 +58,8 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def trim_memory(before: int, least: int = 32 * 2**20) -> int:
-    """Let malloc give back what is free if the process has grown by ``least`` since ``before``
-    (``resident_bytes``); returns what is held now."""
-    now = resident_bytes()
+def trim_memory() -> None:
+    """Let malloc give back to the system what nobody uses."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if now < before + least or trim is None:
-        return min(before, now) if before else now
-    trim(0)
-    return resident_bytes()
+    if trim is not None:
+        trim(0)
