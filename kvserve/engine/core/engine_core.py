@@ -365,6 +365,7 @@ class EngineCore:
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
             held_bytes=seq.held_blocks * self._block_bytes,
+            log_bytes=seq.log_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
         )
