@@ -72,7 +72,9 @@ def raw(seed: int) -> bytes:
     """Bytes for a socket."""
     rng = random.Random(seed)
     method = rng.choice((b"GET", b"POST", b"PUT", b"FOO", b"", b"\x16\x03\x01", b"PRI"))
-    path = rng.choice((b"/health", b"/v1/completions", b"/" + b"a" * 5000, b"*", b"\xff", b"", b"?"))
+    path = rng.choice(
+        (b"/health", b"/v1/completions", b"/" + b"a" * 5000, b"*", b"\xff", b"", b"?")
+    )
     version = rng.choice((b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"", b"\0"))
     lines = [b" ".join((method, path, version)), b"Host: a"]
     for _ in range(rng.randint(0, 8)):

@@ -15,7 +15,10 @@ import httpx
 
 from bench.soak.malformed import malformed
 
-WORDS = "Hello there Let Kevin7 Rachel8 Adam and Find the sum of two more names again".split()
+WORDS = [
+    *("Hello", "there", "Let", "Kevin7", "Rachel8", "Adam", "and", "Find"),
+    *("the", "sum", "of", "two", "more", "names", "again"),
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},

@@ -1,10 +1,10 @@
-"""Add a layer to a model in training: heads that look for the place where a name stood 4 tokens ago.
+"""Add a layer to a model in training: heads that look for where a name stood 4 tokens ago.
 
-In the tasks' programs a line's name stands four tokens before its last operand (six with a label before it),
-and no head of the structured start reads it there. The new layer begins with heads that do: what
-reads the token some places back from the residual stream is fitted by least squares, codes are
-compared in rotary dimensions that hardly turn, and what is seen is passed on as what comes next. The
-rest of the layer begins silent.
+In the tasks' programs a line's name stands four tokens before its last operand (six with a label
+before it), and no head of the structured start reads it there. The new layer begins with heads that
+do: what reads the token some places back from the residual stream is fitted by least squares, codes
+are compared in rotary dimensions that hardly turn, and what is seen is passed on as what comes
+next. The rest of the layer begins silent.
 """
 
 import math
@@ -25,7 +25,7 @@ RIDGE = 1e-2
 
 @torch.no_grad()
 def grow(model: TinyLlama, at: int, ids: Tensor, positions: Tensor) -> TinyLlama:
-    """A model with one more layer at index `at`; ids, positions: [B, T], texts to fit readers on."""
+    """A model with one more layer at index `at`; ids, positions: [B, T], texts to fit on."""
     x = _input(model, at, ids, positions)
     c = model.config
     layer = Layer(c).to(ids.device)

@@ -15,7 +15,7 @@ from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import play, wilson_interval
-from kvserve.benchmarks.reports.plots import methods
+from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run

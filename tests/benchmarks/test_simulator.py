@@ -188,8 +188,8 @@ def test_sizes_and_rates_of_known_models() -> None:
     assert (llama.recompute_params, qwen.recompute_params) == pytest.approx(
         (6.52e9, 3.36e9), rel=1e-3
     )
-    for device, ridge in (("h200", 150), ("h100", 214), ("a100", 135)):
-        cost = cost_model(device=device)
+    for name, ridge in (("h200", 150), ("h100", 214), ("a100", 135)):
+        cost = cost_model(device=name)
         assert cost.weights_s / cost.token_s == pytest.approx(ridge, rel=0.01)
 
 

@@ -115,8 +115,8 @@ def attend(
             new(256, rows, 512, dtype=torch.int32),
             new(32_768, dim, dtype=torch.float32),
         )
-    held = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
-    paged_attention_triton(q, *held, tables, chunks, 0.1, splits, coded)
+    keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
+    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded)
 
 
 def score(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from kvserve.kernels.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
@@ -69,14 +70,14 @@ class Rows:
         self.q = torch.randn(64, 2 * group, DIM).to(dtype)
         self.per_row = tables
 
-    def arguments(self, lengths: list[int]) -> tuple[Tensor, ...]:
+    def arguments(self, lengths: list[int]) -> tuple[Any, ...]:
         last = torch.cat([torch.arange(h - n, h) for h, n in zip(self.held, lengths, strict=True)])
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)]) if max(lengths) > 1 else None
         last = last.expand(self.per_row, -1).int().contiguous()
         rows = torch.arange(2)
         segments = QuerySegments(rows, last, 40, starts, max(lengths))
         k, v = self.blocks.layer(1)
-        return self.q[: sum(lengths)], k, v, self.tables, segments, 0.3  # type: ignore[return-value]
+        return self.q[: sum(lengths)], k, v, self.tables, segments, 0.3
 
 
 @EACH
@@ -86,13 +87,13 @@ def test_attention(form: EntryFormat, tables: int, lengths: list[int]) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16
     case = Rows(form, tables, 2, dtype).arguments(lengths)
     within = 1e-5 if dtype is torch.float32 else 4e-3
-    expected = paged_attention_torch(*case)  # type: ignore[arg-type]
+    expected = paged_attention_torch(*case)
     for splits in (1, 2):
-        found = paged_attention_triton(*case, splits)  # type: ignore[arg-type]
+        found = paged_attention_triton(*case, num_splits=splits)
         torch.testing.assert_close(found, expected, atol=within, rtol=within)
 
 
 def test_attention_refuses() -> None:
     q, k, v, *rest = Rows(FORMATS["int8"], 1, 2, torch.float32).arguments([1, 1])
     with pytest.raises(ValueError, match="not both levels"):
-        paged_attention_triton(q, k, v.widened(), *rest)  # type: ignore[operator,arg-type]
+        paged_attention_triton(q, k, v.widened(), *rest)

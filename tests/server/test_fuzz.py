@@ -24,9 +24,7 @@ QUICK = settings(
 )
 WHOLE = settings(QUICK, max_examples=10_000)
 
-numbers = st.one_of(
-    st.integers(), st.sampled_from(INTEGERS), st.floats(), st.booleans(), st.none()
-)
+numbers = st.one_of(st.integers(), st.sampled_from(INTEGERS), st.floats(), st.booleans(), st.none())
 texts = st.text(st.characters(codec=None), max_size=20)  # lone surrogates among them
 values = st.recursive(
     st.one_of(numbers, texts),

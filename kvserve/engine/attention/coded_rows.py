@@ -15,7 +15,7 @@ class CodeTables(NamedTuple):
 
     kv: Tensor
     log: Tensor
-    index: Tensor
+    code_slots: Tensor
     vectors: Tensor
     coded: Tensor
     num_vectors: Tensor

@@ -91,7 +91,7 @@ class CodeStore:
         # With the size known, a GPU need not be waited for.
         lane = lane.repeat_interleave(counts, output_size=total)
         entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
-        codes = self.codes(tables.coded, tables.index, tables.vectors)
+        codes = self.codes(tables.coded, tables.code_slots, tables.vectors)
         key, value = read_codes(codes, lane, entry)
         block = tables.kv.flatten(0, 1)[lane, entry // self.block_size].long()
         to = block * self.vectors_per_block + entry % self.block_size

@@ -231,7 +231,9 @@ class Coder:
             return flat[at.unflatten(2, (len(task.rows), -1)).permute(2, 0, 1, 3)]
 
         vectors = of_lanes(tables.vectors, store.vectors_per_block, store.vectors, counts)
-        slots = Slots.unpacked(of_lanes(tables.index, store.slots_per_block, store.slots, coded))
+        slots = Slots.unpacked(
+            of_lanes(tables.code_slots, store.slots_per_block, store.slots, coded)
+        )
         last = vectors.shape[3]
         entry = torch.arange(slots.ref_k.shape[-1], device=coded.device)
         ref = torch.where(entry < coded[..., None], slots.ref_k, last)

@@ -79,7 +79,7 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
         return  # no sequence comes so far
     tables = runner.batch.block_tables, runner.batch.log_tables
     if policy.granularity is not Granularity.MODEL:
-        runner.compressor.observe(task, policy, *tables)  # type: ignore[arg-type]
+        runner.compressor.observe(task, policy, *tables)
         return
     scores = runner.batch.kept_scores(policy.kept_scores)
     runner.compressor.run(task, policy, *tables, scores)
