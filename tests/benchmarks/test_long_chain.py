@@ -31,7 +31,9 @@ def work_out(sample: Sample) -> str:
             total = values[one] + values[two]
             values[name] = total % 10
             stated = f"{one}{values[one]}+ {two}{values[two]}"
-            carry = "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
+            carry = (
+                "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
+            )
             made = f"{name}{total % 10}"
             trace.append(f"{name}= {stated}, {made}; the sum {carry}. Check {made}= {stated}.")
         else:

@@ -142,6 +142,13 @@ def test_notes_name_requests_that_ended_early() -> None:
     assert notes([]) == []
 
 
+def test_notes_name_policies_that_are_simulated_as_even() -> None:
+    none = {"policy": "none", "policy_args": {"name": "none"}, "cut_short": 0, "ratio_to_none": 1}
+    rows = [none, {**none, "policy": "adakv:budget=64", "lengths": "head"}]
+    (said,) = [note for note in notes(rows) if "as if all layers and heads" in note]
+    assert said.startswith("adakv:budget=64: ")
+
+
 # ---- where queries come from --------------------------------------------------------------------
 
 

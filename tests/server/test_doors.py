@@ -143,7 +143,8 @@ def test_max_tokens_beyond_the_context_says_so(server: Server) -> None:
 
 
 def test_the_default_policy_is_never_turned_away(server: Server) -> None:
-    """32 requests with policies of their own locked every other client out."""
+    """32 requests with policies of their own locked every other client out. What the 33rd gets:
+    tests/engine/test_policy_numbers.py."""
     stop, started = threading.Event(), []
 
     def hold(budget: int) -> None:
@@ -167,11 +168,6 @@ def test_the_default_policy_is_never_turned_away(server: Server) -> None:
         assert server.complete("Hello", max_tokens=2, kv_policy="none").status_code == 200
         same = {"name": "streaming_llm", "budget": 21}
         assert server.complete("Hello", max_tokens=2, kv_policy=same).status_code == 200
-        another = {"name": "streaming_llm", "budget": 99}
-        answer = server.complete("Hello", max_tokens=2, kv_policy=another)
-        assert answer.status_code == 429, answer.text
-        assert answer.headers["Retry-After"] == "1"
-        assert answer.json()["error"]["code"] == "too_many_policies"
     finally:
         stop.set()
         for thread in threads:
