@@ -94,7 +94,9 @@ class QuantizedEntries:
     A number is rounded once, when it is stored; what events see are numbers of ``dtype``.
     """
 
-    def __init__(self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype):
+    def __init__(
+        self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype
+    ) -> None:
         self.memory = blocks.pool
         self.blocks = blocks
         self._kernels = kernels
