@@ -78,10 +78,15 @@ class _Seen:
         self._group = group
         self._queries: Tensor
         self._keys: Tensor
+        self.logs_sums = cache.logs_sums
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._queries, self._keys = q, k
-        self._cache.store(layer, batch, q, k, v)
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        self._keys = k
+        self._cache.store(layer, batch, k, v)
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, sums: Tensor | None) -> None:
+        self._queries = q
+        self._cache.log(layer, batch, q, sums)
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._cache.keys_values(layer)

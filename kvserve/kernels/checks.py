@@ -136,6 +136,17 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
+def check_sums(sums: Tensor | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the log-sum-exps of q [T, Hq, D] can be written to ``sums``."""
+    if sums is None:
+        return
+    if sums.shape != q.shape[:2] or sums.dtype is not torch.float32 or not sums.is_contiguous():
+        raise ValueError(
+            f"sums have to be contiguous float32 {list(q.shape[:2])}, got {sums.dtype} "
+            f"{list(sums.shape)}"
+        )
+
+
 def check_attention(
     q: Tensor,
     keys: Tensor,
@@ -143,11 +154,13 @@ def check_attention(
     tables: Tensor,
     chunks: Chunks,
     codes: Codes | None,
+    sums: Tensor | None = None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
     token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
     check_head_dim(q, keys, values)
+    check_sums(sums, q)
     rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():

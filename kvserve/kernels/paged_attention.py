@@ -47,12 +47,14 @@ def paged_attention_torch(
     chunks: Chunks,
     scale: float,
     codes: Codes | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
     D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them. ``sums`` float32
+    [T, Hq] takes the log-sum-exps of the scaled logits, -inf for a token that sees nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -74,7 +76,10 @@ def paged_attention_torch(
         hidden = ~read_slots(*coded).seen_by(logits.shape[3])
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
-    probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sums is not None:
+        sums.copy_(logits.logsumexp(dim=-1).flatten(1))
+    probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
     return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
@@ -89,6 +94,7 @@ def paged_attention_triton(
     scale: float,
     num_splits: int | None = None,
     codes: Codes | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
@@ -97,7 +103,7 @@ def paged_attention_triton(
     ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    check_attention(q, keys, values, tables, chunks, codes)
+    check_attention(q, keys, values, tables, chunks, codes, sums)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
@@ -115,14 +121,14 @@ def paged_attention_triton(
     if num_splits is None:
         num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, sums = out, last
+    parts, part_sums = out, last if sums is None else sums
     if num_splits > 1:
         parts = q.new_empty(num_splits, tokens, heads, dim, dtype=torch.float32)
-        sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+        part_sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
     _attend.launch(
         (lanes, query_tiles, num_splits),
         parts,
-        sums,
+        part_sums,
         q,
         keys,
         values,
@@ -145,6 +151,7 @@ def paged_attention_triton(
         QUERIES=tile.rows,
         TILE=tile.columns,
         SPLIT=num_splits > 1,
+        SUMS=sums is not None,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
         num_warps=tile.warps,
@@ -155,11 +162,13 @@ def paged_attention_triton(
             (tokens * heads,),
             out,
             parts,
-            sums,
+            part_sums,
+            last if sums is None else sums,
             tokens * heads,
             num_splits,
             DIM=dim,
             SPAN=1 << (num_splits - 1).bit_length(),
+            SUMS=sums is not None,
             num_warps=4,
         )
     return out
@@ -218,6 +227,7 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SUMS: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -336,6 +346,8 @@ def _attend(
     if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
+    elif SUMS:
+        tl.store(sums + place, (high + tl.log2(total)) * 0.6931471805599453, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
@@ -344,20 +356,24 @@ def _attend(
 def _merge(
     out,
     parts,
+    part_sums,
     sums,
     places,
     splits,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
     at = part.to(tl.int64) * places + place
-    log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
+    log_sum = tl.load(part_sums + at, mask=part < splits, other=float("-inf"))
     high = tl.max(log_sum, axis=0)
     weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
     part_at = parts + at[:, None] * DIM + dims[None, :]
     means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
+    if SUMS:
+        tl.store(sums + place, (high + tl.log2(total)) * 0.6931471805599453)
     mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

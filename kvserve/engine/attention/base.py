@@ -12,12 +12,15 @@ from torch import Tensor
 from kvserve.engine.code_store import CodedRows
 from kvserve.engine.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
+from kvserve.kernels.int4_log import Int4Queries
 from kvserve.scheduler.block_pool import IntArray
 
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
 """``store_queries`` of that file, likewise."""
+StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
+"""``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,15 @@ class ForwardBatch:
 class LayerCache(Protocol):
     """What a layer needs of a cache. ``KVCache`` writes what it is given; others may not."""
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take one layer's new entries. q: [T, Hq, D]; k, v: [T, Hkv, D]."""
+    logs_sums: bool
+    """Whether a logged query stands beside the log-sum-exp of its attention."""
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Take one layer's new entries, before it attends. k, v: [T, Hkv, D]."""
+        ...
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, sums: Tensor | None) -> None:
+        """Take its queries, behind it. q: [T, Hq, D]; sums: float32 [T, Hq] if they are wanted."""
         ...
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
@@ -111,8 +121,13 @@ class LayerCache(Protocol):
 class BatchAttention(Protocol):
     """Attention of one batch's tokens over the paged cache they were just stored in."""
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
-        """q: [T, Hq, D] -> [T, Hq, D]."""
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+    ) -> Tensor:
+        """q: [T, Hq, D] -> [T, Hq, D].
+
+        ``sums`` float32 [T, Hq], contiguous, takes the log-sum-exps of the scaled logits.
+        """
         ...
 
 

@@ -35,7 +35,10 @@ class _Planned:
     scale: float
     codes: tuple[Codes, ...] | None
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+    ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         codes = None if self.codes is None else self.codes[group]
-        return paged_attention(q, keys, values, self.tables, self.chunks, group, self.scale, codes)
+        how = self.tables, self.chunks, group, self.scale, codes, sums
+        return paged_attention(q, keys, values, *how)

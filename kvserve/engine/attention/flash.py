@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class FlashAttention:
     def __init__(self, scale: float) -> None:
         from flash_attn import flash_attn_varlen_func
 
-        self._attend: Callable[..., Tensor] = flash_attn_varlen_func
+        self._attend: Callable[..., Any] = flash_attn_varlen_func
         self._scale = scale
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
@@ -45,16 +46,18 @@ class FlashAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    attend: Callable[..., Tensor]
+    attend: Callable[..., Any]
     tables: Tensor
     starts: Tensor
     held_starts: Tensor
     max_chunk: int
     scale: float
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+    ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
-        return self.attend(
+        found = self.attend(
             q,
             keys,
             values,
@@ -65,4 +68,11 @@ class _Planned:
             softmax_scale=self.scale,
             causal=True,
             block_table=self.tables[group],
+            return_attn_probs=sums is not None,
         )
+        if sums is None:
+            return found
+        # [Hq, T], in float32: of the scaled logits, as wanted.
+        sums.copy_(found[1].T)
+        attended: Tensor = found[0]
+        return attended

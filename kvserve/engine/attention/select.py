@@ -10,15 +10,15 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import AttentionBackend, StoreKV, StoreQueries
+from kvserve.engine.attention.base import AttentionBackend, StoreInt4, StoreKV, StoreQueries
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import store_kv
-from kvserve.kernels.cpu import paged_attention
+from kvserve.kernels import int4_log, store_kv
+from kvserve.kernels.cpu import paged_attention, query_log
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.log import ConfigError, logger
@@ -28,7 +28,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own."""
+    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
+
+    ``log_sums``: the log-sum-exps of queries are logged beside them.
+    """
 
     device: str
     dtype: torch.dtype
@@ -36,6 +39,7 @@ class Needs:
     block_size: int
     scale: float
     per_head: bool = False
+    log_sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Choice:
     backend: AttentionBackend
     store_kv: StoreKV
     store_queries: StoreQueries
+    store_int4: StoreInt4
     reason: str
 
 
@@ -62,6 +67,7 @@ class _Candidate:
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
+    store_int4: StoreInt4 = int4_log.store_int4
     store_kv: StoreKV = store_kv.store_kv
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
@@ -80,7 +86,7 @@ class _Candidate:
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    for name in ("paged_attention", "store_kv"):
+    for name in ("paged_attention", "store_kv", "query_log"):
         load_library(name)
     return CpuAttention(needs.scale)
 
@@ -93,6 +99,12 @@ def _make_triton(needs: Needs) -> AttentionBackend:
 def _make_flash(needs: Needs) -> AttentionBackend:
     attention = FlashAttention(needs.scale)
     return ByPhase(attention, attention)
+
+
+def _refuse_xformers(needs: Needs) -> str | None:
+    if needs.log_sums:
+        return "it gives no log-sum-exps of queries, which a log in 4 bits holds (query_dtype int4)"
+    return _refuse_package("xformers", "xformers", 1, needs)
 
 
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
@@ -117,6 +129,7 @@ _CANDIDATES = (
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
         store_queries=cpu_store_kv.store_queries,
+        store_int4=query_log.store_int4,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -127,6 +140,7 @@ _CANDIDATES = (
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
         store_queries=store_kv.store_queries_triton,
+        store_int4=int4_log.store_int4_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
     ),
@@ -145,7 +159,7 @@ _CANDIDATES = (
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
         dtypes=_HALF,
         phases=("prefill",),
-        refuse=partial(_refuse_package, "xformers", "xformers", 1),
+        refuse=_refuse_xformers,
     ),
     _Candidate(
         name="torch",
@@ -173,7 +187,7 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if names[0] != names[-1] or "decode" not in prefill.phases:
         decode, tokens = _take(names[-1], "decode", needs, refused)
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
-    stores = decode.store_kv, decode.store_queries
+    stores = decode.store_kv, decode.store_queries, decode.store_int4
     if prefill is decode:
         return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
     how = f"prefill: {prefill.how}", f"decode: {decode.how}"

@@ -56,8 +56,11 @@ class _Planned:
     scale: float
     codes: tuple[Codes, ...] | None
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+    ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         tables, chunks = self.tables[group], self.chunks[group]
         codes = None if self.codes is None else self.codes[group]
-        return paged_attention_triton(q, keys, values, tables, chunks, self.scale, codes=codes)
+        how = tables, chunks, self.scale
+        return paged_attention_triton(q, keys, values, *how, codes=codes, sums=sums)

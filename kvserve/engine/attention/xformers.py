@@ -50,7 +50,10 @@ class _Planned:
     tables: Tensor
     scale: float
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+    ) -> Tensor:
+        assert sums is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]

@@ -162,6 +162,7 @@ extern "C" struct PagedAttention {
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   int64_t* fault;           // [2], the chunk and the number that were refused
+  float* sums;              // [T, Hq], dense: log-sum-exps of the logits; null: nobody asks
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
   const Slot* slots;             // [num_blocks, slots_per_block]
@@ -301,7 +302,7 @@ class Kernel {
     }
     if (item.parts == 1) {
       for (int i = 0; i < item.count; ++i)
-        write(item, i, own.sums + i * dim_, own.total[i] > 0.0f ? 1.0f / own.total[i] : 0.0f);
+        write(item, i, own.sums + i * dim_, own.largest[i], own.total[i]);
       return;
     }
     for (int i = 0; i < item.count; ++i) {
@@ -544,12 +545,15 @@ class Kernel {
         total += weight * kept[1];
         for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[2 + d];
       }
-      write(item, i, sums, total > 0.0f ? 1.0f / total : 0.0f);
+      write(item, i, sums, largest, total);
     }
   }
 
-  void write(const Item& item, int i, const float* sums, float factor) const {
+  // Weighted values over their weights' total, which are relative to the largest logit.
+  void write(const Item& item, int i, const float* sums, float largest, float total) const {
     const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    const float factor = total > 0.0f ? 1.0f / total : 0.0f;
+    if (call_.sums) call_.sums[place] = total > 0.0f ? largest + std::log(total) : -INFINITY;
     T* to = static_cast<T*>(call_.out) + place * dim_;
     for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
   }

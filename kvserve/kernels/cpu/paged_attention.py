@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_codes
+from kvserve.kernels.checks import check_codes, check_sums
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
-_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault", "sums")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _NUMBERS = (
     *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),
@@ -74,16 +74,19 @@ def paged_attention(
     group: int,
     scale: float,
     codes: Codes | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Each token against its row's entries up to its ``last``, softmax at ``scale``.
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
     of which layer group ``group`` is read; ``codes`` are that group's. Returns [T, Hq, D]; zeros
-    where a token sees nothing. ``ValueError`` for shapes it is not built for, ``IndexError`` for a
+    where a token sees nothing. ``sums`` float32 [T, Hq] takes the logits' log-sum-exps, -inf for
+    such a token. ``ValueError`` for shapes it is not built for, ``IndexError`` for a
     row, an entry, a block or a vector that is not there; block 0 is no sequence's. Reference:
     ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
+    check_sums(sums, query)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
@@ -97,6 +100,7 @@ def paged_attention(
         chunks.starts.data_ptr(),
         chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
         ctypes.addressof(fault),
+        None if sums is None else sums.data_ptr(),
         *_code_fields(codes),
         query.stride(0),
         keys.stride(0),
