@@ -59,13 +59,18 @@ ONLY = {
 }
 
 # Only these paths know these packages.
-PROCESS_SEAM = tuple(f"kvserve/engine/{m}.py" for m in ("client", "core_process", "messages"))
+PROCESS_SEAM = tuple(
+    f"kvserve/engine/{m}.py" for m in ("frontend/client", "core/core_process", "messages")
+)
 OWNERS = {
     "triton": ("kvserve/kernels/",),
     "flash_attn": ("kvserve/engine/attention/flash.py",),
     "flash_attn_interface": ("kvserve/engine/attention/flash.py",),
     "xformers": ("kvserve/engine/attention/xformers.py",),
-    "ray": ("kvserve/server/replicas.py", "kvserve/server/engine_replica.py"),
+    "ray": (
+        "kvserve/server/replicas/replicated_engine.py",
+        "kvserve/server/replicas/engine_replica.py",
+    ),
     "msgspec": PROCESS_SEAM,
     "zmq": PROCESS_SEAM,
 }
@@ -222,7 +227,7 @@ def faults(path: str, imported: Import) -> Iterator[str]:
         yield f"only {', '.join(owners)} may know {top}"
     if top in FORBIDDEN.get(unit, ()):
         yield f"{unit} does not import {top}"
-    if path == "kvserve/server/cli.py" and top in SERVING and not imported.deferred:
+    if path == "kvserve/server/cli/commands.py" and top in SERVING and not imported.deferred:
         yield f"the command line imports {top} inside the commands that serve"
     if top in OPTIONAL and imported.when == "load":
         yield f"{top} comes with an extra: import it where it is used"
@@ -299,12 +304,12 @@ def test_scheduler_loads_no_torch() -> None:
 
 
 def test_command_line_loads_no_server() -> None:
-    assert not loaded_by("kvserve.server.cli") & SERVING
+    assert not loaded_by("kvserve.server.cli.commands") & SERVING
 
 
 def test_engine_needs_neither_server_nor_extras() -> None:
     absent = {*SERVING, *OPTIONAL, *OWNERS}
-    assert "torch" in loaded_by("kvserve.engine.llm", absent=absent)
+    assert "torch" in loaded_by("kvserve.engine.frontend.llm", absent=absent)
 
 
 # ---- what is installed --------------------------------------------------------------------------
@@ -342,7 +347,7 @@ GOOD = [
     ("kvserve/kernels/a.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
     ("kvserve/engine/a.py", "from kvserve.scheduler import scheduler\nimport kvserve.kernels"),
     ("kvserve/engine/a.py", "from ..config import EngineConfig\nfrom .policies import registry"),
-    ("kvserve/engine/client.py", "import msgspec, zmq.asyncio"),
+    ("kvserve/engine/frontend/client.py", "import msgspec, zmq.asyncio"),
     ("kvserve/engine/policies/a.py", "import math, torch\nfrom .scoring import mass"),
     ("kvserve/engine/policies/a.py", "from kvserve.scheduler.trigger import AtPrefillEnd"),
     ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.window_scores import mass"),
@@ -351,10 +356,10 @@ GOOD = [
     ("kvserve/benchmarks/a.py", "def plot():\n    import matplotlib.pyplot\n    import openai"),
     ("kvserve/benchmarks/a.py", "from kvserve import LLM, __version__"),
     ("kvserve/server/a.py", "import fastapi\nfrom kvserve.benchmarks import report"),
-    ("kvserve/server/replicas.py", "import ray"),
-    ("kvserve/server/cli.py", "def serve():\n    import uvicorn"),
-    ("kvserve/__init__.py", "if TYPE_CHECKING:\n    from kvserve.engine.llm import LLM"),
-    ("kvserve/__main__.py", "from kvserve.server.cli import main"),
+    ("kvserve/server/replicas/replicated_engine.py", "import ray"),
+    ("kvserve/server/cli/commands.py", "def serve():\n    import uvicorn"),
+    ("kvserve/__init__.py", "if TYPE_CHECKING:\n    from kvserve.engine.frontend.llm import LLM"),
+    ("kvserve/__main__.py", "from kvserve.server.cli.commands import main"),
     ("kvserve/config.py", "import dataclasses\nfrom kvserve.log import ConfigError"),
 ]
 BAD = [
@@ -387,9 +392,12 @@ BAD = [
     ("kvserve/benchmarks/a.py", "import matplotlib.pyplot as plt"),
     ("kvserve/server/a.py", "import ray.serve"),
     ("kvserve/server/a.py", "import msgspec"),
-    ("kvserve/server/cli.py", "import uvicorn"),
-    ("kvserve/server/cli.py", "try:\n    from fastapi import FastAPI\nexcept ImportError: ..."),
-    ("kvserve/__init__.py", "from kvserve.engine.llm import LLM"),
+    ("kvserve/server/cli/commands.py", "import uvicorn"),
+    (
+        "kvserve/server/cli/commands.py",
+        "try:\n    from fastapi import FastAPI\nexcept ImportError: ...",
+    ),
+    ("kvserve/__init__.py", "from kvserve.engine.frontend.llm import LLM"),
     ("kvserve/config.py", "from kvserve.scheduler.layout import Granularity"),
     ("kvserve/config.py", "from pydantic import BaseModel"),
     ("kvserve/helpers/a.py", ""),

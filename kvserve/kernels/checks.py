@@ -8,15 +8,12 @@ and refuse them.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
-
-if TYPE_CHECKING:
-    from kvserve.kernels.paged_attention import Chunks
+from kvserve.kernels.query_segments import QuerySegments
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -152,7 +149,7 @@ def check_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: QuerySegments,
     codes: Codes | None,
     sums: Tensor | None = None,
 ) -> None:

@@ -12,7 +12,7 @@ from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.rows import RowTable
 
 
-class Chunks:
+class PrefillChunks:
     """A chunk is a row and how many of its tokens a step computes."""
 
     def __init__(

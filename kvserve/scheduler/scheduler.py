@@ -15,7 +15,7 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.chunks import Chunks
+from kvserve.scheduler.chunks import PrefillChunks
 from kvserve.scheduler.event_plans import Booked
 from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
@@ -90,7 +90,9 @@ class Scheduler:
             reserve=admission_reserve,
             chunked=chunked_prefill,
         )
-        self._chunks = Chunks(self.rows, self.blocks, self.events, self._prefixes, self._admission)
+        self._chunks = PrefillChunks(
+            self.rows, self.blocks, self.events, self._prefixes, self._admission
+        )
         self._max_tokens = max_num_batched_tokens
         self._arrivals = 0
         # Who ended since the last step, and whom the next update reports for outgrowing the pool.

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvserve import LLM
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.measure import play
-from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
-from kvserve.benchmarks.workload import random_prompts
+from kvserve.benchmarks.datasets.workload import random_prompts
+from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.layout import KVLayout
@@ -114,7 +114,7 @@ def test_lengths_have_their_mean_and_their_cap() -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    loaded = loaded_by("kvserve.benchmarks.simulator")
+    loaded = loaded_by("kvserve.benchmarks.simulator.simulator")
     assert "numpy" in loaded and "torch" not in loaded
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.inspect import Event, KeptPositions
-from kvserve.engine.model_runner import LaunchedStep
-from kvserve.engine.moves import MovePlan
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput

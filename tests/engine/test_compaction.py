@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.inspect import KeptPositions
-from kvserve.engine.llm_engine import LLMEngine
-from kvserve.engine.moves import MovePlan, plan_moves
+from kvserve.engine.compression.moves import MovePlan, plan_moves
+from kvserve.engine.frontend.inspect import KeptPositions
+from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping

@@ -20,7 +20,7 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.engine.input_batch import InputBatch
+from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from tests.engine.test_backends import StoredCase, forward_batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.inspect import inspect
+from kvserve.engine.frontend.inspect import inspect
 from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts

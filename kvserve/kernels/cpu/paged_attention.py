@@ -46,7 +46,7 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class CpuQuerySegments:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
@@ -70,7 +70,7 @@ def paged_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     group: int,
     scale: float,
     codes: Codes | None = None,
@@ -137,7 +137,7 @@ def _check(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     codes: Codes | None,
 ) -> None:
     """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
@@ -152,7 +152,7 @@ def _check(
 
 
 def _problem(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: CpuQuerySegments
 ) -> str | None:
     tokens, heads, dim = query.shape
     per_table = keys.shape[2]

@@ -1,0 +1,43 @@
+"""``kvserve serve``: its flags and its start."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvserve.log import configure_logging
+from kvserve.server.settings.args import flags_of
+from kvserve.server.settings.reading import engine_flags, read_settings
+from kvserve.server.settings.serve_settings import ServeSettings
+
+EXAMPLE = """\
+examples:
+  kvserve serve kvserve/tiny
+  kvserve --model kvserve/tiny --policy kara --policy.window 128 --policy.buffer 16
+  kvserve --config server.yaml --port 9000
+
+Every flag may also be an environment variable (--max-num-seqs: KVSERVE_MAX_NUM_SEQS) or a line of a
+YAML file (max-num-seqs: 64; policy: {name: kara, window: 128}). The command line wins over the
+environment, the environment over the file. --policy.FIELD VALUE sets a field of the policy;
+`kvserve policies` lists them. Sizes: 32k is 32,000; 32K and 32Ki are 32,768; 2GiB is 2 x 1024^3.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvserve [serve] [MODEL] [FLAGS]"
+    parser.epilog = EXAMPLE
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="same as --model")
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings"
+    )
+    for section, flags in {"server": flags_of(ServeSettings), **engine_flags()}.items():
+        group = parser.add_argument_group(section or "execution")
+        for flag in flags:
+            flag.add_to(group)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, settings = read_settings(args)
+    configure_logging(settings.log_level)
+    from kvserve.server.cli.runner import serve
+
+    return serve(config, settings)
