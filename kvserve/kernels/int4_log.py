@@ -26,8 +26,8 @@ _LARGEST = 65504.0  # of float16
 class Int4Queries(NamedTuple):
     """Vectors as they are logged: ``codes uint8 [..., D / 2]``, ``scales float16 [..., 2]``.
 
-    Of ``scales`` the first is the scale, the second the log-sum-exp. Leading dimensions are those of
-    a log, ``[num_blocks, Lb, tokens, Hb]``, or of what was read of one, ``[..., Hq, W]``.
+    Of ``scales`` the first is the scale, the second the log-sum-exp. Leading dimensions are those
+    of a log, ``[num_blocks, Lb, tokens, Hb]``, or of what was read of one, ``[..., Hq, W]``.
     """
 
     codes: Tensor
@@ -55,8 +55,8 @@ class Int4Queries(NamedTuple):
 def int4_log(blocks: Tensor, heads: int, dim: int, tokens: int) -> Int4Queries:
     """The memory ``blocks uint8 [num_blocks, Lb, bytes]`` as a log of ``heads`` vectors a token.
 
-    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales. What is left of
-    a block is not used.
+    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales. What is left
+    of a block is not used.
     """
     codes = tokens * heads * dim // 2
     numbers = blocks[..., codes : codes + tokens * heads * 4].view(torch.float16)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max")
 
+
 class Seen(NamedTuple):
     """What each of W queries had attended to when it ran, and what has come since.
 
     ``sums`` float32 [..., Hq, W]: its log-sum-exp over all that it saw. Query i stands at place
-    ``first + step * i``, and saw the keys up to there; ``later`` keys stand behind the n scored ones.
+    ``first + step * i``, and saw the keys up to there; ``later`` keys stand behind the n scored
+    ones.
     """
 
     sums: Tensor
@@ -51,12 +53,12 @@ def window_scores(
     With ``seen`` attention is absolute: the softmax of a query runs over all that it had seen, and
     over those of the n + later keys that came after it; key: [..., Hkv, n + later, D].
     """
-    score = window_scores_torch
+    how = key, scale, aggregate, group_aggregate, seen
     if key.is_cuda:
-        score = window_scores_triton
-    elif cpu.takes(query, key):
-        score = cpu.window_scores
-    return score(query, key, scale, aggregate, group_aggregate, seen)
+        return window_scores_triton(query, *how)
+    if isinstance(query, Int4Queries) and cpu.takes(query, key):
+        return cpu.window_scores(query, *how)
+    return window_scores_torch(query, *how)
 
 
 def window_scores_torch(
@@ -77,6 +79,7 @@ def window_scores_torch(
         own = seen.first + seen.step * torch.arange(window, device=key.device)
         since = logits.masked_fill(place <= own[:, None], -torch.inf).logsumexp(dim=-1)
         total = torch.logaddexp(seen.sums.unflatten(-2, (-1, group)), since)
+        total = total.maximum(logits.logsumexp(dim=-1))
         probs = torch.exp(logits[..., : length - seen.later] - total[..., None])
     if aggregate == "sum_squares":
         probs = probs.square()
@@ -174,8 +177,8 @@ def _check(
         fits = seen.sums.shape == q[:-1] and 0 <= seen.later <= k[-2]
         if not fits or seen.first < 0 or seen.step < 1:
             raise ValueError(
-                f"sums {list(seen.sums.shape)} from place {seen.first} by {seen.step}, {seen.later} "
-                f"later keys, do not go with query {list(q)} and key {list(k)}"
+                f"sums {list(seen.sums.shape)} from place {seen.first} by {seen.step}, and "
+                f"{seen.later} later keys, do not go with query {list(q)} and key {list(k)}"
             )
     if isinstance(query, Int4Queries):
         if query.codes.stride(-1) != 1:
@@ -254,7 +257,9 @@ def _log_sums(
     begin = 0
     if ABSOLUTE:
         # All that a query saw is known; what came since is added.
-        high = tl.load(sums + lane * window + row, mask=row < window, other=0.0) * 1.4426950408889634
+        high = (
+            tl.load(sums + lane * window + row, mask=row < window, other=0.0) * 1.4426950408889634
+        )
         total += 1.0
         own = first + step * row
         begin = (first + step * tl.program_id(1) * ROWS + 1) // TILE * TILE

@@ -20,6 +20,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
+from kvserve.engine.cache import query_log
 from kvserve.engine.compression import coder, compressor
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
@@ -33,6 +34,7 @@ from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
@@ -92,7 +94,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_triton, store_queries_triton
+        stores = store_kv_triton, store_queries_triton, store_int4_triton
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
@@ -100,7 +102,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
-    monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.cache.kv_cache import KVCache, log_block_tokens
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
 
@@ -16,21 +18,32 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
 
 
 def test_how_many_tokens_a_block_logs() -> None:
-    assert log_block_tokens(LAYOUT, 2) == 8  # a group's mean: half a token's keys and values
-    assert log_block_tokens(LAYOUT, 2, per_number=4) == 32  # in one byte instead of four
-    assert log_block_tokens(LAYOUT, 8) == 2
-    with pytest.raises(ValueError, match="whole queries of 32 heads"):
-        log_block_tokens(LAYOUT, 32)
+    assert LogForm(2).block_tokens(LAYOUT, 4) == 8  # a group's mean: half a token's keys and values
+    assert LogForm(2, "fp8").block_tokens(LAYOUT, 4) == 32  # in one byte instead of four
+    assert LogForm(8).block_tokens(LAYOUT, 4) == 2
+    # 512 bytes a layer, and 4 + 4 bytes a vector: 8 tokens of 8 heads.
+    assert LogForm(8, "int4").block_tokens(LAYOUT, 4) == 8
+    assert LogForm(6, "int4").block_tokens(LAYOUT, 4) == 10  # some bytes are left over
+    for form in (LogForm(32), LogForm(128, "int4")):
+        with pytest.raises(ValueError, match=f"whole queries of {form.heads} heads"):
+            form.block_tokens(LAYOUT, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_entries_come_back_within_their_precision(dtype: torch.dtype) -> None:
-    cache = KVCache(LAYOUT, 5, 2, dtype, "cpu", fp8_log=True)
-    assert cache.query_log.numel() == cache.kv.numel() * dtype.itemsize
+    cache = KVCache(LAYOUT, 5, LogForm(2, "fp8"), dtype, "cpu")
+    log = cache.query_log
+    assert isinstance(log.blocks, Tensor) and log.blocks.numel() == cache.kv.nbytes
     query = torch.randn(1000, 8, dtype=dtype) * 3
     query[0] = 1e4  # beyond e4m3: held at its largest number, not NaN
-    stored = query.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    back = cache.logged(stored).float()
+    tokens = log.block_tokens * 4
+    slots = (torch.arange(1000) % tokens + log.block_tokens)[None]
+    parts = []
+    for part in query.view(-1, 2, 8).split(tokens):
+        log.store(1, slots[:, : len(part)], part, None)
+        found = log.read(slots[:, None, : len(part)].expand(1, 2, -1), torch.tensor([1]))
+        parts.append(found[0].float().transpose(0, 1).flatten(0, 1))
+    back = torch.cat(parts)
     torch.testing.assert_close(back[1:], query[1:].float(), rtol=2**-4, atol=2**-9)
     assert (back[0] == 448).all()
 

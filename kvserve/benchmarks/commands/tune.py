@@ -20,7 +20,7 @@ from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_toke
 from kvserve.benchmarks.simulator.cost_model import Queries
 from kvserve.benchmarks.simulator.scenario import Scenario, add_scenario_arguments, read_scenario
 from kvserve.benchmarks.simulator.simulator import Simulation
-from kvserve.engine.cache.kv_cache import log_block_tokens
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
@@ -170,10 +170,12 @@ class Tuning:
     def _log_tokens(self, policy: Policy, queries: Queries) -> int:
         """Tokens whose logged queries fill one block."""
         layout, device = self._scenario.layout, self._scenario.cost.device
-        fp8 = policy.logged_dtype == "fp8" or (policy.logged_dtype == "auto" and device.fp8)
+        dtype = policy.logged_dtype
+        if dtype == "auto":
+            dtype = "fp8" if device.fp8 else "model"
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            return log_block_tokens(layout, heads, device.dtype_bytes if fp8 else 1)
+            return LogForm(heads, dtype).block_tokens(layout, device.dtype_bytes)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 

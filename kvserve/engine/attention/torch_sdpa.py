@@ -51,10 +51,14 @@ class TorchAttention:
             tokens = q[at, None] if span.tokens is None else q[span.tokens]
             own = None if sums is None else sums.new_empty(tokens.shape[:3])
             attended = self._attend(span, group, tokens, keys, values, own)
-            found = [(out, attended)] if own is None or sums is None else [
-                (out, attended),
-                (sums, own),
-            ]
+            found = (
+                [(out, attended)]
+                if own is None or sums is None
+                else [
+                    (out, attended),
+                    (sums, own),
+                ]
+            )
             for whole, part in found:
                 if span.tokens is None:
                     whole[at] = part[:, 0]

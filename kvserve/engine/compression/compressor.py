@@ -18,13 +18,20 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.moves import MovePlan, groups_of, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
-from kvserve.engine.compression.windows import Windows, slots_of, uneven_lengths
+from kvserve.engine.compression.windows import (
+    Windows,
+    by_window,
+    queries_by_window,
+    slots_of,
+    uneven_lengths,
+)
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.causal_scores import Queries
 from kvserve.kernels.compact_kv import compact_kv
-from kvserve.kernels.gather_kv import gather_keys, gather_queries
+from kvserve.kernels.gather_kv import gather_keys
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -219,9 +226,10 @@ class Compressor:
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows.part(some)
-            slots = slots_of(block_tables, part.rows, part.held, lanes, layout.block_size)
-            keys = _by_window(gather_keys(cache.kv, slots[layers], layers), part)
-            queries = keys[..., :0, :]
+            held = part.held(policy.later_entries)
+            slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
+            keys = by_window(gather_keys(cache.kv, slots[layers], layers), len(part.rows))
+            queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
                 queries = self._recompute(part, heads)[:, layers]
             elif part.num_queries:
@@ -230,19 +238,23 @@ class Compressor:
             missing = part.missing(keys.device)
             if missing is not None:
                 missing = missing[:, layers]
-            yield some, Observation(queries, keys, self._scale, scores, missing, self._gather)
+            yield (
+                some,
+                Observation(
+                    queries, keys, self._scale, scores, missing, self._gather, policy.later_entries
+                ),
+            )
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)
 
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Queries:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
-        cache = self._cache
+        log = self._cache.query_log
         positions = windows.query_positions[:, None, None]
-        lanes = cache.layout.num_layers, cache.log_heads
-        slots = slots_of(log_tables, windows.rows, positions, lanes, cache.log_block_tokens)
-        entries = gather_queries(cache.query_log, slots[layers], layers)
-        return _by_window(cache.logged(entries), windows)
+        lanes = self._cache.layout.num_layers, log.heads
+        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
+        return queries_by_window(log.read(slots[layers], layers), len(windows.rows))
 
     def _recompute(self, windows: Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
@@ -256,7 +268,7 @@ class Compressor:
         """Query vectors that a token is scored with."""
         reduction = policy.recomputed_reduction
         if reduction is None:
-            return self._cache.log_heads
+            return self._cache.query_log.heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
     def _window_bytes(self, windows: Windows, heads: int) -> int:
@@ -285,11 +297,6 @@ def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
     event = np.repeat(np.arange(len(windows)), windows)
     padded[_long(event, kept), _long(ragged_arange(windows), kept)] = kept
     return padded.permute(0, 2, 3, 1, 4).flatten(3)
-
-
-def _by_window(x: Tensor, windows: Windows) -> Tensor:
-    """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
-    return x.unflatten(2, (len(windows.rows), -1)).permute(2, 0, 1, 3, 4)
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:

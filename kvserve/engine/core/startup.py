@@ -12,7 +12,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
-from kvserve.engine.cache.kv_cache import log_block_tokens
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
@@ -121,8 +121,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             sampling_row(config, defaults),
         ],
     )
-    reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
-    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps)
+    reduction, dtype_name = _query_reduction(policy), plan.log.dtype
+    return BuiltEngine(scheduler, executor, info, policy, reduction, dtype_name, plan.overlaps)
 
 
 def _plan(
@@ -139,9 +139,9 @@ def _plan(
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
     heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
-    fp8 = _fp8_log(policy, dtype, device)
+    log = LogForm(heads, _log_dtype(policy, dtype, device))
     try:
-        log_block_tokens(layout, heads, dtype.itemsize if fp8 else 1)
+        log.block_tokens(layout, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     code_slots = 0
@@ -153,7 +153,7 @@ def _plan(
     if writes_codes(policy):
         code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
     kept = policy.kept_scores
-    shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
+    shared = config, directory, spec, dtype, device, layout, log, code_slots
     return RankPlan(*shared, max_len, kept)
 
 
@@ -175,14 +175,13 @@ def _start(
     num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
     num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
-    per_number = itemsize if plan.fp8_log else 1
     scheduler = Scheduler(
         layout,
         num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_len,
-        log_block_tokens=log_block_tokens(plan.layout, plan.log_heads, per_number),
+        log_block_tokens=plan.log.block_tokens(plan.layout, itemsize),
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -283,14 +282,14 @@ def _query_reduction(policy: Policy) -> str:
     return policy.query_reduction or "group_mean"
 
 
-def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
-    """Whether queries are logged in one byte a number."""
+def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
+    """How queries are logged: model, fp8 or int4."""
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if policy.logged_dtype == "auto":
-        return has_it and dtype is not torch.float32
+        return "fp8" if has_it and dtype is not torch.float32 else "model"
     if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
         raise ConfigError(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    return policy.logged_dtype == "fp8"
+    return policy.logged_dtype

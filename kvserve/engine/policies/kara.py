@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
-from kvserve.engine.policies.scoring import AGGREGATES, Observation
+from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.trigger import Trigger
@@ -96,15 +96,28 @@ class Kara(Policy):
     )
     query_dtype: str = argument(
         "auto",
-        "how queries are logged: in the model's dtype, or as fp8 (e4m3, one byte a number); auto "
-        "is fp8 on a GPU that has it, unless the model runs in float32",
-        choices=("auto", "model", "fp8"),
+        "how queries are logged: in the model's dtype, as fp8 (e4m3, one byte a number), or in 4 "
+        "bits with a scale each (int4); auto is fp8 on a GPU that has it, unless the model runs in "
+        "float32",
+        choices=("auto", "model", "fp8", "int4"),
+    )
+    attention: str = argument(
+        "window",
+        "what the softmax of a query runs over: the window's older tokens (Eq. 4), or all that the "
+        "query saw and what came after it in the window (absolute), so that a query that looks "
+        "elsewhere does not vote",
+        choices=("window", "absolute"),
     )
     query_aggregate: str = argument(
         "max",
         "over the window's queries; sum is Eq. 4, but max keeps what one query really needs, which "
         "on the shipped model keeps far more accuracy",
         choices=AGGREGATES,
+    )
+    group_aggregate: str = argument(
+        "mean",
+        "over the query heads of a KV head, where all heads score",
+        choices=GROUP_AGGREGATES,
     )
     query_stride: int = argument(
         1,
@@ -136,6 +149,7 @@ class Kara(Policy):
         protects = isinstance(self.protect_prompt, bool)
         require(protects, "protect_prompt", self.protect_prompt, "true or false")
         self._check_queries()
+        self._check_log()
         self._check_counts()
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
@@ -157,6 +171,17 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
+
+    def _check_log(self) -> None:
+        """Four bits need a log, and absolute attention the log-sum-exps that are only there."""
+        if self.query_dtype == "int4":
+            logs = self.query_source == "log"
+            require(logs, "query_dtype", "int4", f"without 4 bits where query_source is {self.query_source}")
+            heads = self.query_reduce == "heads"
+            require(heads, "query_dtype", "int4", f"another where query_reduce is {self.query_reduce}: a mean has no log-sum-exp")
+        if self.attention == "absolute":
+            sums = self.query_dtype == "int4"
+            require(sums, "attention", "absolute", "window unless query_dtype is int4, whose log holds the log-sum-exps")
 
     def _check_counts(self) -> None:
         if self.budget is not None:
@@ -195,6 +220,10 @@ class Kara(Policy):
     def recomputed_reduction(self) -> str | None:
         return self.query_reduce if self.query_source == "recompute" else None
 
+    @property
+    def later_entries(self) -> int:
+        return self.buffer if self.attention == "absolute" else 0
+
     def query_places(self, num_queries: int) -> range:
         """Every ``query_stride``-th place, counted back from the window's last one."""
         first = 0 if self.queries == "window" else self.window - self.buffer
@@ -210,7 +239,10 @@ class Kara(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
-        return obs.mass(self.query_aggregate)
+        places = None
+        if self.attention == "absolute":
+            places = self.query_places(self.window)
+        return obs.mass(self.query_aggregate, self.group_aggregate, places)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""

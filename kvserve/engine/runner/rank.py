@@ -25,7 +25,8 @@ from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import SCRATCH_BYTES
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -45,7 +46,7 @@ from kvserve.scheduler.output import SchedulerOutput
 class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
-    ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
+    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
     ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
@@ -55,8 +56,7 @@ class RankPlan:
     dtype: torch.dtype
     device: str
     layout: KVLayout
-    log_heads: int
-    fp8_log: bool
+    log: LogForm
     code_slots: int
     max_len: int
     kept_scores: int
@@ -70,8 +70,15 @@ class RankPlan:
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
-        per_head = layout.rows > 1
-        needs = Needs(self.device, self.dtype, dim, layout.block_size, dim**-0.5, per_head=per_head)
+        needs = Needs(
+            self.device,
+            self.dtype,
+            dim,
+            layout.block_size,
+            dim**-0.5,
+            per_head=layout.rows > 1,
+            log_sums=self.log.dtype == "int4",
+        )
         return select_backend(name, needs)
 
     def runner(
@@ -83,20 +90,20 @@ class RankPlan:
         cache = KVCache(
             self.layout,
             pool.num_blocks,
-            self.log_heads,
+            self.log,
             self.dtype,
             self.device,
-            fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
+            store_int4=attention.store_int4,
         )
         batch = InputBatch(
             self.layout,
             self.config.scheduler.max_num_seqs,
             pool.table_shape,
             pool.log_shape,
-            cache.log_block_tokens,
+            cache.query_log.block_tokens,
             self.spec.vocab_size,
             self.device,
             pool.code_shapes,
@@ -148,8 +155,7 @@ class RankPlan:
     def _smallest_pool(self) -> Pool:
         """Two blocks, under tables as large as they will be."""
         layout, rows = self.layout, self.config.scheduler.max_num_seqs
-        per_number = self.dtype.itemsize if self.fp8_log else 1
-        logged = log_block_tokens(layout, self.log_heads, per_number)
+        logged = self.log.block_tokens(layout, self.dtype.itemsize)
         kv, log = (
             (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
             for tokens in (layout.block_size, logged)

@@ -139,26 +139,27 @@ class Kernel {
   // A row of logits becomes powers of e; returns what they add up to, where they count.
   float soften(float* row, int64_t query, int64_t index) const {
     const bool absolute = call_.sums != nullptr;
-    // Keys behind the query's own place are new to it; without sums all are.
-    const int64_t own = absolute ? call_.first + call_.step * index : -1;
+    const int64_t own = absolute ? call_.first + call_.step * index : 0;
     const int64_t end = absolute ? held_ : call_.length;
     const auto lane = X::count();
-    const int64_t begin = (own + 1) / W * W;
     F highest = F{} - INFINITY;
-    for (int64_t j = begin; j < end; j += W) {
-      const auto counts = (lane > (int)(own - j)) & (lane < (int)(end - j));
-      const F x = counts ? X::load(row + j) : F{} - INFINITY;
+    for (int64_t j = 0; j < end; j += W) {
+      const F x = lane < (int)(end - j) ? X::load(row + j) : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
     const float seen = absolute ? call_.sums[query] : -INFINITY;
     const float high = std::max(seen, X::largest(highest));
-    F total = {};
+    F all = {}, later = {};  // keys behind the query's own place are new to it
     for (int64_t j = 0; j < end; j += W) {
       const F power = X::exp(X::load(row + j) - high);
       X::store(row + j, power);
-      total += (lane > (int)(own - j)) & (lane < (int)(end - j)) ? power : F{};
+      const F counts = lane < (int)(end - j) ? power : F{};
+      all += counts;
+      later += lane > (int)(own - j) ? counts : F{};
     }
-    return X::total(total) + (absolute ? std::exp(seen - high) : 0.0f);
+    const float window = X::total(all);
+    if (!absolute) return window;
+    return std::max(window, std::exp(seen - high) + X::total(later));
   }
 
   // Adds the n probabilities that these powers are, times factor, to the scores.

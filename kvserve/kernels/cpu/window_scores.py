@@ -12,7 +12,7 @@ from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
 
 if TYPE_CHECKING:
-    from kvserve.kernels.window_scores import Queries, Seen
+    from kvserve.kernels.window_scores import Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
 _AGGREGATES = ("sum", "sum_squares", "max")
@@ -34,11 +34,14 @@ class _Call(ctypes.Structure):
     )
 
 
-def takes(query: Queries, key: Tensor) -> bool:
-    """Whether the compiled kernel scores these; other queries are left to torch, to the last bit."""
-    if not isinstance(query, Int4Queries) or key.device.type != "cpu":
-        return False
-    if key.dtype not in DTYPES or key.shape[-1] % 8 or key.shape[-1] > _LARGEST_DIM:
+def takes(query: Int4Queries, key: Tensor) -> bool:
+    """Whether the compiled kernel is there, and scores these."""
+    if (
+        key.device.type != "cpu"
+        or key.dtype not in DTYPES
+        or key.shape[-1] % 8
+        or key.shape[-1] > _LARGEST_DIM
+    ):
         return False
     try:
         load_library("window_scores")
