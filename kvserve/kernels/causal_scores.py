@@ -19,19 +19,20 @@ def causal_scores(
     scale: float,
     gqa_reduce: str = "mean",
     missing: Tensor | None = None,
-    sums: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Mean probability that the last W of n tokens give each earlier one, over a group's heads.
 
     query: [..., Hq, W, D], those of the last W keys; key: [..., Hkv, n, D]. Query i sees keys up to
     n - W + i; the softmax runs over all it sees, and the window's own columns are dropped after it.
     Keys ``missing [..., Hkv, n]`` are seen by none and get 0; the window's own are all there. With
-    ``sums`` float32 [..., Hq, W] attention is absolute: they are its log-sum-exps.
+    ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it ran:
+    logarithms of what it gave to the window's keys among them.
     Returns float32 [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV,
     arXiv 2404.14469, section 4.
     """
-    if sums is not None:
-        votes = _absolute_past(query, key, scale, missing, sums).mean(dim=-2)
+    if shares is not None:
+        votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
         return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
     window, length = query.shape[-2], key.shape[-2]
     place = torch.arange(length, device=key.device)
@@ -49,16 +50,16 @@ def past_scores(
     scale: float,
     gqa_reduce: str = "max",
     missing: Tensor | None = None,
-    sums: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """As ``causal_scores``, but the softmax sees the n - W earlier keys alone, and it comes second.
 
     Logits are reduced over a group's heads first; each row of the result adds to 1. The importance
-    of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``sums`` there is no
+    of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares`` there is no
     softmax that could come second: a group's absolute probabilities are reduced.
     """
-    if sums is not None:
-        probs = _absolute_past(query, key, scale, missing, sums)
+    if shares is not None:
+        probs = _absolute_past(query, key, scale, missing, shares)
         return over_group(probs, gqa_reduce, -3).mean(dim=-2)
     past = key[..., : key.shape[-2] - query.shape[-2], :]
     logits = over_group(logits_of(query, past, scale), gqa_reduce, -3)
@@ -101,15 +102,21 @@ def received_mass(
 
 
 def _absolute_past(
-    query: Queries, key: Tensor, scale: float, missing: Tensor | None, sums: Tensor
+    query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
 ) -> Tensor:
     """What the last W of n tokens give earlier ones: float32 [..., Hkv, group, W, n - W]."""
-    past = key[..., : key.shape[-2] - query.shape[-2], :]
-    logits = logits_of(query, past, scale)
-    probs = torch.exp(logits - sums.unflatten(-2, logits.shape[-4:-2])[..., None])
-    if missing is None:
-        return probs
-    return probs.masked_fill(missing[..., None, None, : past.shape[-2]], 0.0)
+    window, past = query.shape[-2], key.shape[-2] - query.shape[-2]
+    logits = logits_of(query, key, scale)
+    if missing is not None:
+        logits = logits.masked_fill(missing[..., None, None, :], -torch.inf)
+    own = logits[..., past:]
+    place = torch.arange(window, device=key.device)
+    own = own.masked_fill(place > place[:, None], -torch.inf)
+    shared = own.logsumexp(dim=-1)
+    total = shared - shares.unflatten(-2, logits.shape[-4:-2])
+    # Rounded queries could make the probabilities add to more than 1.
+    total = total.maximum(torch.logaddexp(logits[..., :past].logsumexp(dim=-1), shared))
+    return torch.exp(logits[..., :past] - total[..., None])
 
 
 def _rows(query: Queries, part: slice) -> Queries:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -133,15 +134,19 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
-def check_sums(sums: Tensor | None, q: Tensor) -> None:
-    """Raises ``ValueError`` unless the log-sum-exps of q [T, Hq, D] can be written to ``sums``."""
-    if sums is None:
+def check_shares(shares: Shares | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the shares of q [T, Hq, D] can be written."""
+    if shares is None:
         return
-    if sums.shape != q.shape[:2] or sums.dtype is not torch.float32 or not sums.is_contiguous():
-        raise ValueError(
-            f"sums have to be contiguous float32 {list(q.shape[:2])}, got {sums.dtype} "
-            f"{list(sums.shape)}"
-        )
+    for name, x, shape, dtype in (
+        ("out", shares.out, q.shape[:2], torch.float32),
+        ("recent", shares.recent, q.shape[:1], torch.int64),
+    ):
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of shares has to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
 
 
 def check_attention(
@@ -151,13 +156,13 @@ def check_attention(
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None,
-    sums: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
     token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
     check_head_dim(q, keys, values)
-    check_sums(sums, q)
+    check_shares(shares, q)
     rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():

@@ -1,8 +1,10 @@
-"""Queries logged in 4 bits, with a scale and a log-sum-exp for each vector.
+"""Queries logged in 4 bits, with a scale and a share of attention for each vector.
 
 A vector of D numbers takes D / 2 bytes and two float16 numbers: its scale, a seventh of its largest
-magnitude, and the log-sum-exp of the attention logits over all that the query saw. Byte j holds the
-codes of dimensions 2j (low) and 2j + 1 (high), each above its number by 8.
+magnitude, and the logarithm of the share of its attention that the query gave to the newest entries
+it saw. Together with those entries' keys it tells the log-sum-exp over everything, and as that of
+the query in 4 bits: the log-sum-exp itself would be off by what rounding does to all logits alike.
+Byte j holds the codes of dimensions 2j (low) and 2j + 1 (high), each above its number by 8.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _LARGEST = 65504.0  # of float16
 class Int4Queries(NamedTuple):
     """Vectors as they are logged: ``codes uint8 [..., D / 2]``, ``scales float16 [..., 2]``.
 
-    Of ``scales`` the first is the scale, the second the log-sum-exp. Leading dimensions are those
-    of a log, ``[num_blocks, Lb, tokens, Hb]``, or of what was read of one, ``[..., Hq, W]``.
+    Of ``scales`` the first is the scale, the second the logarithm of the share. Leading dimensions
+    are those of a log, ``[num_blocks, Lb, tokens, Hb]``, or of what was read of one, ``[..., Hq,
+    W]``.
     """
 
     codes: Tensor
@@ -39,8 +42,8 @@ class Int4Queries(NamedTuple):
         return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
     @property
-    def sums(self) -> Tensor:
-        """Log-sum-exps of the queries' attention: float32 [...]."""
+    def shares(self) -> Tensor:
+        """Logarithms of the share of attention that newest entries got: float32 [...]."""
         return self.scales[..., 1].float()
 
     def float(self) -> Tensor:
@@ -69,8 +72,8 @@ def int4_bytes(dim: int) -> int:
     return dim // 2 + 4
 
 
-def quantize(x: Tensor, sums: Tensor) -> Int4Queries:
-    """x: [..., D] and float32 ``sums [...]`` as they are logged."""
+def quantize(x: Tensor, shares: Tensor) -> Int4Queries:
+    """x: [..., D] and float32 ``shares [...]`` as they are logged."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True)
     scale = (largest / LEVELS).clamp(max=_LARGEST).half()
@@ -78,8 +81,8 @@ def quantize(x: Tensor, sums: Tensor) -> Int4Queries:
     numbers = torch.floor(wide * inverse + 0.5).clamp(-LEVELS, LEVELS).to(torch.int16) + 8
     low, high = numbers.unflatten(-1, (-1, 2)).unbind(-1)
     codes = (low | (high << 4)).to(torch.uint8)
-    log_sum = sums.clamp(-_LARGEST, _LARGEST).half()
-    return Int4Queries(codes, torch.cat([scale, log_sum[..., None]], dim=-1))
+    log_share = shares.clamp(-_LARGEST, _LARGEST).half()
+    return Int4Queries(codes, torch.cat([scale, log_share[..., None]], dim=-1))
 
 
 def unpack(codes: Tensor) -> Tensor:
@@ -88,29 +91,29 @@ def unpack(codes: Tensor) -> Tensor:
     return both.flatten(-2).to(torch.int8) - 8
 
 
-def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, sums: Tensor) -> None:
+def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor) -> None:
     """Log one layer's queries. Of block 0, which takes what nobody asks for, nothing is expected.
 
     log: [num_blocks, Lb, tokens, Hb, ...]; layer: the layer's place in its block; slots: int64
-    [R, T]; query: [T, R * Hb, D]; sums: float32 [T, R * Hb].
+    [R, T]; query: [T, R * Hb, D]; shares: float32 [T, R * Hb].
     """
     store = store_int4_triton if query.is_cuda else store_int4_torch
-    store(log, layer, slots, query, sums)
+    store(log, layer, slots, query, shares)
 
 
 def store_int4_torch(
-    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, sums: Tensor
+    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
 ) -> None:
     """The reference of ``store_int4``."""
     tokens, rows = log.codes.shape[2], len(slots)
-    new = quantize(query, sums)
+    new = quantize(query, shares)
     block, place = slots // tokens, slots % tokens
     for numbers, x in zip(log, new, strict=True):
         numbers[:, layer][block, place] = x.unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def store_int4_triton(
-    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, sums: Tensor
+    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
 ) -> None:
     """One program per token and row. Slots outside of the log are left alone."""
     num_blocks, _, block, heads, half = log.codes.shape
@@ -118,13 +121,13 @@ def store_int4_triton(
     check_head_dim(query)
     check_slots(slots, num_blocks, block)
     wanted = tokens, rows * heads, 2 * half
-    if query.shape != wanted or query.stride(1) != 2 * half or sums.shape != wanted[:2]:
+    if query.shape != wanted or query.stride(1) != 2 * half or shares.shape != wanted[:2]:
         raise ValueError(
-            f"queries {list(wanted)} with contiguous tokens and sums {list(wanted[:2])} expected, "
-            f"got {list(query.shape)} and {list(sums.shape)}"
+            f"queries {list(wanted)} with contiguous tokens and shares {list(wanted[:2])} "
+            f"expected, got {list(query.shape)} and {list(shares.shape)}"
         )
-    if sums.dtype is not torch.float32 or not sums.is_contiguous():
-        raise ValueError(f"sums have to be contiguous float32, got {sums.dtype}")
+    if shares.dtype is not torch.float32 or not shares.is_contiguous():
+        raise ValueError(f"shares have to be contiguous float32, got {shares.dtype}")
     codes, scales = (part[:, layer] for part in log)
     _store_int4.launch(
         (tokens, rows),
@@ -132,7 +135,7 @@ def store_int4_triton(
         scales,
         slots.contiguous(),
         query,
-        sums,
+        shares,
         query.stride(0),
         num_blocks * block,
         *codes.stride()[:2],
@@ -213,7 +216,7 @@ def _store_int4(
     scales,
     slots,
     query,
-    sums,
+    shares,
     token_stride,
     num_slots,
     codes_block_stride,
@@ -232,8 +235,8 @@ def _store_int4(
     first = row * HEADS
     at = query + token * token_stride + ((first + head) * DIM)[:, None] + dims[None, :]
     x = tl.load(at, mask=real[:, None], other=0.0).to(tl.float32)
-    log_sum = tl.load(
-        sums + token * (tl.num_programs(1) * HEADS) + first + head, mask=real, other=0.0
+    log_share = tl.load(
+        shares + token * (tl.num_programs(1) * HEADS) + first + head, mask=real, other=0.0
     )
     scale = tl.minimum(tl.max(tl.abs(x), axis=1) / 7, 65504.0).to(tl.float16)
     wide = scale.to(tl.float32)
@@ -246,9 +249,9 @@ def _store_int4(
     to_at = to + (head * (DIM // 2))[:, None] + pairs[None, :]
     tl.store(to_at, (low | (high << 4)).to(tl.uint8), mask=real[:, None])
     to = scales + block * scales_block_stride + place * scales_token_stride + head * 2
-    log_sum = tl.minimum(tl.maximum(log_sum, -65504.0), 65504.0)
+    log_share = tl.minimum(tl.maximum(log_share, -65504.0), 65504.0)
     tl.store(to, scale, mask=real)
-    tl.store(to + 1, log_sum.to(tl.float16), mask=real)
+    tl.store(to + 1, log_share.to(tl.float16), mask=real)
 
 
 @Kernel

@@ -18,6 +18,7 @@ from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,14 +34,14 @@ def paged_attention_torch(
     chunks: QuerySegments,
     scale: float,
     codes: Codes | None = None,
-    sums: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
     D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them. ``sums`` float32
-    [T, Hq] takes the log-sum-exps of the scaled logits, -inf for a token that sees nothing.
+    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them. ``shares``
+    takes what each query gave to the newest of them, 0 for a token that sees nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -63,8 +64,11 @@ def paged_attention_torch(
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
     logits = logits.masked_fill(~seen, -torch.inf)
-    if sums is not None:
-        sums.copy_(logits.logsumexp(dim=-1).flatten(1))
+    if shares is not None:
+        older = place <= (chunks.last - shares.recent).T[..., None]
+        recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
+        share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+        shares.out.copy_(share.flatten(1))
     probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
@@ -80,7 +84,7 @@ def paged_attention_triton(
     scale: float,
     num_splits: int | None = None,
     codes: Codes | None = None,
-    sums: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
@@ -89,7 +93,7 @@ def paged_attention_triton(
     ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    check_attention(q, keys, values, tables, chunks, codes, sums)
+    check_attention(q, keys, values, tables, chunks, codes, shares)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
@@ -107,14 +111,19 @@ def paged_attention_triton(
     if num_splits is None:
         num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, part_sums = out, last if sums is None else sums
+    # What is not asked for is not written: any address does.
+    given, recent = (last, rows) if shares is None else shares
+    parts, sums, part_recent = out, last, given
     if num_splits > 1:
         parts = q.new_empty(num_splits, tokens, heads, dim, dtype=torch.float32)
-        part_sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+        sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+        if shares is not None:
+            part_recent = torch.empty_like(sums)
     _attend.launch(
         (lanes, query_tiles, num_splits),
         parts,
-        part_sums,
+        sums,
+        part_recent,
         q,
         keys,
         values,
@@ -122,6 +131,7 @@ def paged_attention_triton(
         rows,
         last,
         rows if starts is None else starts,
+        recent,
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
@@ -137,7 +147,7 @@ def paged_attention_triton(
         QUERIES=tile.rows,
         TILE=tile.columns,
         SPLIT=num_splits > 1,
-        SUMS=sums is not None,
+        SHARES=shares is not None,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
         num_warps=tile.warps,
@@ -148,13 +158,14 @@ def paged_attention_triton(
             (tokens * heads,),
             out,
             parts,
-            part_sums,
-            last if sums is None else sums,
+            sums,
+            part_recent,
+            given,
             tokens * heads,
             num_splits,
             DIM=dim,
             SPAN=1 << (num_splits - 1).bit_length(),
-            SUMS=sums is not None,
+            SHARES=shares is not None,
             num_warps=4,
         )
     return out
@@ -180,6 +191,7 @@ def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> i
 def _attend(
     out,
     sums,
+    shares,
     q,
     keys,
     values,
@@ -187,6 +199,7 @@ def _attend(
     rows,
     last,
     starts,
+    recent,
     slots,
     vectors,
     coded,
@@ -213,7 +226,7 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SUMS: tl.constexpr,
+    SHARES: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -245,6 +258,9 @@ def _attend(
     v_base = values + head * kv_head_stride + dims[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SHARES:
+        newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
+        near = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     if SLOTS > 0:
         HALF: tl.constexpr = DIM // 2
@@ -317,6 +333,9 @@ def _attend(
             probs = tl.exp2(logits - shift[:, None])
             decay = tl.exp2(high - shift)
             total = total * decay + tl.sum(probs, axis=1)
+            if SHARES:
+                in_share = entry[None, :] >= newer[:, None]
+                near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if raw:
                 v = tl.load(v_base + at, mask=known[:, None], other=0.0)
             else:
@@ -332,8 +351,12 @@ def _attend(
     if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
-    elif SUMS:
-        tl.store(sums + place, (high + tl.log2(total)) * 0.6931471805599453, mask=real)
+    if SHARES:
+        share = high + tl.log2(near)
+        if not SPLIT:
+            share = tl.where(high == float("-inf"), 0.0, share - high - tl.log2(total))
+            share *= 0.6931471805599453  # ln(2)
+        tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
@@ -342,24 +365,28 @@ def _attend(
 def _merge(
     out,
     parts,
-    part_sums,
     sums,
+    part_recent,
+    shares,
     places,
     splits,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
-    SUMS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
     at = part.to(tl.int64) * places + place
-    log_sum = tl.load(part_sums + at, mask=part < splits, other=float("-inf"))
+    log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
     high = tl.max(log_sum, axis=0)
-    weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight = tl.exp2(log_sum - base)
     part_at = parts + at[:, None] * DIM + dims[None, :]
     means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
-    if SUMS:
-        tl.store(sums + place, (high + tl.log2(total)) * 0.6931471805599453)
+    if SHARES:
+        recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))
+        share = tl.log2(tl.sum(tl.exp2(recent - base), axis=0)) - tl.log2(total)
+        tl.store(shares + place, tl.where(total > 0, share * 0.6931471805599453, 0.0))  # ln(2)
     mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

@@ -25,12 +25,13 @@ GROUP_AGGREGATES = ("mean", "max")
 class Seen(NamedTuple):
     """What each of W queries had attended to when it ran, and what has come since.
 
-    ``sums`` float32 [..., Hq, W]: its log-sum-exp over all that it saw. Query i stands at place
-    ``first + step * i``, and saw the keys up to there; ``later`` keys stand behind the n scored
-    ones.
+    Query i stands at place p = ``first + step * i``, and saw the keys up to there. ``shares``
+    float32 [..., Hq, W] are logarithms of what it gave, of all its attention, to those from the
+    last multiple of ``span`` up to p on. ``later`` keys stand behind the n scored ones.
     """
 
-    sums: Tensor
+    shares: Tensor
+    span: int
     first: int = 0
     step: int = 1
     later: int = 0
@@ -51,7 +52,9 @@ def window_scores(
     mask, softmax over the n compressible keys only; with ``sum`` each row of the result adds to W.
 
     With ``seen`` attention is absolute: the softmax of a query runs over all that it had seen, and
-    over those of the n + later keys that came after it; key: [..., Hkv, n + later, D].
+    over those of the n + later keys that came after it; key: [..., Hkv, n + later, D]. What it saw
+    elsewhere follows from the keys here that its share is of, and no probabilities of a query add
+    to more than 1 (rounded queries, and keys it saw that have gone, could make them).
     """
     how = key, scale, aggregate, group_aggregate, seen
     if key.is_cuda:
@@ -76,9 +79,12 @@ def window_scores_torch(
     else:
         group, window, length = logits.shape[-3:]
         place = torch.arange(length, device=key.device)
-        own = seen.first + seen.step * torch.arange(window, device=key.device)
-        since = logits.masked_fill(place <= own[:, None], -torch.inf).logsumexp(dim=-1)
-        total = torch.logaddexp(seen.sums.unflatten(-2, (-1, group)), since)
+        own = (seen.first + seen.step * torch.arange(window, device=key.device))[:, None]
+        later, recent = place > own, (place <= own) & (place >= own // seen.span * seen.span)
+        since, shared = (
+            logits.masked_fill(~there, -torch.inf).logsumexp(dim=-1) for there in (later, recent)
+        )
+        total = torch.logaddexp(shared - seen.shares.unflatten(-2, (-1, group)), since)
         total = total.maximum(logits.logsumexp(dim=-1))
         probs = torch.exp(logits[..., : length - seen.later] - total[..., None])
     if aggregate == "sum_squares":
@@ -110,12 +116,12 @@ def window_scores_triton(
     programs, inner = q.shape[0] * q.shape[1], q.shape[1]
     sums = torch.empty(programs, heads, window, dtype=torch.float32, device=q.device)
     if seen is not None:
-        sums.copy_(seen.sums.reshape(sums.shape))
+        sums.copy_(seen.shares.reshape(sums.shape))
     out = torch.empty(*lead, kv_heads, length, dtype=torch.float32, device=q.device)
     if not length:
         return out
     scales = _scales(query, programs, heads, window)
-    first, step = (0, 0) if seen is None else (seen.first, seen.step)
+    places = (0, 0, 1) if seen is None else (seen.first, seen.step, seen.span)
     shared = (q, scales, k, scale * math.log2(math.e), window, inner, *q.stride()[:4])
     options = {
         "HEADS": kv_heads,
@@ -129,7 +135,7 @@ def window_scores_triton(
     }
     grid = programs * heads, -(-window // tile.rows)
     absolute = seen is not None
-    log_sums = (*shared, *k.stride()[:4], held, first, step)
+    log_sums = (*shared, *k.stride()[:4], held, *places)
     _log_sums.launch(grid, sums, *log_sums, ABSOLUTE=absolute, **options)
     grid = programs * kv_heads, -(-length // tile.columns)
     _shares.launch(
@@ -174,11 +180,13 @@ def _check(
     if q[:-3] != k[:-3] or q[-3] % k[-3] or q[-1] != k[-1]:
         raise ValueError(f"query {list(q)} does not go with key {list(k)}")
     if seen is not None:
-        fits = seen.sums.shape == q[:-1] and 0 <= seen.later <= k[-2]
-        if not fits or seen.first < 0 or seen.step < 1:
+        fits = seen.shares.shape == q[:-1] and 0 <= seen.later <= k[-2]
+        last = seen.first + seen.step * (q[-2] - 1)
+        if not fits or seen.first < 0 or min(seen.step, seen.span) < 1 or last >= k[-2]:
             raise ValueError(
-                f"sums {list(seen.sums.shape)} from place {seen.first} by {seen.step}, and "
-                f"{seen.later} later keys, do not go with query {list(q)} and key {list(k)}"
+                f"shares {list(seen.shares.shape)} from place {seen.first} by {seen.step}, span "
+                f"{seen.span} and {seen.later} later keys do not go with query {list(q)} and key "
+                f"{list(k)}"
             )
     if isinstance(query, Int4Queries):
         if query.codes.stride(-1) != 1:
@@ -231,6 +239,7 @@ def _log_sums(
     length,
     first,
     step,
+    span,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -253,26 +262,30 @@ def _log_sums(
     k_base += head // GROUP * k_stride_head
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    own = tl.full([ROWS], -1, tl.int32)
-    begin = 0
     if ABSOLUTE:
-        # All that a query saw is known; what came since is added.
-        high = (
-            tl.load(sums + lane * window + row, mask=row < window, other=0.0) * 1.4426950408889634
-        )
-        total += 1.0
         own = first + step * row
-        begin = (first + step * tl.program_id(1) * ROWS + 1) // TILE * TILE
-    for start in range(begin, length, TILE):
+        begin = own // span * span
+        later = tl.zeros([ROWS], tl.float32)
+        recent = tl.zeros([ROWS], tl.float32)
+    for start in range(0, length, TILE):
         place = start + tl.arange(0, TILE)
         keys = _keys_at(k_base, k_stride_row, place, length, DIM).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor[:, None]
-        counts = (place[None, :] < length) & (place[None, :] > own[:, None])
-        logits = tl.where(counts, logits, float("-inf"))
+        logits = tl.where(place[None, :] < length, logits, float("-inf"))
         new_high = tl.maximum(high, tl.max(logits, axis=1))
-        total = total * tl.exp2(high - new_high)
-        total += tl.sum(tl.exp2(logits - new_high[:, None]), axis=1)
+        decay = tl.exp2(high - new_high)
+        powers = tl.exp2(logits - new_high[:, None])
+        total = total * decay + tl.sum(powers, axis=1)
+        if ABSOLUTE:
+            since = place[None, :] > own[:, None]
+            later = later * decay + tl.sum(tl.where(since, powers, 0.0), axis=1)
+            shared = (place[None, :] >= begin[:, None]) & (place[None, :] <= own[:, None])
+            recent = recent * decay + tl.sum(tl.where(shared, powers, 0.0), axis=1)
         high = new_high
+    if ABSOLUTE:
+        share = tl.load(sums + lane * window + row, mask=row < window, other=0.0)
+        # A query with hardly any share does not vote; exp(80) is far from infinite.
+        total = tl.maximum(total, later + recent * tl.exp(tl.minimum(-share, 80.0)))
     tl.store(sums + lane * window + row, high + tl.log2(total), mask=row < window)
 
 

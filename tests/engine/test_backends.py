@@ -35,12 +35,12 @@ class StoredCase:
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._found
 
-    logs_sums = False
+    logs_shares = False
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         raise AssertionError("attention stores nothing")
 
-    def log(self, layer: int, batch: ForwardBatch, q: Tensor, sums: Tensor | None) -> None:
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         raise AssertionError("attention logs nothing")
 
 

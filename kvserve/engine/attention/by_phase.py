@@ -44,10 +44,10 @@ class _Planned:
     decoding: int
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
     ) -> Tensor:
         front, behind = slice(self.decoding), slice(self.decoding, None)
-        before, after = (None, None) if sums is None else (sums[front], sums[behind])
+        before, after = (None, None) if shares is None else (shares[front], shares[behind])
         return torch.cat(
             [
                 self.decode.forward(layer, q[front], cache, before),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ class FlashAttention:
     def __init__(self, scale: float) -> None:
         from flash_attn import flash_attn_varlen_func
 
-        self._attend: Callable[..., Any] = flash_attn_varlen_func
+        self._attend: Callable[..., Tensor] = flash_attn_varlen_func
         self._scale = scale
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
@@ -46,7 +45,7 @@ class FlashAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    attend: Callable[..., Any]
+    attend: Callable[..., Tensor]
     tables: Tensor
     starts: Tensor
     held_starts: Tensor
@@ -54,10 +53,11 @@ class _Planned:
     scale: float
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
     ) -> Tensor:
+        assert shares is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
-        found = self.attend(
+        return self.attend(
             q,
             keys,
             values,
@@ -68,11 +68,4 @@ class _Planned:
             softmax_scale=self.scale,
             causal=True,
             block_table=self.tables[group],
-            return_attn_probs=sums is not None,
         )
-        if sums is None:
-            return found
-        # [Hq, T], in float32: of the scaled logits, as wanted.
-        sums.copy_(found[1].T)
-        attended: Tensor = found[0]
-        return attended

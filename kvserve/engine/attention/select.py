@@ -30,7 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Needs:
     """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
 
-    ``log_sums``: the log-sum-exps of queries are logged beside them.
+    ``log_shares``: what share of their attention newest entries got is logged beside queries.
     """
 
     device: str
@@ -39,7 +39,7 @@ class Needs:
     block_size: int
     scale: float
     per_head: bool = False
-    log_sums: bool = False
+    log_shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +101,12 @@ def _make_flash(needs: Needs) -> AttentionBackend:
     return ByPhase(attention, attention)
 
 
-def _refuse_xformers(needs: Needs) -> str | None:
-    if needs.log_sums:
-        return "it gives no log-sum-exps of queries, which a log in 4 bits holds (query_dtype int4)"
-    return _refuse_package("xformers", "xformers", 1, needs)
-
-
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
     """What holds for both packages that kvserve adapts."""
     if find_spec(package) is None:
         return f"not installed: pip install 'kvserve[{extra}]'"
+    if needs.log_shares:
+        return "it does not tell apart what newest entries got, which query_dtype int4 logs"
     if needs.per_head:
         return "tables per KV head (--kv-layout head)"
     if needs.head_dim % 8 or needs.head_dim > 256:
@@ -159,7 +155,7 @@ _CANDIDATES = (
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
         dtypes=_HALF,
         phases=("prefill",),
-        refuse=_refuse_xformers,
+        refuse=partial(_refuse_package, "xformers", "xformers", 1),
     ),
     _Candidate(
         name="torch",

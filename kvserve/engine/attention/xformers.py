@@ -51,9 +51,9 @@ class _Planned:
     scale: float
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, sums: Tensor | None = None
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
     ) -> Tensor:
-        assert sums is None, "refused by select.py where they are logged"
+        assert shares is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]

@@ -46,7 +46,7 @@ class KVCache:
         host_shape = layout.cache_shape(num_host_blocks + 1)
         self.host = torch.empty(host_shape, dtype=dtype, pin_memory=device == "cuda")
         self.query_log = QueryLog(self.kv, layout, log, store_queries, store_int4)
-        self.logs_sums = self.query_log.holds_sums
+        self.logs_shares = self.query_log.holds_shares
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D].
@@ -58,11 +58,11 @@ class KVCache:
         group, place = divmod(layer, self.layout.layers_per_block)
         self._store_kv(self.kv, place, batch.slots[group], k, v)
 
-    def log(self, layer: int, batch: ForwardBatch, q: Tensor, sums: Tensor | None) -> None:
-        """Write one layer's queries [T, Hq, D] where they are logged, with ``sums`` [T, Hq]."""
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""
         if batch.query_slots is not None:
             group, place = divmod(layer, self.layout.layers_per_block)
-            self.query_log.store(place, batch.query_slots[group], q, sums)
+            self.query_log.store(place, batch.query_slots[group], q, shares)
 
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""

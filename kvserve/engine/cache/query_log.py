@@ -19,7 +19,8 @@ class LogForm:
     """What a token logs: ``heads`` vectors, Hkv (means over GQA groups) or Hq.
 
     ``dtype``: ``model`` (the cache's), ``fp8`` (e4m3, a byte a number), or ``int4`` (4 bits a
-    number, and beside each vector its scale and the log-sum-exp of its attention).
+    number, and beside each vector its scale and the share of its attention that newest entries
+    got).
     """
 
     heads: int
@@ -66,20 +67,20 @@ class QueryLog:
         return self.form.heads
 
     @property
-    def holds_sums(self) -> bool:
-        """Whether a query stands beside the log-sum-exp of its attention."""
+    def holds_shares(self) -> bool:
+        """Whether beside a query stands what share of its attention newest entries got."""
         return self.form.dtype == "int4"
 
-    def store(self, layer: int, slots: Tensor, q: Tensor, sums: Tensor | None) -> None:
+    def store(self, layer: int, slots: Tensor, q: Tensor, shares: Tensor | None) -> None:
         """Log one layer's queries: ``layer`` is its place in a block, ``slots`` int64 [R, T].
 
-        q: [T, Hq, D]; sums: float32 [T, Hq], where they are held.
+        q: [T, Hq, D]; shares: float32 [T, Hq], their logarithms, where they are held.
         """
         if isinstance(self.blocks, Tensor):
             self._store_queries(self.blocks, layer, slots, q)
         else:
-            assert sums is not None, "attention was asked for its log-sum-exps"
-            self._store_int4(self.blocks, layer, slots, q, sums)
+            assert shares is not None, "attention was asked for them"
+            self._store_int4(self.blocks, layer, slots, q, shares)
 
     def read(self, slots: Tensor, layers: Tensor) -> Queries:
         """Queries of ``slots [L', heads, S]`` of ``layers [L']``: [L', heads, S, D].

@@ -64,12 +64,12 @@ class _QueryRecorder:
         self._cache = cache
         self._heads = heads
 
-    logs_sums = False
+    logs_shares = False
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         pass
 
-    def log(self, layer: int, batch: ForwardBatch, q: Tensor, sums: Tensor | None) -> None:
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         self.queries.append(reduce_queries(q, self._heads))
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:

@@ -173,15 +173,15 @@ class Kara(Policy):
         )
 
     def _check_log(self) -> None:
-        """Four bits need a log, and absolute attention the log-sum-exps that are only there."""
+        """Four bits need a log of all heads; absolute attention needs what stands beside them."""
         if self.query_dtype == "int4":
-            logs = self.query_source == "log"
-            require(logs, "query_dtype", "int4", f"without 4 bits where query_source is {self.query_source}")
-            heads = self.query_reduce == "heads"
-            require(heads, "query_dtype", "int4", f"another where query_reduce is {self.query_reduce}: a mean has no log-sum-exp")
+            logged = self.query_source == "log" and self.query_reduce == "heads"
+            allowed = "another unless query_source is log and query_reduce is heads"
+            require(logged, "query_dtype", "int4", allowed)
         if self.attention == "absolute":
-            sums = self.query_dtype == "int4"
-            require(sums, "attention", "absolute", "window unless query_dtype is int4, whose log holds the log-sum-exps")
+            beside = self.query_dtype == "int4"
+            allowed = "window unless query_dtype is int4, whose log holds shares of attention"
+            require(beside, "attention", "absolute", allowed)
 
     def _check_counts(self) -> None:
         if self.budget is not None:

@@ -37,8 +37,8 @@ def _alone(x: Tensor) -> Tensor:
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
 
-    Hlog is Hkv where the logged query is a group's mean, else Hq; in 4 bits each has beside it the
-    log-sum-exp over all that it saw, which absolute attention needs. ``scale`` multiplies q . k.
+    Hlog is Hkv where the logged query is a group's mean, else Hq; in 4 bits each has beside it what
+    share of its attention newest entries got, for absolute attention. ``scale`` multiplies q . k.
     ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
     for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
     a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
@@ -56,10 +56,10 @@ class Observation:
     later: int = 0
 
     @property
-    def sums(self) -> Tensor:
-        """Log-sum-exps of the queries' attention over all they saw: float32 [E, L, Hq, W]."""
+    def shares(self) -> Tensor:
+        """Logarithms of the newest entries' shares of attention: float32 [E, L, Hq, W]."""
         assert not isinstance(self.queries, Tensor), "absolute attention goes with a log in 4 bits"
-        return self.queries.sums
+        return self.queries.shares
 
     def mass(
         self, aggregate: str, group_aggregate: str = "mean", places: range | None = None
@@ -73,7 +73,8 @@ class Observation:
         if places is None:
             keys = self.keys[..., : self.keys.shape[-2] - self.later, :]
             return window_scores(self.queries, keys, *how)
-        seen = Seen(self.sums, places.start, places.step, self.later)
+        span = self.keys.shape[-2] - self.later
+        seen = Seen(self.shares, span, places.start, places.step, self.later)
         return window_scores(self.queries, self.keys, *how, seen)
 
     def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
@@ -81,8 +82,8 @@ class Observation:
 
         ``absolute``: over all that a query saw, also where that is no longer there or not observed.
         """
-        sums = self.sums if absolute else None
-        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, sums)
+        shares = self.shares if absolute else None
+        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
 
     def causal_by_head(self) -> Tensor:
         """The same of every query head by itself: float32 [E, L, Hlog, n - W]."""
@@ -93,8 +94,8 @@ class Observation:
 
         ``absolute``: probabilities are reduced, over all that a query saw.
         """
-        sums = self.sums if absolute else None
-        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, sums)
+        shares = self.shares if absolute else None
+        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""

@@ -77,7 +77,7 @@ class RankPlan:
             layout.block_size,
             dim**-0.5,
             per_head=layout.rows > 1,
-            log_sums=self.log.dtype == "int4",
+            log_shares=self.log.dtype == "int4",
         )
         return select_backend(name, needs)
 

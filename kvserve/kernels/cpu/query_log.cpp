@@ -1,4 +1,4 @@
-// Logs queries in 4 bits in a paged cache: codes, a scale and a log-sum-exp for each vector, in one
+// Logs queries in 4 bits in a paged cache: codes, a scale and a share of attention for each vector, in one
 // pass.
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr float kLargestHalf = 65504.0f;
 // What the launcher passes; it mirrors these fields. Strides are in elements.
 extern "C" struct StoreInt4 {
   const void* query;     // [T, R * heads, dim], tokens query_stride apart
-  const float* sums;     // [T, R * heads]
+  const float* shares;     // [T, R * heads]
   uint8_t* codes;        // [num_blocks, B, heads, dim / 2], blocks codes_stride apart
   uint16_t* scales;      // [num_blocks, B, heads, 2], blocks scales_stride apart; float16
   const int64_t* slots;  // [R, T]
@@ -52,14 +52,14 @@ inline float from_half(uint16_t half) {  // not negative
 inline float limited(float x, float most) { return std::max(-most, std::min(most, x)); }
 
 template <typename T>
-void store_vector(const T* from, float sum, int64_t dim, uint8_t* codes, uint16_t* scales) {
+void store_vector(const T* from, float share, int64_t dim, uint8_t* codes, uint16_t* scales) {
   using V = Lanes<8>;
   float x[kLargestDim];
   for (int64_t d = 0; d < dim; d += 8) V::store(x + d, V::load(from + d));
   float largest = 0.0f;
   for (int64_t d = 0; d < dim; ++d) largest = std::max(largest, std::fabs(x[d]));
   scales[0] = to_half(std::min(largest / kLevels, kLargestHalf));
-  scales[1] = to_half(limited(sum, kLargestHalf));
+  scales[1] = to_half(limited(share, kLargestHalf));
   const float scale = from_half(scales[0]), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   uint8_t numbers[kLargestDim];
   for (int64_t d = 0; d < dim; ++d)
@@ -82,7 +82,7 @@ int store(const StoreInt4& c) {
       for (int64_t h = 0; h < c.heads; ++h) {
         const int64_t head = r * c.heads + h;
         store_vector(static_cast<const T*>(c.query) + t * c.query_stride + head * c.dim,
-                     c.sums[t * c.num_tables * c.heads + head], c.dim,
+                     c.shares[t * c.num_tables * c.heads + head], c.dim,
                      c.codes + block * c.codes_stride + (first + h) * (c.dim / 2),
                      c.scales + block * c.scales_stride + (first + h) * 2);
       }

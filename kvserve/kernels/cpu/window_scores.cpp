@@ -18,12 +18,12 @@
 extern "C" struct WindowScores {
   const uint8_t* codes;  // [outer, inner, Hq, W, D / 2]
   const float* scales;   // [outer, inner, Hq, W], dense, times the model's scale
-  const float* sums;     // [outer, inner, Hq, W], dense; null: the softmax runs over the n keys alone
+  const float* shares;   // [outer, inner, Hq, W], dense; null: the softmax runs over the n keys alone
   const void* keys;      // [outer, inner, Hkv, n + later, D]
   float* out;            // [outer, inner, Hkv, n], dense
   int64_t codes_strides[4], key_strides[4];
   int64_t outer, inner, num_heads, num_kv_heads, window, length, later, dim;
-  int64_t first, step;  // query i's place is first + step * i
+  int64_t first, step, span;  // query i's place is first + step * i
   int64_t aggregate, largest, is_bf16, num_threads;
 };
 
@@ -138,8 +138,9 @@ class Kernel {
 
   // A row of logits becomes powers of e; returns what they add up to, where they count.
   float soften(float* row, int64_t query, int64_t index) const {
-    const bool absolute = call_.sums != nullptr;
+    const bool absolute = call_.shares != nullptr;
     const int64_t own = absolute ? call_.first + call_.step * index : 0;
+    const int64_t first = absolute ? own / call_.span * call_.span : 0;
     const int64_t end = absolute ? held_ : call_.length;
     const auto lane = X::count();
     F highest = F{} - INFINITY;
@@ -147,19 +148,21 @@ class Kernel {
       const F x = lane < (int)(end - j) ? X::load(row + j) : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
-    const float seen = absolute ? call_.sums[query] : -INFINITY;
-    const float high = std::max(seen, X::largest(highest));
-    F all = {}, later = {};  // keys behind the query's own place are new to it
+    const float high = X::largest(highest);
+    F all = {}, later = {}, recent = {};  // keys behind the query's own place are new to it
     for (int64_t j = 0; j < end; j += W) {
       const F power = X::exp(X::load(row + j) - high);
       X::store(row + j, power);
       const F counts = lane < (int)(end - j) ? power : F{};
       all += counts;
       later += lane > (int)(own - j) ? counts : F{};
+      recent += (lane <= (int)(own - j)) & (lane >= (int)(first - j)) ? counts : F{};
     }
     const float window = X::total(all);
     if (!absolute) return window;
-    return std::max(window, std::exp(seen - high) + X::total(later));
+    // A query with hardly any share does not vote; exp(80) is far from infinite.
+    const float elsewhere = std::exp(std::min(-call_.shares[query], 80.0f));
+    return std::max(window, X::total(later) + X::total(recent) * elsewhere);
   }
 
   // Adds the n probabilities that these powers are, times factor, to the scores.

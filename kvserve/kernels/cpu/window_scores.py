@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16)
 _AGGREGATES = ("sum", "sum_squares", "max")
-_POINTERS = ("codes", "scales", "sums", "keys", "out")
+_POINTERS = ("codes", "scales", "shares", "keys", "out")
 _NUMBERS = (
     *("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "later", "dim"),
-    *("first", "step", "aggregate", "largest", "is_bf16", "num_threads"),
+    *("first", "step", "span", "aggregate", "largest", "is_bf16", "num_threads"),
 )
 _LARGEST_DIM = 256
 
@@ -64,12 +64,12 @@ def window_scores(
     length = held if seen is None else held - seen.later
     codes, keys = (_five_dims(x) for x in (query.codes, key))
     scales = query.scales[..., 0].float().mul_(scale).contiguous()
-    sums = None if seen is None else seen.sums.float().contiguous()
+    shares = None if seen is None else seen.shares.float().contiguous()
     out = torch.empty(*lead, kv_heads, length)
     call = _Call(
         codes.data_ptr(),
         scales.data_ptr(),
-        None if sums is None else sums.data_ptr(),
+        None if shares is None else shares.data_ptr(),
         keys.data_ptr(),
         out.data_ptr(),
         (ctypes.c_int64 * 4)(*codes.stride()[:4]),
@@ -81,7 +81,7 @@ def window_scores(
         length,
         held - length,
         dim,
-        *((0, 1) if seen is None else (seen.first, seen.step)),
+        *((0, 1, 1) if seen is None else (seen.first, seen.step, seen.span)),
         _AGGREGATES.index(aggregate),
         group_aggregate == "max",
         key.dtype is torch.bfloat16,
