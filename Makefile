@@ -16,6 +16,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 MODEL ?= kvserve/tiny
 POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
+BENCH_MODEL ?= kvserve/tiny-long
+TASK ?= long-chain-1000
+BENCH_POLICY ?= $(POLICY)
 PORT ?= 8000
 JOBS ?= 2
 ARGS ?=
@@ -31,7 +34,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu peers clean distclean
+.PHONY: help venv install dev run test test-long acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -69,11 +72,16 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
 	mv docs/compatibility.md.new docs/compatibility.md
 
-bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
-	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
+# With matplotlib there, a plot too.
+bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (BENCH_MODEL, TASK, BENCH_POLICY, ARGS)
+	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
+		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
 
-# With what is installed: a machine lent for its GPU may reach no package index.
-bench-gpu: ## measure the engine, then the kernels, on a GPU, in pieces of minutes (ARGS)
+# These two with what is installed: a machine lent for its GPU may reach no package index.
+gpu-check: ## is everything right on this GPU? tokens, graphs, waits, logits, kernels (ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_check $(ARGS)
+
+bench-gpu: ## measure the engine on a GPU, in rows of 80 s and calls of 9 minutes (ARGS)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(ARGS)
 
 peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)

@@ -21,13 +21,13 @@ import numpy as np
 from tqdm import tqdm
 
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import ObservationTask
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)

@@ -7,7 +7,6 @@ torch, triton, ray, ...) stand in the tables below.
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -15,14 +14,12 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "kvserve"
+from tests.import_graph import PACKAGE, ROOT, Import, imports_of, python_files
+
 LINKS = ("engine", "kernels", "scheduler", "server")
 
 # Packages by height; a module directly under kvserve/ is shared vocabulary, at the bottom.
@@ -87,99 +84,6 @@ FORBIDDEN = {
 OPTIONAL = {"matplotlib", "openai", "opentelemetry"}
 
 
-# ---- reading a file -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported name; ``when``: load, guarded (``except ImportError``), typing or call."""
-
-    name: str
-    line: int
-    when: str
-
-    @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
-
-    @property
-    def deferred(self) -> bool:
-        return self.when in ("call", "typing")
-
-    def within(self, prefix: str) -> bool:
-        return self.name == prefix or self.name.startswith(prefix + ".")
-
-
-class ImportReader(ast.NodeVisitor):
-    """Collects the imports of a module of ``package``, relative and literal dynamic ones too."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package.split(".")
-        self.when = "load"
-        self.found: list[Import] = []
-
-    def add(self, name: str, line: int) -> None:
-        self.found.append(Import(name, line, self.when))
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self.add(alias.name, node.lineno)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        base = [node.module] if node.module else []
-        if node.level:
-            base = self.package[: len(self.package) - node.level + 1] + base
-        for alias in node.names:
-            self.add(".".join(base if alias.name == "*" else [*base, alias.name]), node.lineno)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
-        called = called.id if isinstance(called, ast.Name) else called
-        if called in ("import_module", "__import__") and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                self.add(name.value, node.lineno)
-        self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.AST) -> None:
-        with self.during("call"):
-            self.generic_visit(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-    visit_Lambda = visit_FunctionDef
-
-    def visit_If(self, node: ast.If) -> None:
-        typing = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        with self.during("typing" if typing else self.when):
-            self.visit_each(node.body)
-        self.visit_each(node.orelse)
-
-    def visit_Try(self, node: ast.Try) -> None:
-        caught = " ".join(ast.unparse(h.type) for h in node.handlers if h.type)
-        guarded = "ImportError" in caught or "ModuleNotFoundError" in caught
-        with self.during("guarded" if guarded else self.when):
-            self.visit_each(node.body)
-        self.visit_each([*node.handlers, *node.orelse, *node.finalbody])
-
-    def visit_each(self, nodes: Iterable[ast.AST]) -> None:
-        for node in nodes:
-            self.visit(node)
-
-    @contextmanager
-    def during(self, when: str) -> Iterator[None]:
-        before = self.when
-        if before not in ("call", "typing"):
-            self.when = when
-        yield
-        self.when = before
-
-
-def imports_of(path: str, source: str) -> list[Import]:
-    reader = ImportReader(".".join(PurePosixPath(path).parent.parts))
-    reader.visit(ast.parse(source, path))
-    return reader.found
-
-
 # ---- judging it ---------------------------------------------------------------------------------
 
 
@@ -241,11 +145,6 @@ def violations(path: str, source: str) -> list[str]:
         for imported in imports_of(path, source)
         for fault in faults(path, imported)
     ]
-
-
-def python_files(folder: Path) -> list[tuple[str, str]]:
-    files = sorted(folder.rglob("*.py"))
-    return [(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
 
 
 # ---- the repository keeps the rules -------------------------------------------------------------

@@ -22,7 +22,8 @@ Tokens = list[list[int]]
 
 class Adapter(Protocol):
     """`load` comes first and says which versions there are. `run` continues every prompt greedily:
-    `seconds` of the whole call, and the new `tokens`."""
+    `seconds` of the whole call, and the new `tokens`. `max_tokens` is one number, or, of those that
+    batch continuously, one for each prompt."""
 
     @property
     def load(self) -> Callable[..., dict[str, Any]]: ...
@@ -44,6 +45,11 @@ def serve(adapter: Adapter) -> None:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def limits(max_tokens: int | list[int], count: int) -> list[int]:
+    """The limit of each of ``count`` prompts."""
+    return max_tokens if isinstance(max_tokens, list) else [max_tokens] * count
 
 
 def versions(*packages: str) -> dict[str, str]:

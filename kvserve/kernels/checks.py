@@ -2,7 +2,7 @@
 
 Shapes are always checked. What addresses hold is known to the device alone, and kernels pass over
 those outside of the cache; ``KVSERVE_CHECK_ADDRESSES=1`` makes launchers wait for the device, look,
-and refuse them.
+and refuse them. While a graph is captured nothing can be waited for, so nobody looks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,24 @@ def check_head_dim(*tensors: Tensor) -> None:
             )
 
 
-def _looks() -> bool:
-    return os.environ.get("KVSERVE_CHECK_ADDRESSES") == "1"
+def runs_triton(x: Tensor) -> bool:
+    """Whether entries ``x [..., D]`` are for the kernels: on CUDA, of a head dimension they know.
+
+    Others are for the torch references, on any device.
+    """
+    return x.is_cuda and x.shape[-1] in HEAD_DIMS
+
+
+def _looks(x: Tensor) -> bool:
+    """Whether what ``x`` holds may be read back now, and is asked for."""
+    if os.environ.get("KVSERVE_CHECK_ADDRESSES") != "1":
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_slots(slots: Tensor, num_blocks: int, block: int) -> None:
     """Raises ``IndexError`` if asked to look and a slot is not in the cache."""
-    if not _looks():
+    if not _looks(slots):
         return
     outside = slots[(slots < 0) | (slots >= num_blocks * block)]
     if len(outside):
@@ -60,7 +71,7 @@ def check_tables(
     keys: [num_blocks, B, ...]. Block 0, which freed columns name, is no row's. The first ``coded
     [num_rows, R]`` entries stand elsewhere.
     """
-    if not _looks():
+    if not _looks(tables):
         return
     num_rows, _, columns = tables.shape
     num_blocks, block = keys.shape[:2]
@@ -111,7 +122,7 @@ def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
 
 def check_references(codes: Codes, rows: Tensor) -> None:
     """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` refers to nothing."""
-    if not _looks():
+    if not _looks(rows):
         return
 
     def inside(what: str, number: Tensor, end: int, least: int = 0) -> None:

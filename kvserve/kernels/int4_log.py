@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots
+from kvserve.kernels.checks import HEAD_DIMS, check_head_dim, check_slots, runs_triton
 from kvserve.kernels.dispatch import Helper, Kernel
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, share
     log: [num_blocks, Lb, tokens, Hb, ...]; layer: the layer's place in its block; slots: int64
     [R, T]; query: [T, R * Hb, D]; shares: float32 [T, R * Hb].
     """
-    store = store_int4_triton if query.is_cuda else store_int4_torch
+    store = store_int4_triton if runs_triton(query) else store_int4_torch
     store(log, layer, slots, query, shares)
 
 
@@ -153,7 +153,8 @@ def gather_int4(log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None
 
     log: [num_blocks, Lb, tokens, Hb, ...]; slots: int64 [L', Hlog, S], of the log.
     """
-    gather = gather_int4_triton if log.codes.is_cuda else gather_int4_torch
+    kernel = log.codes.is_cuda and log.shape[-1] in HEAD_DIMS
+    gather = gather_int4_triton if kernel else gather_int4_torch
     return gather(log, slots, layer_ids)
 
 

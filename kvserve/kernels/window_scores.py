@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvserve.kernels import dispatch
 from kvserve.kernels.causal_scores import Queries, logits_of, over_group
-from kvserve.kernels.checks import check_head_dim
+from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.dispatch import Helper, Kernel, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
@@ -57,7 +57,7 @@ def window_scores(
     to more than 1 (rounded queries, and keys it saw that have gone, could make them).
     """
     how = key, scale, aggregate, group_aggregate, seen
-    if key.is_cuda:
+    if runs_triton(key):
         return window_scores_triton(query, *how)
     if isinstance(query, Int4Queries) and cpu.takes(query, key):
         return cpu.window_scores(query, *how)

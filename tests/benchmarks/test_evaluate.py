@@ -68,7 +68,7 @@ def workload_of(task: str, count: int) -> TaskPrompts:
     return task_prompts(task, count, WordTokenizer(), seed=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", ["chain", "needle-512", "aggregation"])
+@pytest.mark.parametrize("task", ["chain", "needle-512", "long-chain-1000"])
 def test_right_answers_score_one(task: str) -> None:
     workload = workload_of(task, 3)
     engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
@@ -97,13 +97,13 @@ def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
 def test_every_policy_and_retention_stands_beside_the_full_cache(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--tasks", "recall", "aggregation", "--num-samples", "2", "--batch", "2")
+    flags = ("--tasks", "recall", "chain", "--num-samples", "2", "--batch", "2")
     policies = ("--policy", KARA, "--policy", "none", "--retention", "0.2", "0.6")
     status, saved = bench("eval", *flags, *policies, "--seed", "3")
     rows = saved["rows"]
     assert status == 0
     assert [(row["task"], row["retention"]) for row in rows] == [
-        (task, retention) for task in ("recall", "aggregation") for retention in (None, 0.2, 0.6)
+        (task, retention) for task in ("recall", "chain") for retention in (None, 0.2, 0.6)
     ]
     none, low, high = rows[:3]
     assert none["policy"] == "none" and none["held_over_logical_at_end"] == 1.0

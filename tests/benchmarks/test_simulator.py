@@ -13,15 +13,16 @@ import pytest
 from kvserve import LLM
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import EventPlan, Never, Trigger, WhenOver
+from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES
@@ -149,7 +150,7 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     blocks = {"num_blocks": 111, "num_host_blocks": 110, "log_block_tokens": log_tokens}
     scheduler = Scheduler(layout, **blocks, **settings)  # type: ignore[arg-type]
     lengths = np.full(12, 16), np.full(12, 96)
-    figures = Simulation(scheduler, made.trigger, cost_model(), NO_QUERIES, *lengths).run()
+    figures = Simulation(scheduler, made.event_trigger, cost_model(), NO_QUERIES, *lengths).run()
     assert figures["steps"] == measured["steps"] - 1  # the engine's last step drops the last row
     assert sequence_steps(figures) == sequence_steps(measured)
     for name in ("output_tokens", "compactions", "evicted_tokens", "preemptions"):
@@ -170,7 +171,7 @@ def kara_events(count: int = 1, windows: int = 1) -> list[CompactionTask]:
     each = np.ones(count, np.int64)
     start, log_from = 1000 * each, 1968 * each
     lengths = (windows * each, 736 * each, 225 * each, start, 768 * each, 1736 * each)
-    plan = EventPlan(start, *lengths)
+    plan = EvictionSpec(start, *lengths)
     old = 1768 * each[None, :, None]
     new, blocks = old - plan.evicted[None, :, None], np.zeros((1, 1, 1, 1))
     return [CompactionTask(0, each, each, plan, old, None, new, start, blocks, log_from)]

@@ -19,14 +19,14 @@ from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 
 
 @dataclass(frozen=True)
 class Choice:
     """One event: scores [W, L', Hkv, S'] of its W windows, and what was kept of each."""
 
-    plan: EventPlan
+    plan: EvictionSpec
     scores: Tensor
     kept: Tensor
 

@@ -282,13 +282,13 @@ def test_bytes_reported_are_those_allocated(
     policy = {**MUCH_MERGES, "raw_fallback": False}
     llm = make_llm(llama_dir, policy, enable_prefix_caching=False, code_attention=codes)
     scheduler, allocated = llm.engine.core.scheduler, list[int]()
-    empty_row, block = scheduler._empty_row, llm.engine.core.runner.cache.kv[0]
+    empty_row, block = scheduler.departures._empty_row, llm.engine.core.runner.cache.kv[0]
 
     def watched(seq: Sequence) -> None:
         allocated.append(scheduler.pool.capacity - scheduler.pool.num_free)
         empty_row(seq)
 
-    monkeypatch.setattr(scheduler, "_empty_row", watched)
+    monkeypatch.setattr(scheduler.departures, "_empty_row", watched)
     _, (details,) = generate(llm, [PROMPT])
     assert details.coded_entries > 0
     assert [details.held_bytes] == [blocks * block.numel() * 4 for blocks in allocated]

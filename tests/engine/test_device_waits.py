@@ -2,18 +2,23 @@
 
 What would read a number back from a GPU (``item``, ``nonzero``, a mask as an index) has nothing to
 read there and raises. Host memory that is copied as torch would wait for it, and operators given
-tensors of both devices, are errors of a dispatch mode.
+tensors of both devices, are errors of a dispatch mode; numbers of the host as an index, which torch
+copies before any operator sees them, are errors of a function mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
@@ -81,6 +86,39 @@ class NoWaits(TorchDispatchMode):
         return result
 
 
+class NoHostIndices(TorchFunctionMode):
+    """Raises where a tensor of the device is indexed with what first has to be copied there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for part in index:
+                there = isinstance(part, int | slice | EllipsisType | None) or (
+                    isinstance(part, Tensor) and part.is_meta
+                )
+                assert there, f"an index is copied to the device and waited for: {part!r}"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_is_waited_for() -> Iterator[None]:
+    with NoHostIndices(), NoWaits():
+        yield
+
+
+@pytest.mark.parametrize("index", [[0, 1], np.array([1]), torch.tensor([1])], ids=repr)
+def test_an_index_of_the_host_is_found(index: Any) -> None:
+    x = torch.empty(2, 3, device="meta")
+    with nothing_is_waited_for():
+        x[:, 0], x[..., None], x[torch.zeros(2, dtype=torch.int64, device="meta")]
+        with pytest.raises(AssertionError, match="waited for"):
+            x[:, index]
+        with pytest.raises(AssertionError, match="waited for"):
+            x[index] = 0.0
+
+
 def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
@@ -121,8 +159,10 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         KARA | RECOMPUTED,
         {"name": "h2o", "budget": 16},
         {"name": "adakv", "budget": 8, "window": 4},
+        {"name": "chunkkv", "budget": 8, "window": 4, "chunk_size": 2, "reuse_layers": 2},
+        {"name": "windowkv", "budget": 8, "window": 4, "reuse_layers": 3},
     ],
-    ids=["kara", "recompute", "h2o", "adakv"],
+    ids=["kara", "recompute", "h2o", "adakv", "chunkkv", "windowkv"],
 )
 def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
     """Chunks and decodes (as they are, and as graphs hold them), events of all sources of queries,
@@ -138,7 +178,7 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
         num_gpu_blocks_override=240,
         cudagraph_capture_sizes=sizes,
     )
-    with NoWaits():
+    with nothing_is_waited_for():
         prompts = random_prompts([5, 17, 33, 1])
         outputs = llm.generate(prompts, [GREEDY, DRAWN] * 2, use_tqdm=False)
     assert any(output.kv_cache_details.compactions for output in outputs)
@@ -183,7 +223,7 @@ def test_codes_are_written_and_read_without_waits(
         cudagraph_capture_sizes=sizes,
     )
     assert ("codes", "read") in [row[:2] for row in llm.engine.core.info.summary]
-    with NoWaits():
+    with nothing_is_waited_for():
         outputs = llm.generate(random_prompts([5, 17, 33]), GREEDY, use_tqdm=False)
     for output in outputs:
         details = output.kv_cache_details

@@ -69,7 +69,7 @@ def test_without_an_event_they_equal_the_logged_ones(
 def test_any_subset_equals_the_full_pass(llama_dir: Path, events: bool) -> None:
     llm = running(llama_dir, 78, window=20 if events else 100)
     assert (llm.stats().compactions_total > 2) is events
-    start = int(llm.engine.core.scheduler.rows.run_start[0])
+    start = int(llm.engine.core.scheduler.rows.first_uncompressed_pos[0])
     full = recomputed(llm, list(range(start, 78)), 8)
     for subset in ([start], [77], [start + 1, start + 5, 77], list(range(77, start, -3))):
         found = recomputed(llm, subset, 8)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event_plans import Booked
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
@@ -52,7 +52,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
     while scheduler.rows.num_computed[0] < 32:
         step(scheduler, shadow)
     assert (held_back < 32).all()
-    scheduler.rows.run_start[:3] += np.array([8, 12, 0], np.int32)
+    scheduler.rows.first_uncompressed_pos[:3] += np.array([8, 12, 0], np.int32)
     scheduler.rows.next_event[:3] = scheduler.rows.num_computed[:3]
     taken = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
 class Unwilling(Periodic):
     """Events come when they are due, whatever the pressure."""
 
-    def willing(self, rows: RowState) -> IntArray:
+    def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
 
 
@@ -105,7 +105,7 @@ def test_a_parked_sequence_may_be_aborted() -> None:
         scheduler.add(seq)
     while not scheduler.rows.compactions[:2].all():
         step(scheduler, shadow)
-    scheduler._preempt()
+    scheduler.departures.preempt()
     assert sequences[1].status is SequenceStatus.WAITING and sequences[1] in scheduler.swap
     scheduler.finish(sequences[1], "abort")
     assert scheduler.swap.pool.num_free == 30
@@ -165,17 +165,17 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     shadow = ShadowRunner(scheduler, TRIGGERS)
     for seq_id in range(2):
         scheduler.add(make_sequence(seq_id, 26, 40, policy=17))
-    make_room, observed = scheduler._make_room_for_decodes, 0
+    promote, observed = scheduler.rows.promote_ready, 0
 
     def preempt_once() -> None:
+        promote()
         if observed == 2:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = preempt_once  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
-    def count(entries_that_fit: int) -> Booked:
+    def count(entries_that_fit: int) -> ScheduledEvents:
         nonlocal observed
         booked = compact_due(entries_that_fit)
         observed += any(1 in task.seq_ids for task in booked.observations)

@@ -152,15 +152,15 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
     victim = 3
     steps: list[list[int]] = []
     before: list[tuple[int, int]] = []
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def preempt_once() -> None:
+        promote()
         if len(steps) == 24:
             before.extend(shadow.events[victim])
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    monkeypatch.setattr(scheduler, "_make_room_for_decodes", preempt_once)
+    monkeypatch.setattr(scheduler.rows, "promote_ready", preempt_once)
     while scheduler.has_work:
         output = scheduler.schedule()
         taken = [int(shadow.owner[row]) for task in output.compactions for row in task.rows]

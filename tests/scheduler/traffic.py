@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import CodeBook
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -66,8 +66,10 @@ TRIGGERS: dict[int, Trigger] = {
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
     19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
     20: Pruned(0.2, 3, Halves(0), 1, 5, Taper(0.1), 0.9),
-    21: CodeBook(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
-    22: CodeBook(Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False),
+    21: QuantizeTrigger(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
+    22: QuantizeTrigger(
+        Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
+    ),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
@@ -193,14 +195,14 @@ def preempt_now_and_then(
     scheduler: Scheduler, rng: np.random.Generator, probability: float
 ) -> None:
     """Make sequences lose their blocks in steps that would not have needed them."""
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def and_more() -> None:
+        promote()
         if scheduler.rows.num_rows > 1 and rng.random() < probability:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
 
 
 class Traffic:

@@ -13,11 +13,11 @@ from pathlib import Path
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.published import FORMATS, read_benchmark
-from kvserve.benchmarks.datasets.tasks import TASKS
+from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
-from kvserve.benchmarks.measuring.traffic import entry_bytes
+from kvserve.benchmarks.measuring.traffic import held_bytes
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
@@ -38,7 +38,8 @@ from kvserve.log import ConfigError
 
 _COLUMNS = columns(
     *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "score", "n"),
-    *("seed", "held_over_logical_at_end", "allocated_bytes_at_end", "compactions_per_request"),
+    *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
+    "compactions_per_request",
 )
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=names,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: all but the last, unless --benchmark is given)",
+        help=f"some of {', '.join(names)} (default: those the shipped model was trained for, "
+        "else all but the last and the long ones; none if --benchmark is given)",
     )
     parser.add_argument(
         "--benchmark",
@@ -100,7 +102,7 @@ def _format_and_file(text: str) -> tuple[str, Path]:
 
 def run(args: argparse.Namespace) -> int:
     if args.tasks is None:
-        args.tasks = [] if args.benchmark else list(TASKS)
+        args.tasks = [] if args.benchmark else default_tasks(args.model)
     if not args.tasks and not args.benchmark:
         args.fail("--tasks: name one, or give --benchmark")
     names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
@@ -145,7 +147,7 @@ class Evaluation(Benchmark):
                     "seed": self.args.seed,
                     **score(workload, played),
                 }
-                row["held_bytes_at_end"] = row["held_entries_at_end"] * entry_bytes(engine)
+                row |= held_bytes(engine, played.figures)
                 if task == NEEDLE_GRID:
                     row["grid"] = self._grid.table(workload.grades(played.answers))
                 self._rows[task, spec.label] = row

@@ -101,7 +101,7 @@ def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
             args.fail(f"--{error.argument}: {error}")
     check_complete(args, args.policy)
     for spec in args.policy:
-        if isinstance(make_policy(spec.as_dict).trigger, Pruned):
+        if isinstance(make_policy(spec.as_dict).event_trigger, Pruned):
             args.fail(f"--policy: {spec.name} prunes inside of a forward, which is not simulated")
     return specs + [spec for spec in args.policy if spec not in specs]
 
@@ -111,7 +111,7 @@ def event_queries(policy: Policy, spec: ModelSpec) -> Queries:
     reduction = policy.query_reduction or policy.recomputed_reduction
     if reduction is None:
         return Queries("none")
-    count = policy.trigger.num_queries
+    count = policy.event_trigger.num_queries
     return Queries(
         "log" if policy.query_reduction else "recompute",
         spec.num_heads if reduction == "heads" else spec.num_kv_heads,
@@ -155,16 +155,16 @@ class Tuning:
         scheduler = scenario.scheduler(log_tokens)
         lengths = scenario.prompts, scenario.outputs
         try:
-            run = Simulation(scheduler, policy.trigger, scenario.cost, queries, *lengths)
+            run = Simulation(scheduler, policy.event_trigger, scenario.cost, queries, *lengths)
         except ValueError as error:
             raise ConfigError(f"--kv-cache-tokens: under {spec.label} {error}") from None
         figures = run.run()
         first = self._rows[0] if self._rows else figures
         row = {"policy": spec.label, "policy_args": spec.as_dict, **figures}
         row["ratio_to_none"] = figures["output_tok_s"] / first["output_tok_s"]
-        if isinstance(policy.trigger, Periodic):
-            log = scenario.block_size / log_tokens if policy.trigger.logs else 0.0
-            row |= self._estimate(policy.trigger, queries, log)
+        if isinstance(policy.event_trigger, Periodic):
+            log = scenario.block_size / log_tokens if policy.event_trigger.logs else 0.0
+            row |= self._estimate(policy.event_trigger, queries, log)
         return row
 
     def _log_tokens(self, policy: Policy, queries: Queries) -> int:

@@ -61,7 +61,8 @@ class Played:
 def play(engine: Engine, workload: Workload, title: str = "", show: bool = False) -> Played:
     """Send every conversation at once, greedy, each next turn as soon as its answer is there.
 
-    Time runs while the engine works (requests are added, steps are made), not while it is watched.
+    Time runs from the first request to the last token: while the engine is watched between steps, a
+    device whose steps overlap goes on.
     """
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
     meter = _Meter(engine.stats())
@@ -79,9 +80,7 @@ def play(engine: Engine, workload: Workload, title: str = "", show: bool = False
         started = time.perf_counter()
         for index in range(len(workload)):
             send_next(index)
-        meter.seconds = time.perf_counter() - started
         while engine.has_unfinished_requests:
-            started = time.perf_counter()
             changed = engine.step()
             over = 0
             for output in changed:
@@ -89,7 +88,7 @@ def play(engine: Engine, workload: Workload, title: str = "", show: bool = False
                     index = int(output.request_id.partition(".")[0])
                     turns[index].append(output)
                     over += not send_next(index)
-            meter.record(time.perf_counter() - started, changed, engine.stats())
+            meter.record(changed, time.perf_counter() - started, engine.stats())
             bar.update(over)
     return Played(turns, meter.figures(workload, turns, engine.stats()))
 
@@ -108,8 +107,9 @@ class _Meter:
     step_rates: list[float] = field(default_factory=list)
     last_token: dict[str, float] = field(default_factory=dict)
 
-    def record(self, seconds: float, changed: Sequence[RequestOutput], stats: EngineStats) -> None:
-        self.seconds += seconds
+    def record(self, changed: Sequence[RequestOutput], until: float, stats: EngineStats) -> None:
+        """A step that ended ``until`` seconds after the first request was sent."""
+        seconds, self.seconds = until - self.seconds, until
         ended = sum(output.finished for output in changed)
         self.running.append(stats.num_running + ended)
         self.held += stats.tokens_held

@@ -67,7 +67,7 @@ DEVICES = {
         memory=80 * _GIB,
         fp8=False,
     ),
-    # One core, float32, fitted to the runs in docs/measurements.md; attention gathers blocks first.
+    # One core, float32, fitted to runs of 2026-11-20; attention gathers blocks first.
     "cpu": Device(
         bandwidth=14e9,
         attention_bandwidth=4e9,

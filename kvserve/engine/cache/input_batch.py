@@ -110,11 +110,11 @@ class InputBatch:
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
         return (*tables, self.coded, self.num_vectors)
 
-    def note(self, rows: IntArray, group: RankGroup) -> None:
+    def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
         at = self._long(rows)
         for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
-            group.note(lengths)
+            group.add_to_fingerprint(lengths)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch, its new entries counted."""
@@ -191,7 +191,7 @@ class InputBatch:
             recent=zeros + 1,
         )
 
-    def refill(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
         """Let the first ``count []`` rows of ``decoding``'s buffers decode, their entries counted.
 
         Returns token ids, at the same address each time. The other rows' tokens see nothing, and
@@ -213,7 +213,7 @@ class InputBatch:
         self.num_computed[:size] += real
         return self.last_token[:size]
 
-    def whole(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+    def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.after_compaction(task)
@@ -234,7 +234,9 @@ class InputBatch:
             recent=self._recent(at, positions) if logs_queries else None,
         )
 
-    def revisit(self, rows: IntArray, positions: IntArray, entries: IntArray) -> ForwardBatch:
+    def build_recompute(
+        self, rows: IntArray, positions: IntArray, entries: IntArray
+    ) -> ForwardBatch:
         """A forward over tokens that are stored already; each sees its row up to its own entry.
 
         rows: [P]; positions (logical), entries (physical): [P, Q].

@@ -17,6 +17,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
+"""Most that blocks take at once on their way to host memory or back, on the device and pinned."""
 
 
 class KVCache:
@@ -42,9 +43,13 @@ class KVCache:
         self.codes: CodeStore | None = None
         self._store_kv = store_kv
         self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
-        # Block 0 is a null block here too. Pages that no sequence was parked in cost no memory.
-        host_shape = layout.cache_shape(num_host_blocks + 1)
-        self.host = torch.empty(host_shape, dtype=dtype, pin_memory=device == "cuda")
+        # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
+        # memory, and pinned memory is rounded up to a power of two.
+        self.host = torch.empty(layout.cache_shape(num_host_blocks + 1), dtype=dtype, device="cpu")
+        staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
+        self._staging = torch.empty(
+            layout.cache_shape(staged), dtype=dtype, device="cpu", pin_memory=device == "cuda"
+        )
         self.query_log = QueryLog(self.kv, layout, log, store_queries, store_int4)
         self.logs_shares = self.query_log.holds_shares
 
@@ -67,19 +72,25 @@ class KVCache:
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""
         for task in outs:
-            for device, host in self._blocks(task):
-                self.host[host] = self.kv[device].to(self.host.device)
+            for device, host, staged in self._blocks(task):
+                staged.copy_(self.kv[device])
+                self.host[host] = staged
         for task in ins:
-            for device, host in self._blocks(task):
-                self.kv[device] = self.host[host].to(self.kv.device)
+            for device, host, staged in self._blocks(task):
+                torch.index_select(self.host, 0, host, out=staged)
+                self.kv[device] = staged.to(self.kv.device)
 
-    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor]]:
-        """Places of as many blocks at a time as are gathered in ``SWAP_STAGING_BYTES``."""
-        count = max(1, SWAP_STAGING_BYTES // (self.kv[0].numel() * self.kv.itemsize))
+    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As many blocks at a time as are staged: their places, there and here, and room for them.
+
+        The room is used again at once, so copies from and to it are waited for.
+        """
+        count = max(1, len(self._staging))
         for at in range(0, len(task.device_blocks), count):
             part = slice(at, at + count)
+            host = to_device(task.host_blocks[part], "cpu")
             device = to_device(task.device_blocks[part], self.kv.device)
-            yield device, to_device(task.host_blocks[part], "cpu")
+            yield device, host, self._staging[: len(host)]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""

@@ -18,7 +18,7 @@ from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.compression.observed import Observed
+from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.windows import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
@@ -73,7 +73,7 @@ class Coder:
         self._cache = cache
         self._store = store
         self._compressor = compressor
-        self.found: Observed[tuple[Found, int]] = Observed(overlaps=overlaps)
+        self.found: PendingSelections[tuple[Found, int]] = PendingSelections(overlaps=overlaps)
         """By sequence: what was observed with it, and which of these it is."""
 
     def observe(
@@ -162,7 +162,7 @@ class Coder:
         there = number < coded[..., None]
         # Entries that no event has taken are the newest tokens, in order.
         held = lanes_of(task.old_lens, self._cache.layout)
-        first = to_device(task.plan.run_start[:, None, None] - held, entries.device)
+        first = to_device(task.plan.first_uncompressed_pos[:, None, None] - held, entries.device)
         position = entries + first[..., None]
         book = self._codebook(task, tables)
         x = torch.stack([self._store.turn(keys, -position), values.float()])

@@ -27,7 +27,7 @@ from kvserve.engine.compression.windows import (
 )
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
-from kvserve.engine.policies.base import Policy, UnevenPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.causal_scores import Queries
 from kvserve.kernels.compact_kv import compact_kv
@@ -95,7 +95,7 @@ class Compressor:
             self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
     def observe(
-        self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
+        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> tuple[Tensor, dict[int, Kept]]:
         """What uneven events will keep: counts [LG, E, R], and entries by sequence.
 
@@ -117,15 +117,15 @@ class Compressor:
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
                 indices, kept_counts = self._own(policy, found.indices, found.counts)
-                self._group.note(kept_counts)
+                self._group.add_to_fingerprint(kept_counts)
                 entries = _long(windows.entries[some], indices)[..., None]
-                chosen = indices[:, where] + entries
+                chosen = _led(indices, where) + entries
                 if policy.keeps_blocks:
                     columns = chosen[..., ::size] // size
                     result[_long(at[some], result), ..., : columns.shape[-1]] = columns
                 else:
-                    result[_long(at[some], result)] = kept_counts[:, where]
-                heads = [None] * len(chosen) if found.heads is None else found.heads[:, where]
+                    result[_long(at[some], result)] = _led(kept_counts, where)
+                heads = [None] * len(chosen) if found.heads is None else _led(found.heads, where)
                 each = zip(part.seq_ids[some].tolist(), chosen, heads, strict=True)
                 kept |= {seq: Kept(entries, who) for seq, entries, who in each}
         return groups_of(result, cache.layout), kept
@@ -193,33 +193,38 @@ class Compressor:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
-        return torch.cat(parts)[:, where]
+        return _led(torch.cat(parts), where)
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
         if not policy.couples_heads:
             return list(tensors)
-        self._group.note(tensors[0])
+        self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
-    def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:
-        """The layers that are scored, and for every layer the place of its own among them."""
+    def _leaders(self, policy: Policy) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The layers that are scored, and for every layer the place of its own among them.
+
+        On the device; ``None`` twice where all are.
+        """
         leaders = policy.leaders(self._cache.layout.num_layers)
-        scored = sorted(set(leaders))
-        return scored, [scored.index(leader) for leader in leaders]
+        scored, device = sorted(set(leaders)), self._cache.kv.device
+        if leaders == scored:
+            return None, None
+        places = [scored.index(leader) for leader in leaders]
+        return to_device(scored, device), to_device(places, device)
 
     def _observed(
         self,
         windows: Windows,
         policy: Policy,
-        scored: list[int],
+        layers: Tensor | None,
         block_tables: Tensor,
         log_tables: Tensor,
         earlier: Tensor | None = None,
     ) -> Iterator[tuple[slice, Observation]]:
         """As many windows at a time as the scratch holds: which, and what their scorer sees."""
         cache, layout = self._cache, self._cache.layout
-        layers = to_device(scored, block_tables.device)
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
         step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
@@ -228,33 +233,31 @@ class Compressor:
             part = windows.part(some)
             held = part.held(policy.later_entries)
             slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
-            keys = by_window(gather_keys(cache.kv, slots[layers], layers), len(part.rows))
+            keys = gather_keys(cache.kv, _led(slots, layers, 0), layers)
+            keys = by_window(keys, len(part.rows))
             queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
-                queries = self._recompute(part, heads)[:, layers]
+                queries = _led(self._recompute(part, heads), layers)
             elif part.num_queries:
                 queries = self._logged(part, log_tables, layers)
             scores = None if earlier is None else earlier[_long(part.rows, keys)]
             missing = part.missing(keys.device)
             if missing is not None:
-                missing = missing[:, layers]
-            yield (
-                some,
-                Observation(
-                    queries, keys, self._scale, scores, missing, self._gather, policy.later_entries
-                ),
-            )
+                missing = _led(missing, layers)
+            how = self._scale, scores, missing, self._gather, policy.later_entries
+            yield some, Observation(queries, keys, *how)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)
 
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Queries:
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
         log = self._cache.query_log
         positions = windows.query_positions[:, None, None]
         lanes = self._cache.layout.num_layers, log.heads
         slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
-        return queries_by_window(log.read(slots[layers], layers), len(windows.rows))
+        found = log.read(_led(slots, layers, 0), layers)
+        return queries_by_window(found, len(windows.rows))
 
     def _recompute(self, windows: Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
@@ -297,6 +300,11 @@ def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
     event = np.repeat(np.arange(len(windows)), windows)
     padded[_long(event, kept), _long(ragged_arange(windows), kept)] = kept
     return padded.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
+    """``x`` at the places ``layers [L']`` of ``dim``; ``None``: all of them as they are."""
+    return x if layers is None else x.index_select(dim, layers)
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:

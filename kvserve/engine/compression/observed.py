@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Observed(Generic[T]):
+class PendingSelections(Generic[T]):
     """By sequence. An event is carried out as soon as its counts have been to the host: in the next
     step or, where steps overlap, the one after. What is not taken then is observed again.
     """

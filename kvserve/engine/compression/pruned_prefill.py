@@ -19,7 +19,7 @@ from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import PruningPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.output import CompactionTask
 
@@ -42,7 +42,7 @@ class PrunedPrefill:
         self._attention = attention
 
     def run(
-        self, task: CompactionTask, policy: PruningPolicy, logs_queries: bool
+        self, task: CompactionTask, policy: Policy, logs_queries: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the prompt of ``task``'s only row.
 
@@ -51,7 +51,7 @@ class PrunedPrefill:
         """
         assert task.token_ids is not None
         model, layout = self._model, self._cache.layout
-        whole = self._batch.whole(task, logs_queries)
+        whole = self._batch.build_full_prompt(task, logs_queries)
         tokens = to_device(task.token_ids[0], self._batch.device)
         hidden = model.embed(tokens)
         rope = model.rotary.at(whole.positions, whole.prompt_lens)

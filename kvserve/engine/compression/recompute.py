@@ -49,7 +49,7 @@ class QueryRecomputer:
         """
         recorder = _QueryRecorder(self._cache, heads)
         input_ids = to_device(token_ids, self._batch.device).view(-1)
-        batch = self._batch.revisit(rows, positions, entries)
+        batch = self._batch.build_recompute(rows, positions, entries)
         nobody = input_ids[:0]
         self._model(input_ids, batch, recorder, self._attention.plan(batch), nobody)
         by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)

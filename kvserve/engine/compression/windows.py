@@ -16,7 +16,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import ObservationTask
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def queries_by_window(queries: Queries, windows: int) -> Queries:
     return Int4Queries(*(by_window(part, windows) for part in queries))
 
 
-def _window_starts(first: IntArray, plan: EventPlan) -> IntArray:
+def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
     """``first`` of every window of every event; neighbours are ``window_len`` apart."""
     strides = np.repeat(plan.window_len, plan.windows)
     starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides

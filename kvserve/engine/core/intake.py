@@ -48,8 +48,8 @@ class Intake:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
-        prunes = isinstance(policy.trigger, Pruned) and bool(
-            policy.trigger.prunes(np.array(prompt))
+        prunes = isinstance(policy.event_trigger, Pruned) and bool(
+            policy.event_trigger.prunes(np.array(prompt))
         )
         if prunes:
             self._check_whole(prompt, policy)
@@ -64,7 +64,7 @@ class Intake:
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self._policies.id_of(policy, others),
-            trigger=policy.trigger,
+            trigger=policy.event_trigger,
             uneven=policy.granularity is not Granularity.MODEL,
             keeps_blocks=policy.keeps_blocks,
             prunes_prompt=prunes,
@@ -103,7 +103,7 @@ class Intake:
             )
 
     def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
-        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.trigger)
+        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.event_trigger)
         capacity = self._scheduler.pool.capacity
         if wanted > capacity:
             raise RequestError(
@@ -163,8 +163,8 @@ class Intake:
 def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
     """A prompt is scored against all of itself: no event may come before its end."""
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
-    if prunes or policy.trigger.next_event(state)[0] < num_prompt:
+    state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
+    if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',

@@ -53,7 +53,7 @@ class RequestPolicies:
             )
         self._check_codes(policy)
         self._check_log(policy)
-        window, limit = policy.trigger.num_queries, self._built.info.max_model_len
+        window, limit = policy.event_trigger.num_queries, self._built.info.max_model_len
         if window > limit:
             raise RequestError(
                 f"window {window} exceeds the context of {limit} tokens", param="kv_policy.window"

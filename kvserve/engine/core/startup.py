@@ -36,9 +36,9 @@ from kvserve.engine.runner.executor import Executor, OtherRanks
 from kvserve.engine.runner.memory import Profile, count_blocks, count_host_blocks
 from kvserve.engine.runner.rank import Pool, RankPlan
 from kvserve.log import ConfigError
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -255,7 +255,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
     if policy.name != "none" and spec.policy_refusal is not None:
         raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
-    window = policy.trigger.num_queries
+    window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 

@@ -35,7 +35,7 @@ def plan_rows(
     block_bytes = layout.block_elements * dtype.itemsize
     pool = num_blocks * block_bytes
     full = num_blocks / layout.blocks_for(max_len)
-    most = most_held(policy.trigger, max_len // 2, max_len, layout.block_size)
+    most = most_held(policy.event_trigger, max_len // 2, max_len, layout.block_size)
     bounded = num_blocks / layout.blocks_for(most)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill

@@ -70,7 +70,7 @@ class RankGroup:
             self._backend.broadcast(x, 0).wait()
         return x
 
-    def note(self, x: Tensor) -> None:
+    def add_to_fingerprint(self, x: Tensor) -> None:
         """Let integers ``x``, which should be equal on all ranks, count in the next ``agree``."""
         if self.size == 1:
             return

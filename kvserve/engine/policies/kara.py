@@ -9,13 +9,14 @@ pass over the window's tokens, as in the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
+from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.periodic import EngineWide, Periodic
@@ -59,18 +60,17 @@ class Kara(Policy):
         32,
         "U: newest tokens of a window, always kept; they open the next one",
         least=0,
-        note="below window",
+        below="window",
     )
-    ratio: float | str | None = argument(
-        None,
-        "r: fraction of the window - buffer older tokens that is kept (default 0.3)",
-        note="above 0, at most 1",
+    ratio: float | str | None = common.kept_ratio(
+        None, "r: fraction of the window - buffer older tokens that is kept (default 0.3)"
     )
     budget: int | None = argument(
         None,
         "entries kept per window, buffer included; give this or ratio",
         least=1,
-        note="above buffer, at most window",
+        above="buffer",
+        at_most="window",
     )
     period: int = argument(
         32, "decode steps of the sequence between looks for full windows", least=1
@@ -89,11 +89,7 @@ class Kara(Policy):
         choices=("log", "recompute"),
         note="log_host, a log in host memory, is not built",
     )
-    query_reduce: str = argument(
-        "group_mean",
-        "which queries score: the mean over each GQA group, or all heads",
-        choices=("group_mean", "heads"),
-    )
+    query_reduce: str = common.query_reduce("which queries score", default="group_mean")
     query_dtype: str = argument(
         "auto",
         "how queries are logged: in the model's dtype, as fp8 (e4m3, one byte a number), or in 4 "
@@ -143,11 +139,7 @@ class Kara(Policy):
 
     presets: ClassVar[dict[str, dict[str, object]]] = {"paper": _PAPER}
 
-    def __post_init__(self) -> None:
-        integers(self, window=1, buffer=0, period=1, max_chunk=3, query_stride=1)
-        require(self.buffer < self.window, "buffer", self.buffer, f"below window ({self.window})")
-        protects = isinstance(self.protect_prompt, bool)
-        require(protects, "protect_prompt", self.protect_prompt, "true or false")
+    def check(self) -> None:
         self._check_queries()
         self._check_log()
         self._check_counts()
@@ -157,11 +149,6 @@ class Kara(Policy):
             require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
 
     def _check_queries(self) -> None:
-        for f in fields(self):
-            choices, note = f.metadata["choices"], f.metadata["note"]
-            if choices and not (f.default is None and getattr(self, f.name) is None):
-                allowed = " or ".join(choices) + (f" ({note})" if note else "")
-                require(getattr(self, f.name) in choices, f.name, getattr(self, f.name), allowed)
         count = self.window if self.queries == "window" else self.buffer
         require(count > 0, "queries", self.queries, "window where buffer is 0")
         remain, rest = divmod(count, self.query_stride)
@@ -186,12 +173,8 @@ class Kara(Policy):
     def _check_counts(self) -> None:
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
-            integers(self, budget=1)
-            allowed = f"above buffer ({self.buffer}) and at most window ({self.window})"
-            require(self.buffer < self.budget <= self.window, "budget", self.budget, allowed)
         keep = self.keep
         if self.chunk_budget is not None:
-            integers(self, chunk_budget=0)
             allowed = f"below the {keep} entries kept of a window's older tokens"
             require(self.chunk_budget < keep, "chunk_budget", self.chunk_budget, allowed)
 
@@ -213,10 +196,6 @@ class Kara(Policy):
         return self.query_reduce if self.query_source == "log" else None
 
     @property
-    def logged_dtype(self) -> str:
-        return self.query_dtype
-
-    @property
     def recomputed_reduction(self) -> str | None:
         return self.query_reduce if self.query_source == "recompute" else None
 
@@ -230,7 +209,7 @@ class Kara(Policy):
         return range(self.window - 1, first - 1, -self.query_stride)[::-1]
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         if self.preset == "paper":
             most = _MOST_IN_THE_PAPER
             return EngineWide(self.window, self.buffer, self.keep, self.period, most)

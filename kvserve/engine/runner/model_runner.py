@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.coder import Coder
 from kvserve.engine.compression.compressor import Compressor, Kept
 from kvserve.engine.compression.moves import lanes_of
-from kvserve.engine.compression.observed import Observed
+from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
@@ -65,11 +65,11 @@ class LaunchedStep:
     _copy: HostCopy | None = None
     _output: ModelRunnerOutput | None = None
 
-    def send(self) -> None:
-        """Start the copy to the host, behind this step and before the next one."""
+    def send(self, device: str) -> None:
+        """Start the copy to the host, behind this step on ``device`` and before the next one."""
         tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
-        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors])
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the step. The same again from the second time on."""
@@ -147,7 +147,7 @@ class ModelRunner:
         if cache.codes is not None:
             self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
         self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._found: Observed[Kept] = Observed(overlaps=overlaps)
+        self._found: PendingSelections[Kept] = PendingSelections(overlaps=overlaps)
         """Entries that events keep, by sequence."""
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
@@ -177,7 +177,7 @@ class ModelRunner:
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
-            step.send()
+            step.send(self.batch.device)
         self._last = step
         return step
 
@@ -257,7 +257,7 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            policy = self.policies[task.policy_id]
             last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
             hidden.append(last)
             self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
@@ -300,9 +300,9 @@ class ModelRunner:
             else:
                 self.compressor.run_observed(task, policy, found, tables[0])
             self.batch.after_compaction(task)
-            self.batch.note(task.rows, self.group)
+            self.batch.add_to_fingerprint(task.rows, self.group)
         for events in output.observations:
-            policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            policy = self.policies[events.policy_id]
             if writes_codes(policy):
                 assert self.coder is not None
                 counts.append(self.coder.observe(events, policy, self.batch.code_tables))

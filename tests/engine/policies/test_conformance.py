@@ -28,7 +28,7 @@ from tests.scheduler.traffic import preempt_now_and_then
 
 LABELS = [case.label for case in CASES]
 (IDS,) = random_prompts([PROMPT], seed=3)
-WINDOW = next(case.make().trigger.num_queries for case in CASES if case.policy == "kara")
+WINDOW = next(case.make().event_trigger.num_queries for case in CASES if case.policy == "kara")
 MATES = random_prompts([5, 60, 12, 29], seed=4)
 EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
 
@@ -166,9 +166,9 @@ def outsider() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", lambda group: [Entry()])
-        registry._policies.cache_clear()
+        registry._entries.cache_clear()
         yield
-    registry._policies.cache_clear()
+    registry._entries.cache_clear()
 
 
 @pytest.fixture(

@@ -23,7 +23,7 @@ from kvserve.scheduler.trigger import NO_EVENT, RowState
 from tests.engine.policies.cases import CASES, PROMPT, Case
 
 BLOCK, COLUMNS = 8, 16
-LOGGING = [case for case in CASES if case.events and case.make().trigger.logs]
+LOGGING = [case for case in CASES if case.events and case.make().event_trigger.logs]
 
 
 class CountCalls(TorchDispatchMode):
@@ -44,7 +44,7 @@ def first_event(policy: Policy, events: int) -> CompactionTask:
     def each(value: int) -> IntArray:
         return np.full(events, value, np.int32)
 
-    trigger, zero = policy.trigger, each(0)
+    trigger, zero = policy.event_trigger, each(0)
     start = trigger.start(each(PROMPT))
     due = trigger.next_event(RowState(each(PROMPT), zero, zero, start))
     plan = trigger.plan(RowState(each(PROMPT), due, due, start))

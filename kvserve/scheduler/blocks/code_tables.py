@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.block_table import BlockTable
+from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.block_table import NO_UPDATE, BlockTable, Rows
-from kvserve.scheduler.code_tables import CodeTables, Coding
+from kvserve.scheduler.blocks.block_table import NO_UPDATE, BlockTable, Rows
+from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
+from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks, TableUpdate
-from kvserve.scheduler.prefix_cache import PrefixCache
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
+
+from kvserve.engine.policies.parts.arguments import counts_tokens, most_of, relations, types_of
 
 _JSON_TYPES = {
     "int": "integer",
@@ -38,8 +41,8 @@ def arguments(policy: type[Any]) -> list[dict[str, Any]]:
     """Name, type, default, range and help of each field, in words."""
     return [
         {
-            "name": f.metadata.get("name") or f.name,
-            "type": " or ".join(_JSON_TYPES[t] for t in _types(f) if t != "None"),
+            "name": f.name,
+            "type": " or ".join(_JSON_TYPES[t] for t in types_of(f) if t != "None"),
             "default": _default(f),
             "range": _range(f.metadata),
             "help": f.metadata.get("help", ""),
@@ -52,7 +55,7 @@ def json_schema(name: str, policy: type[Any]) -> dict[str, Any]:
     """JSON Schema of ``kv_policy`` objects of this policy."""
     properties: dict[str, Any] = {"name": {"const": name}}
     for f in fields(policy):
-        properties[f.metadata.get("name") or f.name] = _property(f)
+        properties[f.name] = _property(f)
     schema: dict[str, Any] = {
         "type": "object",
         "properties": properties,
@@ -65,18 +68,20 @@ def json_schema(name: str, policy: type[Any]) -> dict[str, Any]:
 
 
 def _property(f: Field[Any]) -> dict[str, Any]:
-    types = [_JSON_TYPES[t] for t in _types(f)]
+    types = [_JSON_TYPES[t] for t in types_of(f)]
     facts, words = f.metadata, _range(f.metadata)
     found = {
         "type": types[0] if len(types) == 1 else types,
         "default": _default(f),
-        "description": f.metadata.get("help", "") + (f" ({words})" if words else ""),
+        "description": facts.get("help", "") + (f" ({words})" if words else ""),
     }
     if facts.get("choices"):
         found["enum"] = [*facts["choices"], *([None] if "null" in types else [])]
-    for key, keyword in (("least", "minimum"), ("most", "maximum")):
-        if facts.get(key) is not None:
-            found[keyword] = facts[key]
+    for keyword, bound in (("minimum", facts.get("least")), ("maximum", most_of(f))):
+        if bound is not None:
+            found[keyword] = bound
+    if counts_tokens(f):
+        found["x-context"] = True
     return found
 
 
@@ -84,15 +89,9 @@ def _default(f: Field[Any]) -> Any:
     return None if f.default is MISSING else f.default
 
 
-def _types(f: Field[Any]) -> list[str]:
-    """The names in a field's annotation: ``["int", "None"]``."""
-    text = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-    return [part.strip() for part in text.split("|")]
-
-
-def _range(facts: Any) -> str:
-    """Allowed values in words."""
-    least, most, note = facts.get("least"), facts.get("most"), facts.get("note")
+def _range(facts: Mapping[str, Any]) -> str:
+    """Allowed values in words; that tokens stay below the context goes without saying."""
+    least, most = facts.get("least"), facts.get("most")
     words = []
     if facts.get("choices"):
         *others, last = facts["choices"]
@@ -101,4 +100,7 @@ def _range(facts: Any) -> str:
         words.append(f"{least:g} to {most:g}")
     elif least is not None:
         words.append(f"at least {least:g}")
-    return "; ".join([*words, note] if note else words)
+    if facts.get("odd"):
+        words.append("odd")
+    notes = [*relations(facts), *filter(None, [facts.get("note")])]
+    return "; ".join([*words, ", ".join(notes)] if notes else words)
