@@ -85,8 +85,9 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rank, "free_memory", lambda device, share: 10 * GIB)
     found = profile(Pretended(**{**vars(plan), "device": "cuda"}), *args)
     scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.kept_scores
-    assert rehearsed and found.step == 3 * GIB and scores > 0
-    assert found.events == 256 * 2**20 + 64 * 2**20 + scores
+    assert rehearsed and found.step == 3 * GIB and 0 < scores < 256 * 2**20
+    # Those of requests' policies may be more than the server's own.
+    assert found.events == 256 * 2**20 + 64 * 2**20 + 256 * 2**20
     assert found.left == 7 * GIB - found.events
     assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
     pool = plan._smallest_pool()

@@ -7,6 +7,8 @@ known to the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.sequence import Sequence
 
 
 class InputBatch:
@@ -59,8 +62,9 @@ class InputBatch:
         self.log_span = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self._kept_scores: dict[int, Tensor] = {}
-        self._parked_scores: dict[int, dict[int, Tensor]] = {}
+        self._scores = torch.zeros(0)
+        """[rows, L, Hkv, m] of policies whose scores go on, each in the rows of its sequences."""
+        self._parked_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
@@ -83,17 +87,37 @@ class InputBatch:
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
 
-    def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
-        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
-        if count and policy_id not in self._kept_scores:
-            lanes = self.layout.num_layers, self.layout.num_kv_heads
-            shape = (len(self.last_token), *lanes, count)
-            self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
-        return self._kept_scores.get(policy_id)
+    def unfit(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
+        found = []
+        for seq in sequences:
+            try:
+                self.sampling.set_rows((seq,))
+            except Exception:
+                found.append(seq.seq_id)
+        return found
 
-    def forget_scores(self, policy_id: int) -> None:
-        """Give back what a policy kept that nobody uses any more."""
-        self._kept_scores.pop(policy_id, None)
+    def kept_scores(self, count: int) -> Tensor | None:
+        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
+        if not count:
+            return None
+        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
+            lanes = self.layout.num_layers, self.layout.num_kv_heads
+            wider = torch.zeros((len(self.last_token), *lanes, count), device=self.device)
+            if self._scores.numel():
+                wider[..., : self._scores.shape[-1]] = self._scores
+            self._scores = wider
+        return self._scores[..., :count]
+
+    @property
+    def kept_score_bytes(self) -> int:
+        """Memory that kept scores take beside the pool."""
+        return self._scores.numel() * self._scores.itemsize
+
+    def forget_scores(self) -> None:
+        """Give back the scores that policies kept: no sequence goes on with any."""
+        self._scores = torch.zeros(0)
+        self._parked_scores.clear()
 
     def after_compaction(self, task: CompactionTask) -> None:
         """Each group of each row holds what the task left it."""
@@ -278,13 +302,15 @@ class InputBatch:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
         for place in output.discarded:
             self._parked_scores.pop(place, None)  # not there if the step that parked it failed
-        for task in output.swap_outs:
-            kept = self._kept_scores.items()
-            self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
+        if self._scores.numel():
+            for task in output.swap_outs:
+                self._parked_scores[task.place] = self._scores[task.row].cpu()
         for task in output.swap_ins:
-            for i, scores in self._parked_scores.pop(task.place).items():
-                if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
-                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
+            scores = self._parked_scores.pop(task.place, None)
+            if scores is not None and self._scores.numel():
+                # Others may have asked for more meanwhile, never for less.
+                places = slice(scores.shape[-1])
+                self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -294,13 +320,10 @@ class InputBatch:
             order[a], order[b] = order[b], order[a]
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
-        kept_scores = self._kept_scores.values()
+        kept_scores = [self._scores] if self._scores.numel() else []
         counters = (
-            self.num_computed,
-            self.prompt_lens,
-            self.last_token,
-            self.log_from,
-            self.log_span,
+            *(self.num_computed, self.prompt_lens, self.last_token),
+            *(self.log_from, self.log_span),
         )
         for by_row in (*counters, *kept_scores):
             by_row[to] = by_row[source]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,8 +34,15 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.executor import Executor, OtherRanks
-from kvserve.engine.runner.memory import Profile, count_blocks, count_host_blocks
+from kvserve.engine.runner.memory import (
+    Profile,
+    check_pool,
+    count_blocks,
+    count_host_blocks,
+    free_memory,
+)
 from kvserve.engine.runner.rank import Pool, RankPlan
+from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -54,6 +62,10 @@ class BuiltEngine:
     query_reduce: str
     query_dtype: str
     overlaps: bool
+    most_kept_scores: int
+    """Scores a head that a policy may keep of each row."""
+    new_scheduler: Callable[[], Scheduler]
+    """Another one like ``scheduler``, that knows nobody."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -61,6 +73,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
 
     ``ConfigError`` names the flag to change.
     """
+    check_grammar_backend(config)
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = _device(config)
@@ -87,6 +100,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
+    if device == "cpu":
+        check_pool(config, plan.layout.block_elements * dtype.itemsize, free_memory(device, 1.0))
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
     direct, _ = plan.code_attention(attention)
@@ -94,7 +109,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
+        scheduler, new_scheduler, executor, pool, profile = _start(
+            plan, max_len, attention, others, model
+        )
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
@@ -121,8 +138,18 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             sampling_row(config, defaults),
         ],
     )
-    reduction, dtype_name = _query_reduction(policy), plan.log.dtype
-    return BuiltEngine(scheduler, executor, info, policy, reduction, dtype_name, plan.overlaps)
+    scores = plan.most_score_bytes // plan.score_bytes
+    return BuiltEngine(
+        scheduler,
+        executor,
+        info,
+        policy,
+        _query_reduction(policy),
+        plan.log.dtype,
+        plan.overlaps,
+        scores,
+        new_scheduler,
+    )
 
 
 def _plan(
@@ -163,7 +190,7 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Executor, Pool, Profile]:
+) -> tuple[Scheduler, Callable[[], Scheduler], Executor, Pool, Profile]:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
@@ -175,7 +202,8 @@ def _start(
     num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
     num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
-    scheduler = Scheduler(
+    new_scheduler = partial(
+        Scheduler,
         layout,
         num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -190,13 +218,14 @@ def _start(
         code_slots=plan.code_slots,
         code_scratch=not plan.code_attention(attention)[0],
     )
+    scheduler = new_scheduler()
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     codes = scheduler.blocks.codes
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
     executor = Executor(plan.runner(model, attention, pool, group), others)
-    return scheduler, executor, pool, profile
+    return scheduler, new_scheduler, executor, pool, profile
 
 
 @contextmanager

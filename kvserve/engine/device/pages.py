@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
+from pathlib import Path
 
 _KEPT_BYTES = 2**28
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -34,3 +36,23 @@ def use_large_pages(address: int, size: int) -> None:
     if first < end and sys.platform == "linux":
         start, count = ctypes.c_void_p(first * _LARGE_PAGE), (end - first) * _LARGE_PAGE
         ctypes.CDLL(None).madvise(start, ctypes.c_size_t(count), _MADV_COLLAPSE)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+def trim_memory(before: int, least: int = 32 * 2**20) -> int:
+    """Let malloc give back what is free if the process has grown by ``least`` since ``before``
+    (``resident_bytes``); returns what is held now."""
+    now = resident_bytes()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if now < before + least or trim is None:
+        return min(before, now) if before else now
+    trim(0)
+    return resident_bytes()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +29,11 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
-from kvserve.log import EngineDeadError
+from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
 _SCORED_AT_ONCE = 256
@@ -48,6 +49,8 @@ class ModelRunnerOutput:
     """``[LG, E, R]`` for each of ``SchedulerOutput.observations``."""
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
+    failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
+    """Places whose grammars went wrong, and how."""
 
 
 @dataclass(slots=True)
@@ -90,13 +93,15 @@ class LaunchedStep:
         if self.sampled is not None:
             found = [next(arrays) for _ in self.sampled.tensors]
             token_ids, logprobs = found[0], _logprobs(found, self.wanted)
-        for place, grammar in self.grammars:
-            grammar.accept(int(token_ids[place]))
         prompts = [
             chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
         ]
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
-        return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds)
+        # Last, when nothing can fail any more: a grammar walks on but never back.
+        for place, grammar in self.grammars:
+            grammar.accept(int(token_ids[place]))
+        failed = [(place, each.failure) for place, each in self.grammars if each.failure]
+        return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds, failed)
 
 
 @dataclass(slots=True)
@@ -156,7 +161,11 @@ class ModelRunner:
     def set_policy(self, policy_id: int, policy: Policy) -> None:
         """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
         self.policies[policy_id] = policy
-        self.batch.forget_scores(policy_id)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
+        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -173,7 +182,13 @@ class ModelRunner:
         """Start one step. Its parts run in the order of the message's fields."""
         step = LaunchedStep(*self._run_events(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
-        self.batch.apply(output)
+        try:
+            self.batch.apply(output)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            culprits = self.batch.unfit(output.admitted.sequences)
+            raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
@@ -287,31 +302,52 @@ class ModelRunner:
         coded = {} if self.coder is None else self.coder.found.take()
         if not (output.compactions or output.observations):
             return [], None
-        watch, counts = Stopwatch(self.batch.device), []
-        tables = self.batch.block_tables, self.batch.log_tables
+        watch, counts = Stopwatch(self.batch.device), list[Tensor]()
         for task in output.compactions:
-            policy = self.policies[task.policy_id]
-            if task.codes is not None:
-                assert self.coder is not None
-                self.coder.run(task, coded)
-            elif policy.granularity is Granularity.MODEL:
-                scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
-                self.compressor.run(task, policy, *tables, scores)
-            else:
-                self.compressor.run_observed(task, policy, found, tables[0])
-            self.batch.after_compaction(task)
-            self.batch.add_to_fingerprint(task.rows, self.group)
+            with _blaming(task.seq_ids.tolist()):
+                self._compact(task, found, coded)
         for events in output.observations:
-            policy = self.policies[events.policy_id]
-            if writes_codes(policy):
-                assert self.coder is not None
-                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
-                continue
-            kept_counts, kept = self.compressor.observe(events, policy, *tables)
-            counts.append(kept_counts)
-            self._found.add(kept)
+            with _blaming(events.seq_ids.tolist()):
+                counts.append(self._observe(events))
         watch.stop()
         return counts, watch
+
+    def _compact(self, task: CompactionTask, found: dict[int, Kept], coded: dict[int, Any]) -> None:
+        """Carry out events of one policy; ``found`` and ``coded`` in the step before."""
+        policy = self.policies[task.policy_id]
+        tables = self.batch.block_tables, self.batch.log_tables
+        if task.codes is not None:
+            assert self.coder is not None
+            self.coder.run(task, coded)
+        elif policy.granularity is Granularity.MODEL:
+            scores = self.batch.kept_scores(policy.kept_scores)
+            self.compressor.run(task, policy, *tables, scores)
+        else:
+            self.compressor.run_observed(task, policy, found, tables[0])
+        self.batch.after_compaction(task)
+        self.batch.add_to_fingerprint(task.rows, self.group)
+
+    def _observe(self, events: ObservationTask) -> Tensor:
+        """Observe events of one policy; returns their counts."""
+        policy = self.policies[events.policy_id]
+        if writes_codes(policy):
+            assert self.coder is not None
+            return self.coder.observe(events, policy, self.batch.code_tables)
+        tables = self.batch.block_tables, self.batch.log_tables
+        kept_counts, kept = self.compressor.observe(events, policy, *tables)
+        self._found.add(kept)
+        return kept_counts
+
+
+@contextmanager
+def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
+    """What fails here concerns these sequences alone; memory is everybody's."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
+        raise
+    except Exception as error:
+        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error
 
 
 def _logprobs(

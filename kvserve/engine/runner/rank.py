@@ -41,6 +41,9 @@ from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 
+KEPT_SCORE_BYTES = 256 * 1024 * 1024
+"""Memory for scores that the policies of requests keep from event to event."""
+
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -61,6 +64,18 @@ class RankPlan:
     max_len: int
     kept_scores: int
     """Scores that the policy keeps of each row, layer and head."""
+
+    @property
+    def score_bytes(self) -> int:
+        """Memory of one score for each row, layer and head."""
+        rows = self.config.scheduler.max_num_seqs
+        return 4 * rows * self.layout.num_layers * self.layout.num_kv_heads
+
+    @property
+    def most_score_bytes(self) -> int:
+        """Memory beside the pool for scores that policies keep, those of requests among them."""
+        may_choose = self.config.compression.allow_request_policy != "none"
+        return max(self.score_bytes * self.kept_scores, KEPT_SCORE_BYTES * may_choose)
 
     @property
     def overlaps(self) -> bool:
@@ -147,9 +162,7 @@ class RankPlan:
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other
         torch.cuda.empty_cache()
-        layout = self.layout
-        rows = scheduler.max_num_seqs * layout.num_layers * layout.num_kv_heads
-        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + 4 * rows * self.kept_scores
+        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + self.most_score_bytes
         return Profile(weights, step, events, left - step - events)
 
     def _smallest_pool(self) -> Pool:
@@ -200,6 +213,10 @@ JOINING = "joining"
 """A rank's first answer: it waits for the others now."""
 
 
+FORGET_SCORES = "forget scores"
+"""A message to a rank: no sequence goes on with scores that a policy keeps."""
+
+
 def main() -> None:
     """Main function of the process; its argument is the descriptor of its end of a pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -214,6 +231,8 @@ def main() -> None:
         while (message := inbox.get()) is not None:
             if isinstance(message, SchedulerOutput):
                 runner.launch(message)
+            elif message == FORGET_SCORES:
+                runner.batch.forget_scores()
             else:
                 runner.set_policy(*message)
     except ConfigError as error:
@@ -251,7 +270,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     return plan.runner(model, attention, pool, group)
 
 
-def message_for_ranks(message: SchedulerOutput | tuple[int, Policy]) -> bytes:
+def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:
     """A message without what only the first rank needs: the sampled sequences and their rules."""
     if isinstance(message, SchedulerOutput):
         sequences = tuple(

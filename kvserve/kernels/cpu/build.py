@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
+_ROOM = 2**20
+_logger = logging.getLogger("kvserve")
 
 
 class BuildError(RuntimeError):
@@ -49,6 +52,7 @@ def _build(source: Path, file: str) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ found")
+    failure = None
     for folder in _cache_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,15 +62,26 @@ def _build(source: Path, file: str) -> Path:
         except OSError:
             continue
         os.close(handle)
+        _logger.info("compiling %s with g++ into %s, once", source.name, folder)
         try:
             _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
             _open(Path(unfinished))
             os.replace(unfinished, folder / file)
-        except BaseException:
+        except BaseException as error:
             os.unlink(unfinished)
-            raise
+            if not (isinstance(error, BuildError) and _no_room(folder)):
+                raise
+            failure = error
+            continue
         return folder / file
+    if failure is not None:
+        raise failure
     raise BuildError(f"no folder to build in: {', '.join(map(str, _cache_folders()))}")
+
+
+def _no_room(folder: Path) -> bool:
+    """Whether the disk behind a folder is as good as full."""
+    return shutil.disk_usage(folder).free < _ROOM
 
 
 def _compile(command: list[str]) -> None:

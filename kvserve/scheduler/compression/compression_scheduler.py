@@ -231,7 +231,10 @@ class CompressionScheduler:
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
     def _plan(self, policy_id: int, at: IntArray) -> tuple[EvictionSpec, IntArray]:
-        plan = self._triggers[policy_id].plan(self._row_state(at))
+        state = self._row_state(at)
+        plan = self._triggers[policy_id].plan(state)
+        if not plan.is_within(state.kv_len).all():
+            raise ValueError("an event would take entries that are not there")
         return plan, self.blocks.kv_lens[:, at]
 
     def _that_pay(
