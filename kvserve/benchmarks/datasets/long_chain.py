@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names
 
 MORE_NAMES = tuple(
-    (
-        "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis "
-        "Edith Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper "
-        "Joel Judith Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra "
-        "Ralph Rosa Ruth"
-    ).split()
+    ["Agnes", "Albert", "Alma", "Arthur", "Astrid", "Axel", "Basil", "Bertha", "Cecil", "Celia", "Conrad", "Dario", "Della", "Dennis", "Edith", "Elias", "Elsa", "Felix", "Flora", "Gavin", "Gilda", "Gustav", "Hazel", "Hector", "Hugo", "Ida", "Ines", "Iris", "Jasper", "Joel", "Judith", "Kira", "Lars", "Lena", "Liam", "Lydia", "Magnus", "Marta", "Max", "Naomi", "Nils", "Olga", "Otto", "Pablo", "Petra", "Ralph", "Rosa", "Ruth"]
 )
 ALL_NAMES = (*NAMES, *MORE_NAMES)
 REMARKS = (

@@ -25,6 +25,8 @@ class LogForm:
 
     heads: int
     dtype: str = "model"
+    reduction: str = "heads"
+    """``heads``, or ``group_mean``: which of the two ``heads`` counts."""
 
     def block_tokens(self, layout: KVLayout, itemsize: int) -> int:
         """Tokens whose queries one block holds, of a cache with ``itemsize`` bytes a number.

@@ -144,7 +144,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         executor,
         info,
         policy,
-        _query_reduction(policy),
+        plan.log.reduction,
         plan.log.dtype,
         plan.overlaps,
         scores,
@@ -164,9 +164,8 @@ def _plan(
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
-    heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
-    log = LogForm(heads, _log_dtype(policy, dtype, device))
+    log = _log_form(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, dtype.itemsize)
     except ValueError as error:
@@ -306,9 +305,20 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
     return layout
 
 
-def _query_reduction(policy: Policy) -> str:
-    """How this engine logs queries, for the policies of requests too."""
-    return policy.query_reduction or "group_mean"
+def _log_form(
+    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
+) -> LogForm:
+    """How this engine logs queries, for the policies of requests too.
+
+    A server's policy that logs none leaves the form to them: Kara's, unless an attention backend
+    is named that cannot log it.
+    """
+    reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
+    if reduction is None:
+        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
+        reduction, log_dtype = ("group_mean", log_dtype) if packages else ("heads", "int4")
+    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
+    return LogForm(heads, log_dtype, reduction)
 
 
 def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
