@@ -17,8 +17,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MODEL ?= kvserve/tiny
 POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
 BENCH_MODEL ?= kvserve/tiny-long
-TASK ?= long-chain-1000
-BENCH_POLICY ?= $(POLICY)
+TASK ?= long-chain-2000
+BENCH_POLICY ?= --policy kara
 PORT ?= 8000
 JOBS ?= 2
 ARGS ?=
@@ -73,7 +73,7 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 	mv docs/compatibility.md.new docs/compatibility.md
 
 # With matplotlib there, a plot too.
-bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (BENCH_MODEL, TASK, BENCH_POLICY, ARGS)
+bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (TASK, BENCH_POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
 		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
 

@@ -262,14 +262,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batches", nargs="+", type=count, default=[1, 16, 64], metavar="N", help=words
     )
-    for name, default, words in (
+    usual: int | None
+    for name, usual, words in (
         ("input-len", None, "tokens per prompt (default: 64; long: 128)"),
         ("output-len", None, "tokens per output (default: 64; long: 3,000 on average)"),
         ("output-cap", 8192, "long: longest output (default: 8192)"),
         ("num-prompts", 16, "long: requests, all there at once (default: 16)"),
         ("repeat", 3, "turns (default: 3)"),
     ):
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=words)
+        parser.add_argument(f"--{name}", type=count, default=usual, metavar="N", help=words)
     for name, least, value, words in (
         ("output-sigma", 0, 0.7, "long: sigma of the logarithm of lengths (default: 0.7)"),
         ("pool-share", 0, 0.25, "long: pool, as a share of the demand (default: 0.25)"),

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvserve.benchmarks.reports.plots import methods
+from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.benchmarks.reports.report import Column, Row, markdown_table
 
 KEYS = ("mean_held_bytes", "held_bytes_at_end")
@@ -57,7 +57,7 @@ def equal_bytes_table(rows: Sequence[Row]) -> str | None:
 
 
 def _column(key: str, size: float, rows: Sequence[Row]) -> Column:
-    best = max((row[key] for row in rows if row[key] is not None), default=None)
+    best = max((row[key] for row in rows if row[key] is not None), default=0.0)
     return Column(f"{size / 1024:,.0f} KiB", key, partial(_cell, best=best))
 
 

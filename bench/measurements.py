@@ -60,9 +60,9 @@ LONG = (
     Measurement(
         "long-graded",
         "Long traces, graded: a pool of a quarter",
-        "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, on "
-        "the model that is trained for them. Budgets are such that everybody but `none` holds about "
-        "as many bytes as Kara's default.",
+        "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
+        "on the model that is trained for them. Budgets are such that everybody but `none` holds "
+        "about as many bytes as Kara's default.",
         f"bench throughput {GRADED} --num-prompts 200 --repeat 1 "
         + flags(("none", "kara", "kara:ratio=0.2", SNAPKV_GRADED, RKV_GRADED, WINDOW_GRADED)),
         minutes=12,

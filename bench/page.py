@@ -8,10 +8,12 @@ from typing import Any
 from bench.equal_bytes import equal_bytes_table
 from bench.measurement import PLOTS, ROOT, Measurement
 from bench.measurements import LONG, SUITE
-from kvserve.benchmarks.reports.plots import short_names
+from kvserve.benchmarks.reports.policy_names import short_names
 from kvserve.benchmarks.reports.report import Column, Row, describe_machine, markdown_table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+_BEGIN, _END = "<!-- written by python -m bench.suite document -->\n", "<!-- end -->"
 BY_HAND = ROOT / "docs" / "rankings.md"
 # Figures that stay in the JSON files.
 _LEFT_OUT = frozenset(
@@ -74,6 +76,16 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def readme() -> str:
+    """README.md with today's table of graded long traces between its two marks."""
+    text = README.read_text()
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    rows = [{**row, "title": None} for row in _rows(LONG[0])]
+    table = markdown_table(_SUMMARY, rows) if rows else "Not measured yet."
+    return f"{before}{_BEGIN}{table}\n{_END}{after}"
+
+
 def summary() -> list[str]:
     """One table of all long traces, their plots, and what the sweeps found."""
     rows, plots, notes = [], [], []
@@ -85,13 +97,21 @@ def summary() -> list[str]:
         if result["benchmark"] == "sweep":
             notes += [f"- {note}" for note in result["notes"]]
             continue
-        for i, row in enumerate(shortened(result["rows"])):
-            title = {"title": "" if i else measurement.title}
-            held = row.get("mean_held_bytes")
-            rows.append({**row, **title, "kib": None if held is None else held / 2**10})
+        rows += _rows(measurement)
     if not rows:
         return []
     return ["## Long traces", markdown_table(_SUMMARY, rows), *plots, "\n".join(notes)]
+
+
+def _rows(measurement: Measurement) -> list[dict[str, Any]]:
+    """What the summary shows of a measurement; the first row has its title."""
+    result = measurement.newest()
+    rows = [] if result is None else shortened(result["rows"])
+    for i, row in enumerate(rows):
+        held = row.get("mean_held_bytes")
+        row["title"] = "" if i else measurement.title
+        row["kib"] = None if held is None else held / 2**10
+    return rows
 
 
 def shortened(rows: Sequence[Row]) -> list[dict[str, Any]]:

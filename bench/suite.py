@@ -1,6 +1,6 @@
 """The measurements of docs/benchmarks.md: `python -m bench.suite run` makes them on this machine,
-`python -m bench.suite document` writes the page from the newest results in bench/results, and
-`python -m bench.suite plots` draws those results again.
+`python -m bench.suite document` writes the page, and README.md's table, from the newest results in
+bench/results, and `python -m bench.suite plots` draws those results again.
 
 `python -m bench.suite list` says how long each takes on one core of a machine that does nothing
 else meanwhile. What stands in docs/rankings.md is written by hand, and becomes a part of the page.
@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 
 from bench.measurement import PLOTS, RESULTS, ROOT, Measurement
 from bench.measurements import SUITE
-from bench.page import PAGE, page
+from bench.page import PAGE, README, page, readme
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
 
 
@@ -60,6 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "document":
         PAGE.write_text(page())
+        README.write_text(readme())
         return
     if args.command == "plots":
         for each in SUITE:

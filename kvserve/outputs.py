@@ -107,6 +107,7 @@ class RequestStats:
     held_tokens: int
     blocks: int
     compactions: int
+    held_bytes: int = 0
 
 
 ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
@@ -127,7 +128,8 @@ class CompactionCounts:
 class EngineStats:
     """The engine's state and counters (totals since start).
 
-    ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
+    ``blocks_cached`` are those that only the prefix cache names: they make room when needed. The
+    pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
     Of the entries of running requests ``coded_entries`` are held as codes, with
@@ -140,6 +142,8 @@ class EngineStats:
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    bytes_total: int = 0
+    bytes_held: int = 0
     tokens_logical: int = 0
     tokens_held: int = 0
     prompt_tokens_total: int = 0

@@ -149,7 +149,7 @@ class LongCase:
 
     def rows(self, facts: Row) -> list[Row]:
         peer = next((side.rates for side in self._sides if side.contestant.peer), None)
-        return [self._row(side, peer) | facts for side in self._sides if side.rates]
+        return [{**self._row(side, peer), **facts} for side in self._sides if side.rates]
 
     def _row(self, side: Side, peer: Sequence[float] | None) -> dict[str, Any]:
         traffic, rates = self.traffic, side.rates

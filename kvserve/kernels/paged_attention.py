@@ -17,19 +17,23 @@ from torch import Tensor
 from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
+from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+    from kvserve.kernels.tiles import Tile
+
 _MAX_SPLITS = 64
+_MAX_LONG_SPLITS = 4  # most of them find nothing to do
 
 
 def paged_attention_torch(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -39,9 +43,10 @@ def paged_attention_torch(
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them. ``shares``
-    takes what each query gave to the newest of them, 0 for a token that sees nothing.
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
+    entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
+    them. ``shares`` takes what each query gave to the newest of them, 0 for a token that sees
+    nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -49,7 +54,7 @@ def paged_attention_torch(
     own = tables[rows].long()
     tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
     place = torch.arange(k.shape[4], device=q.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
@@ -89,8 +94,8 @@ def paged_attention_triton(
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
 
-    Query heads of a KV head share its loads; few long rows are split over the context.
-    ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
+    Query heads of a KV head share its loads; few rows, and long ones among many, are split over the
+    context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
     check_attention(q, keys, values, tables, chunks, codes, shares)
@@ -100,16 +105,16 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
+    # Decoding an entry takes registers that its tile then lacks.
+    kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
+    tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
-    if codes is not None:
-        # Decoding an entry takes registers that its tile then lacks.
-        tile = tile._replace(columns=max(16, tile.columns // 2))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
+    least = 1
     if num_splits is None:
-        num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
+        num_splits, least = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     # What is not asked for is not written: any address does.
     given, recent = (last, rows) if shares is None else shares
@@ -135,6 +140,7 @@ def paged_attention_triton(
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
+        least,
         columns,
         num_blocks,
         *q.stride()[:2],
@@ -180,11 +186,17 @@ def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, 
     return slots.view(torch.int32), vectors, coded, slot_tables, vector_tables, turns, *widths
 
 
-def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> int:
-    """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
-    wanted = 2 * num_processors(device) // max(1, programs)
-    most = min(wanted, max_held // (4 * tile.columns), _MAX_SPLITS)
-    return 1 << (max(1, most).bit_length() - 1)
+def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """Parts of a context, and the fewest entries of a part.
+
+    Few rows are split until every multiprocessor has ``tile.programs``, into parts of four tiles or
+    more. Where there are rows enough, only those are split that hold more than ``tile.longest``.
+    """
+    fill = tile.programs * num_processors(device) // max(1, programs)
+    fill = max(1, min(fill, max_held // (4 * tile.columns), _MAX_SPLITS))
+    if fill > 1 or not tile.longest:
+        return fill, 4 * tile.columns
+    return max(1, min(-(-max_held // tile.longest), _MAX_LONG_SPLITS)), tile.longest
 
 
 @Kernel
@@ -211,6 +223,7 @@ def _attend(
     num_turns,
     scale,
     tokens,
+    least,
     columns,
     num_blocks,
     token_stride,
@@ -249,7 +262,8 @@ def _attend(
     limit = tl.minimum(limit, columns * BLOCK)
 
     end = tl.max(limit, axis=0)
-    share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
+    share = tl.maximum(tl.cdiv(end, tl.num_programs(2)), least)
+    share = tl.cdiv(share, TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
@@ -358,6 +372,8 @@ def _attend(
             share *= 0.6931471805599453  # ln(2)
         tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
+    if SPLIT:  # a part without entries is left as it is: nobody reads it
+        real = real & (begin < end)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -382,7 +398,7 @@ def _merge(
     base = tl.where(high == float("-inf"), 0.0, high)
     weight = tl.exp2(log_sum - base)
     part_at = parts + at[:, None] * DIM + dims[None, :]
-    means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
+    means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
     if SHARES:
         recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))

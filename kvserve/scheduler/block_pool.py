@@ -35,6 +35,9 @@ class BlockPool:
         # A stack whose top is taken first: recently freed blocks are still in the CPU's caches.
         self._free: IntArray = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks - 1
+        self._cached = np.zeros(num_blocks, bool)
+        self.num_only_cached = 0
+        """Blocks that nobody but the prefix cache names; kept up as references come and go."""
 
     @property
     def capacity(self) -> int:
@@ -52,13 +55,31 @@ class BlockPool:
 
     def share(self, blocks: IntArray) -> None:
         """Add one reference to each block."""
+        self.num_only_cached -= len(self._only_cached(blocks))
         np.add.at(self.ref, blocks, 1)
+
+    def mark_cached(self, blocks: IntArray, cached: bool) -> None:
+        """Say whether one reference of each block is the prefix cache's; before it is dropped."""
+        if not cached:
+            self.num_only_cached -= len(self._only_cached(blocks))
+        self._cached[blocks] = cached
+        if cached:
+            self.num_only_cached += len(self._only_cached(blocks))
+
+    def is_cached(self, blocks: IntArray) -> IntArray:
+        """Which of the blocks the prefix cache names."""
+        return np.asarray(self._cached[blocks])
+
+    def _only_cached(self, blocks: IntArray) -> IntArray:
+        alone: IntArray = np.unique(blocks[self._cached[blocks] & (self.ref[blocks] == 1)])
+        return alone
 
     def release(self, blocks: IntArray) -> int:
         """Drop one reference to each block; return how many of them came free."""
         if not len(blocks):
             return 0
         np.subtract.at(self.ref, blocks, 1)
+        self.num_only_cached += len(self._only_cached(blocks))
         freed = np.unique(blocks[self.ref[blocks] == 0])
         self._free[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
@@ -72,4 +93,6 @@ class BlockPool:
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == self.num_free, "a block is free twice"
         assert not self.ref[free].any(), "a free block is referenced"
+        alone = np.count_nonzero(self._cached & (self.ref == 1))
+        assert alone == self.num_only_cached, "blocks that only the cache names were miscounted"
         assert self.num_free + np.count_nonzero(self.ref) == self.capacity, "a block leaked"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.reports import plots
+from kvserve.benchmarks.reports import plots, policy_names
 
 
 def row(name: str, **fields: Any) -> dict[str, Any]:
@@ -28,15 +28,15 @@ def test_a_legend_tells_namesakes_apart_and_says_no_more() -> None:
         row("kara", preset="paper", window=128, period=32),
         row("snapkv", trigger="threshold", budget=1025),
     ]
-    names = plots.short_names(each["policy_args"] for each in rows)
+    names = policy_names.short_names(each["policy_args"] for each in rows)
     assert list(names.values()) == [
         *("none", "kara, buffer=16", "kara, buffer=16, ratio=0.2", "kara, preset=paper", "snapkv")
     ]
     assert len(set(names.values())) == len(rows)
-    caption = plots._caption(names)
+    caption = policy_names.caption(names)
     assert "snapkv: trigger=threshold, budget=1025" in caption and "none" not in caption
-    alike = plots.short_names(each["policy_args"] for each in (row("a", k=1), row("b", k=1)))
-    assert plots._caption(alike) == "a; b: k=1"
+    alike = policy_names.short_names(each["policy_args"] for each in (row("a", k=1), row("b", k=1)))
+    assert policy_names.caption(alike) == "a; b: k=1"
 
 
 def test_one_traffic_is_drawn_against_accuracy_where_it_was_graded(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_one_traffic_is_drawn_against_accuracy_where_it_was_graded(tmp_path: Pat
     for each in rows:
         del each["exact_match"]
     assert plots.plot_rows(rows, tmp_path) == [tmp_path / "throughput.png"]
-    assert plots._title(rows[1], {"kara": "kara"}) == "kara, int8"
+    assert plots._title(rows[1], {"kara": "kara"}) == "kara in int8"
 
 
 def test_needles_have_a_figure_per_budget_with_equal_columns(

@@ -33,6 +33,7 @@ def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.M
 
 def test_the_page_is_up_to_date() -> None:
     assert page.PAGE.read_text() == page.page(), "run `python -m bench.suite document`"
+    assert page.README.read_text() == page.readme(), "run `python -m bench.suite document`"
     assert page.BY_HAND.read_text().strip() in page.PAGE.read_text()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
 
@@ -18,15 +19,20 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
 
 
 def test_how_many_tokens_a_block_logs() -> None:
-    assert LogForm(2).block_tokens(LAYOUT, 4) == 8  # a group's mean: half a token's keys and values
-    assert LogForm(2, "fp8").block_tokens(LAYOUT, 4) == 32  # in one byte instead of four
-    assert LogForm(8).block_tokens(LAYOUT, 4) == 2
-    # 512 bytes a layer, and 4 + 4 bytes a vector: 8 tokens of 8 heads.
-    assert LogForm(8, "int4").block_tokens(LAYOUT, 4) == 8
-    assert LogForm(6, "int4").block_tokens(LAYOUT, 4) == 10  # some bytes are left over
-    for form in (LogForm(32), LogForm(128, "int4")):
-        with pytest.raises(ValueError, match=f"whole queries of {form.heads} heads"):
-            form.block_tokens(LAYOUT, 4)
+    auto, int8 = entry_format("auto", 4), entry_format("int8", 4)
+    for log, form, tokens in (
+        (LogForm(2), auto, 8),  # a group's mean: half of a token's keys and values
+        (LogForm(2, "fp8"), auto, 32),  # in one byte instead of four
+        (LogForm(8), auto, 2),
+        (LogForm(2), int8, 2),  # 160 bytes a layer: 32 are left over
+        (LogForm(8, "int4"), auto, 8),  # 512 bytes a layer, and 4 + 4 a vector
+        (LogForm(6, "int4"), auto, 10),  # some bytes are left over
+        (LogForm(8, "int4"), int8, 2),
+    ):
+        assert log.block_tokens(LAYOUT, form, 4) == tokens
+    for log, form in ((LogForm(32), auto), (LogForm(128, "int4"), auto), (LogForm(8), int8)):
+        with pytest.raises(ValueError, match=f"whole queries of {log.heads} heads"):
+            log.block_tokens(LAYOUT, form, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,8 @@
     python tests/kernels/compile_kernels.py --arch 90 --name paged_attention/decode
 
 prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
-memory per program. ``--write`` makes it the installed Triton's budget. Not under TRITON_INTERPRET.
+memory per program. ``--write`` makes it the installed Triton's budget, of these variants and
+architectures. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -258,6 +259,11 @@ def as_lines(budget: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(versions) + "\n}"
 
 
+def updated(budget: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:
+    """``budget`` with ``costs`` in place of what it had for these variants and architectures."""
+    return budget | {name: budget.get(name, {}) | archs for name, archs in costs.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile the Triton kernels without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
@@ -275,9 +281,12 @@ def main() -> int:
             for kernel, cost in compiler.costs.items():
                 costs.setdefault(f"{name}:{kernel}", {})[f"sm_{arch}"] = cost
                 if args.ptx:
-                    (args.ptx / f"{kernel}-sm_{arch}.ptx").write_text(compiler.ptx[kernel])
+                    file = f"{name.replace('/', '-')}-{kernel}-sm_{arch}.ptx"
+                    (args.ptx / file).write_text(compiler.ptx[kernel])
     if args.write:
         budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+        if args.name != list(VARIANTS) or args.arch != ARCHS:
+            costs = updated(budget[triton.__version__], costs)
         BUDGET.write_text(as_lines(budget | {triton.__version__: costs}) + "\n")
     sys.stdout.write(json.dumps(costs) + "\n")
     return 0

@@ -175,7 +175,8 @@ class Tuning:
             dtype = "fp8" if device.fp8 else "model"
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            return LogForm(heads, dtype).block_tokens(layout, device.dtype_bytes)
+            form = self._scenario.cost.form
+            return LogForm(heads, dtype).block_tokens(layout, form, device.dtype_bytes)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 

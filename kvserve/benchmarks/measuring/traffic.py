@@ -65,7 +65,7 @@ class Pool:
 def entry_bytes(engine: LLMEngine) -> int:
     """Bytes of one key and its value, of one layer and head."""
     cache = engine.core.runner.cache
-    return 2 * cache.layout.head_dim * cache.kv.element_size()
+    return cache.form.entry_bytes(cache.layout.head_dim)
 
 
 def pool_bytes(engine: LLMEngine) -> int:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kvserve.benchmarks.reports.policy_names import (
+    Names,
+    caption,
+    method_label,
+    method_names,
+    short_names,
+    stored_as,
+)
 from kvserve.benchmarks.reports.report import Row
-from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 _ACROSS = 2  # panels in a line
-_HOW_MUCH = ("ratio", "budget", "threshold")  # fields that say how much a policy keeps, not how
 _WIDTH = 10.0  # inches of a figure, which a page shows at about its own size
 _INK = "#111111"
 # Okabe and Ito's colours, which the colour-blind tell apart; markers tell the lines apart as well.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 _MARKERS = "osD^vPX*<>"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11, "figure.titlesize": 12},
     **{
         "text.color": _INK,
@@ -29,8 +34,6 @@ _STYLE = {
     **{"xtick.color": _INK, "ytick.color": _INK, "axes.grid": True, "grid.color": "#dddddd"},
     **{"axes.axisbelow": True, "lines.linewidth": 1.8},
 }
-
-Names = Mapping[str, str]
 
 
 def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,9 +93,9 @@ def plot_sweep(
 def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write accuracy against memory, a panel per task, and the needle heatmaps if there are any."""
     by_task = {task: members for (task,), members in _groups(rows, "task").items()}
-    saved = _saved({"accuracy": _accuracy(by_task)}, folder, _method_names(rows))
+    saved = _saved({"accuracy": _accuracy(by_task)}, folder, method_names(rows))
     grids = [row for row in rows if "grid" in row]
-    return saved + _saved(_needles(grids), folder, _method_names(grids))
+    return saved + _saved(_needles(grids), folder, method_names(grids))
 
 
 @styled
@@ -100,53 +103,12 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write the plot of one traffic's rows: throughput, against accuracy where it was graded."""
     rows = [row for row in rows if row["policy_args"] is not None]
     names = short_names(row["policy_args"] for row in rows)
-    graded = rows and "exact_match" in rows[0]
+    graded = bool(rows) and "exact_match" in rows[0]
     drawn = {"accuracy-throughput" if graded else "throughput": _one_traffic(rows, names, graded)}
     return _saved(drawn, folder, names)
 
 
-# ---- names and colours -------------------------------------------------------------------------
-
-
-def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[str, str]:
-    """Per label the policy's name, with those fields alone that tell it from its namesakes.
-
-    ``without``: fields that are no part of the label.
-    """
-    specs = {}
-    for fields in policies:
-        kept = {k: v for k, v in fields.items() if k not in (*without, "name")}
-        spec = PolicySpec(fields["name"], kept)
-        specs[spec.label] = spec
-    names: dict[str, str] = {}
-    for label, spec in specs.items():
-        others = [each for each in specs.values() if each.name == spec.name and each is not spec]
-        told: list[str] = []
-        for field, value in spec.fields.items():
-            alike = [each for each in others if each.fields.get(field) == value]
-            if len(alike) < len(others):
-                told, others = [*told, f"{field}={value}"], alike
-        names[label] = ", ".join([spec.name, *told])
-    return names
-
-
-def _method(row: Row) -> str:
-    """The policy without how much it keeps: what a line of a plot goes along."""
-    fields = {k: v for k, v in row["policy_args"].items() if k not in (*_HOW_MUCH, "name")}
-    return PolicySpec(row["policy_args"]["name"], fields).label
-
-
-def _method_names(rows: Sequence[Row]) -> dict[str, str]:
-    return short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
-
-
-def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by method, under its short name."""
-    names = _method_names(rows)
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(names[_method(row)], []).append(row)
-    return found
+# ---- colours -------------------------------------------------------------------------
 
 
 def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -161,16 +123,6 @@ def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
     }
 
 
-def _caption(names: Names) -> str:
-    """The arguments that the legend leaves out, policies that have the same ones together."""
-    same: dict[str, list[str]] = {}
-    for label, name in names.items():
-        if fields := label.partition(":")[2]:
-            same.setdefault(fields.replace(",", ", "), []).append(name)
-    told = [f"{'; '.join(members)}: {fields}" for fields, members in same.items()]
-    return "\n".join(line for each in told for line in textwrap.wrap(each, 130))
-
-
 def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
     """Legend above and caption below each figure, in files of these names."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,8 +131,8 @@ def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
         if lines:
             columns = min(5, len(lines))
             figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=columns)
-        if caption := _caption(names):
-            figure.supxlabel(caption, fontsize=9, ha="left", x=0.02, color=_INK)
+        if told := caption(names):
+            figure.supxlabel(told, fontsize=9, ha="left", x=0.02, color=_INK)
         figure.savefig(folder / f"{name}.png", dpi=120)
     return [folder / f"{name}.png" for name in drawn]
 
@@ -294,8 +246,7 @@ def _one_traffic(rows: Sequence[Row], names: Names, graded: bool) -> Any:
 
 
 def _title(row: Row, names: Names) -> str:
-    held_in = row.get("kv_cache_dtype")
-    return names[row["policy"]] + (f", {held_in}" if held_in not in (None, "auto") else "")
+    return names[row["policy"]] + stored_as(row)
 
 
 def _running(rows: Sequence[Row], names: Names) -> Any:
@@ -320,14 +271,14 @@ def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
     such mean, those of the entries at the end.
     """
     every = [row for rows in groups.values() for row in rows]
-    names, looks = _method_names(every), _looks(map(_method, every))
+    names, looks = method_names(every), _looks(map(method_label, every))
     key, label = "mean_held_bytes", "KiB per sequence, mean over the run, log included"
     if any(key not in row for row in every):
         key, label = "held_bytes_at_end", "KiB of entries held per sequence at its end"
     figure, axes = panels(list(groups), height=5.5)
     for panel, rows in zip(axes, groups.values(), strict=True):
         for method, look in looks.items():
-            members = [row for row in rows if _method(row) == method]
+            members = [row for row in rows if method_label(row) == method]
             members.sort(key=lambda row: row[key])
             matches = [row["exact_match"] for row in members]
             reach = _reach(
@@ -358,7 +309,10 @@ def _needles(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _needle_figure(rows: Sequence[Row], title: str) -> Any:
-    titles = [f"{row['policy_args']['name']}, mean {row['exact_match']:.2f}" for row in rows]
+    titles = [
+        f"{row['policy_args']['name']}{stored_as(row)}, mean {row['exact_match']:.2f}"
+        for row in rows
+    ]
     figure, axes = panels(titles, height=3.0, columns=4)
     figure.suptitle(title)
     for panel, row in zip(axes, rows, strict=True):

@@ -179,10 +179,11 @@ def describe_machine(facts: Mapping[str, Any]) -> str:
 def _device() -> dict[str, str]:
     if torch.cuda.is_available():
         return {"type": "cuda", "name": torch.cuda.get_device_name()}
-    return {"type": "cpu", "name": _cpu_name()}
+    return {"type": "cpu", "name": cpu_name()}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

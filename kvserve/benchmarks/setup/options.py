@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from kvserve.benchmarks.setup.checkpoint import SHAPES
@@ -16,13 +15,10 @@ from kvserve.benchmarks.setup.policy_spec import (
     PolicySpec,
     policy_spec,
 )
-from kvserve.config import CacheConfig, ModelConfig
+from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 
-KV_CACHE_DTYPES: Sequence[str] = next(
-    field.metadata["choices"] for field in fields(CacheConfig) if field.name == "kv_cache_dtype"
-)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

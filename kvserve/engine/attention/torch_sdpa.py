@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import (
     BatchAttention,
+    Entries,
     ForwardBatch,
     LayerCache,
     wanted_shares,
@@ -73,15 +74,17 @@ class TorchAttention:
         span: Span,
         group: int,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Entries,
+        values: Entries,
         shares: Shares | None,
     ) -> Tensor:
         """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
         tables, mask = span.tables[group], span.mask[group]
         chunks, width, heads, dim = q.shape
         rows = chunks * tables.shape[1]
-        k, v = (self._gather(i, x, tables, rows) for i, x in enumerate((keys, values)))
+        k, v = (self._gather(i, x, tables, rows, q.dtype) for i, x in enumerate((keys, values)))
+        for x in (k, v):  # 0 times NaN is NaN, and so is NaN less infinity
+            x.masked_fill_(span.unseen[group], 0.0)
         kv_heads = k.shape[1]
         if shares is not None:
             found = self._shares(q, k, mask, tables.shape[1], shares.recent.view(chunks, width))
@@ -114,10 +117,15 @@ class TorchAttention:
         found = (newest - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
         return found.unflatten(0, (chunks, per_row)).permute(0, 4, 1, 2, 3).flatten(2)
 
-    def _gather(self, which: int, blocks: Tensor, tables: Tensor, rows: int) -> Tensor:
-        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer."""
+    def _gather(
+        self, which: int, blocks: Entries, tables: Tensor, rows: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer; levels widened."""
         _, size, heads, dim = blocks.shape
         count = tables.numel()
+        if not isinstance(blocks, Tensor):
+            found = blocks.select(0, tables.reshape(-1)).widened(dtype)
+            return found.view(rows, -1, heads, dim).transpose(1, 2)
         if len(self._buffers) == which:
             self._buffers.append(blocks.new_empty(0))
         if self._buffers[which].numel() < count * size * heads * dim:

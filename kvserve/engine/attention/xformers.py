@@ -55,6 +55,7 @@ class _Planned:
     ) -> Tensor:
         assert shares is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]
         blocks, shape = self.tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)

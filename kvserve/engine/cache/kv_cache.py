@@ -1,4 +1,4 @@
-"""The cache's one tensor, and its two readings: blocks of keys and values, blocks of queries."""
+"""The cache's one piece of memory, and its readings: blocks of entries, blocks of queries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, StoreInt4, StoreKV, StoreQueries
+from kvserve.engine.attention.base import (
+    Entries,
+    ForwardBatch,
+    StoreInt4,
+    StoreKV,
+    StoreQueries,
+)
 from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.entry_store import (
+    CodedEntries,
+    EntryStore,
+    QuantizedEntries,
+    RawEntries,
+    block_bytes,
+    memory_shape,
+)
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.kernels.int4_log import store_int4
+from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -21,9 +37,9 @@ SWAP_STAGING_BYTES = 64 * 1024 * 1024
 
 
 class KVCache:
-    """``kv [num_blocks, L/LG, 2, B, Hkv/R, D]``; ``query_log`` is the same memory as log blocks.
+    """``kv [num_blocks, L/LG, ...]`` holds ``entries``; ``query_log`` is it as log blocks.
 
-    ``codes`` reads and writes it as codes, where rows may be held so.
+    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
     """
 
     def __init__(
@@ -35,33 +51,56 @@ class KVCache:
         device: str,
         *,
         num_host_blocks: int = 0,
+        form: EntryFormat | None = None,
         store_kv: StoreKV = store_kv,
         store_queries: StoreQueries = store_queries,
         store_int4: StoreInt4 = store_int4,
+        quantized: QuantizedKernels = TORCH,
     ) -> None:
         self.layout = layout
-        self.codes: CodeStore | None = None
+        self.form = form or entry_format("auto", dtype.itemsize)
+        self.dtype = dtype
         self._store_kv = store_kv
-        self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
+        stored = torch.uint8 if self.form.quantized else dtype
+        shape = memory_shape(layout, self.form, num_blocks)
+        self.kv = torch.zeros(shape, dtype=stored, device=device)
         # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
         # memory, and pinned memory is rounded up to a power of two.
-        self.host = torch.empty(layout.cache_shape(num_host_blocks + 1), dtype=dtype, device="cpu")
+        self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
         staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
         self._staging = torch.empty(
-            layout.cache_shape(staged), dtype=dtype, device="cpu", pin_memory=device == "cuda"
+            staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.query_log = QueryLog(self.kv, layout, log, store_queries, store_int4)
+        self.entries: EntryStore = RawEntries(self.kv, store_kv)
+        if self.form.quantized:
+            blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
+            self.entries = QuantizedEntries(blocks, quantized, dtype)
+        tokens = log.block_tokens(layout, self.form, dtype.itemsize)
+        blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
+        self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
         self.logs_shares = self.query_log.holds_shares
+
+    @property
+    def codes(self) -> CodeStore | None:
+        """What reads and writes the same memory as codes, where rows may be held so."""
+        return self.entries.codes if isinstance(self.entries, CodedEntries) else None
+
+    def hold_codes(self, codes: CodeStore) -> None:
+        """Rows may be held as codes from now on."""
+        self.entries = CodedEntries(self.kv, self._store_kv, codes)
+
+    def block_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
+        return block_bytes(layout, self.form)
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D].
 
-        Before them, what ``batch.rebuilt`` names.
+        Before them, what attention needs of the others.
         """
-        if batch.rebuilt is not None and self.codes is not None:
-            self.codes.rebuild(layer, batch.rebuilt)
+        self.entries.prepare(layer, batch)
         group, place = divmod(layer, self.layout.layers_per_block)
-        self._store_kv(self.kv, place, batch.slots[group], k, v)
+        self.entries.write(place, batch.slots[group], k, v)
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""
@@ -92,7 +131,7 @@ class KVCache:
             device = to_device(task.device_blocks[part], self.kv.device)
             yield device, host, self._staging[: len(host)]
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         group, place = divmod(layer, self.layout.layers_per_block)
-        return self.kv[:, place, 0], self.kv[:, place, 1], group
+        return *self.entries.layer(place), group

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import StoreInt4, StoreQueries
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.kernels.causal_scores import Queries
+from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.int4_log import gather_int4, int4_bytes, int4_log
 from kvserve.scheduler.layout import KVLayout
@@ -28,40 +30,50 @@ class LogForm:
     reduction: str = "heads"
     """``heads``, or ``group_mean``: which of the two ``heads`` counts."""
 
-    def block_tokens(self, layout: KVLayout, itemsize: int) -> int:
-        """Tokens whose queries one block holds, of a cache with ``itemsize`` bytes a number.
+    def block_tokens(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
+        """Tokens whose queries one block holds, ``itemsize`` bytes a number as it is computed.
 
-        Raises ``ValueError`` where a block holds none, or queries as numbers do not fill it.
+        Raises ``ValueError`` where a block holds none, or queries as numbers do not fill a block of
+        such entries.
         """
         dim = layout.head_dim
-        memory = 2 * layout.block_size * layout.num_kv_heads * dim * itemsize
+        part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
         vector = {"model": dim * itemsize, "fp8": dim, "int4": int4_bytes(dim)}[self.dtype]
-        held, left = divmod(memory, self.heads * vector)
-        if not held or (left and self.dtype != "int4"):
+        held, left = divmod(part, self.heads * vector)
+        if not held or (left and self.dtype != "int4" and not form.quantized):
             raise ValueError(
                 f"a block of {layout.block_size} tokens cannot hold whole queries of "
                 f"{self.heads} heads"
             )
         return held
 
+    def read_as_log(self, kv: Tensor, layout: KVLayout, tokens: int, dtype: torch.dtype) -> Queries:
+        """Blocks ``kv [num_blocks, L/LG, ...]`` as those of a log of ``tokens`` each.
+
+        [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
+        """
+        heads, dim = self.heads // layout.rows, layout.head_dim
+        memory = kv.flatten(2).view(torch.uint8)
+        if self.dtype == "int4":
+            return int4_log(memory, heads, dim, tokens)
+        logged = torch.uint8 if self.dtype == "fp8" else dtype
+        used = tokens * heads * dim * logged.itemsize
+        return memory[..., :used].view(logged).unflatten(-1, (tokens, heads, dim))
+
 
 class QueryLog:
-    """Log blocks in the memory of ``kv [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
+    """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
 
     def __init__(
-        self,
-        kv: Tensor,
-        layout: KVLayout,
-        form: LogForm,
-        store_queries: StoreQueries,
-        store_int4: StoreInt4,
+        self, blocks: Queries, form: LogForm, store_queries: StoreQueries, store_int4: StoreInt4
     ) -> None:
-        self.form = form
-        self.block_tokens = form.block_tokens(layout, kv.itemsize)
-        """Tokens whose queries one block holds."""
-        self.blocks = _read_as(kv, layout, form, self.block_tokens)
-        """[num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits."""
+        self.blocks, self.form = blocks, form
         self._store_queries, self._store_int4 = store_queries, store_int4
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens whose queries one block holds."""
+        return self.blocks.shape[2]
 
     @property
     def heads(self) -> int:
@@ -93,13 +105,3 @@ class QueryLog:
             return gather_int4(self.blocks, slots, layers)
         entries = gather_queries(self.blocks, slots, layers)
         return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries
-
-
-def _read_as(kv: Tensor, layout: KVLayout, form: LogForm, tokens: int) -> Queries:
-    num_blocks, layers = kv.shape[:2]
-    heads = form.heads // layout.rows
-    if form.dtype == "int4":
-        memory = kv.view(torch.uint8).view(num_blocks, layers, -1)
-        return int4_log(memory, heads, layout.head_dim, tokens)
-    memory = kv.view(torch.uint8) if form.dtype == "fp8" else kv
-    return memory.view(num_blocks, layers, tokens, heads, layout.head_dim)

@@ -30,8 +30,6 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.causal_scores import Queries
-from kvserve.kernels.compact_kv import compact_kv
-from kvserve.kernels.gather_kv import gather_keys
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -165,7 +163,7 @@ class Compressor:
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0), runs=len(task.rows))
+        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
 
     def _select(
         self,
@@ -233,7 +231,7 @@ class Compressor:
             part = windows.part(some)
             held = part.held(policy.later_entries)
             slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
-            keys = gather_keys(cache.kv, _led(slots, layers, 0), layers)
+            keys = cache.entries.keys(_led(slots, layers, 0), layers)
             keys = by_window(keys, len(part.rows))
             queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:

@@ -68,6 +68,8 @@ class EngineCore:
         self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
+        # The scheduler's layout has the heads of all ranks.
+        self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
@@ -301,15 +303,20 @@ class EngineCore:
                 held_tokens=held[seq.row],
                 blocks=blocks[seq.row],
                 compactions=compactions[seq.row],
+                held_bytes=blocks[seq.row] * self._block_bytes,
             )
             for seq in scheduler.running
         )
+        capacity = scheduler.pool.capacity
+        in_use = capacity - scheduler.pool.num_free - scheduler.blocks.num_cached
         return EngineStats(
             num_running=len(requests),
             num_waiting=len(scheduler.waiting),
-            blocks_total=scheduler.pool.capacity,
+            blocks_total=capacity,
             blocks_free=scheduler.pool.num_free,
             blocks_cached=scheduler.blocks.num_cached,
+            bytes_total=capacity * self._block_bytes,
+            bytes_held=in_use * self._block_bytes,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
@@ -348,8 +355,6 @@ class EngineCore:
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
-        # The scheduler's layout has the heads of all ranks.
-        block_bytes = self.scheduler.layout.block_elements * self.runner.cache.kv.element_size()
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
             logical_tokens=seq.logical_tokens,
@@ -359,7 +364,7 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=seq.held_blocks * block_bytes,
+            held_bytes=seq.held_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
         )

@@ -13,6 +13,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core.startup_table import (
     codes_rows,
@@ -43,6 +44,7 @@ from kvserve.engine.runner.memory import (
 )
 from kvserve.engine.runner.rank import Pool, RankPlan
 from kvserve.engine.sampling.grammar import check_grammar_backend
+from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -101,7 +103,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     if device == "cpu":
-        check_pool(config, plan.layout.block_elements * dtype.itemsize, free_memory(device, 1.0))
+        check_pool(config, plan.block_bytes, free_memory(device, 1.0))
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
     direct, _ = plan.code_attention(attention)
@@ -165,9 +167,10 @@ def _plan(
     part = spec.part(config.parallel.tensor_parallel_size)
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
+    form = _entry_form(config, spec, dtype, device)
     log = _log_form(config, policy, part, dtype, device)
     try:
-        log.block_tokens(layout, dtype.itemsize)
+        log.block_tokens(layout, form, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     code_slots = 0
@@ -177,7 +180,12 @@ def _plan(
             "leave it at auto"
         )
     if writes_codes(policy):
-        code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
+        if form.quantized:
+            raise ConfigError(
+                f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
+                "use auto, or --policy.codebook false"
+            )
+        code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
     kept = policy.kept_scores
     shared = config, directory, spec, dtype, device, layout, log, code_slots
     return RankPlan(*shared, max_len, kept)
@@ -197,10 +205,10 @@ def _start(
         model = load_model(*weights, group)
     profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
-    layout, itemsize = plan.layout, plan.dtype.itemsize
-    num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
+    layout = plan.layout
+    num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
-    num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
+    num_host_blocks = count_host_blocks(config, block_bytes(layout, plan.form), num_blocks)
     new_scheduler = partial(
         Scheduler,
         layout,
@@ -208,7 +216,7 @@ def _start(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_len,
-        log_block_tokens=plan.log.block_tokens(plan.layout, itemsize),
+        log_block_tokens=plan.log_block_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -235,6 +243,22 @@ def _naming_flags() -> Iterator[None]:
     except PolicyError as error:
         flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
         raise ConfigError(f"{flag}: {error}") from None
+
+
+def _entry_form(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
+) -> EntryFormat:
+    """What entries are stored as; ``ConfigError`` if heads or the device do not allow it."""
+    name = config.cache.kv_cache_dtype
+    form = entry_format(name, dtype.itemsize)
+    if (refusal := form.refusal(spec.head_dim)) is not None:
+        raise ConfigError(f"--kv-cache-dtype {name}: {refusal}; auto holds heads of any size")
+    if name == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            "--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or newer; int8 takes as "
+            "many bytes"
+        )
+    return form
 
 
 def _device(config: EngineConfig) -> str:

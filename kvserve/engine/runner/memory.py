@@ -68,7 +68,7 @@ def _gib(size: int) -> str:
 
 
 def count_blocks(
-    config: EngineConfig, layout: KVLayout, itemsize: int, max_len: int, free: int, device: str
+    config: EngineConfig, layout: KVLayout, block_bytes: int, max_len: int, free: int, device: str
 ) -> int:
     """Blocks of the pool, the null block included; never more than could be used at once.
 
@@ -81,7 +81,6 @@ def count_blocks(
         # Ranks on a CPU share its memory.
         share = free // (4 * config.parallel.tensor_parallel_size)
         memory = free if device == "cuda" else min(_GIB, share)
-    block_bytes = layout.block_elements * itemsize
     affordable = memory // block_bytes
     if affordable < 2:
         raise ConfigError(

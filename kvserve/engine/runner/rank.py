@@ -24,6 +24,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
 from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
@@ -37,6 +38,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
@@ -78,6 +80,21 @@ class RankPlan:
         return max(self.score_bytes * self.kept_scores, KEPT_SCORE_BYTES * may_choose)
 
     @property
+    def form(self) -> EntryFormat:
+        """What an entry is stored as."""
+        return entry_format(self.config.cache.kv_cache_dtype, self.dtype.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one of a rank's blocks."""
+        return block_bytes(self.layout, self.form)
+
+    @property
+    def log_block_tokens(self) -> int:
+        """Tokens whose queries one block holds."""
+        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+
+    @property
     def overlaps(self) -> bool:
         """Whether a step is launched before the one in front of it is collected."""
         wanted = self.config.scheduler.async_scheduling
@@ -93,6 +110,7 @@ class RankPlan:
             dim**-0.5,
             per_head=layout.rows > 1,
             log_shares=self.log.dtype == "int4",
+            form=self.form.name,
         )
         return select_backend(name, needs)
 
@@ -109,9 +127,11 @@ class RankPlan:
             self.dtype,
             self.device,
             num_host_blocks=pool.num_host_blocks,
+            form=self.form,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
             store_int4=attention.store_int4,
+            quantized=attention.quantized,
         )
         batch = InputBatch(
             self.layout,
@@ -125,10 +145,11 @@ class RankPlan:
         )
         if self.code_slots:
             assert model.rotary.inv_freq is not None
-            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
+            codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
+            cache.hold_codes(codes)
             if self.code_attention(attention)[0]:
                 tables = batch.coded, batch.index_tables, batch.vector_tables
-                batch.codes = tuple(map(cache.codes.codes, *tables))
+                batch.codes = tuple(map(codes.codes, *tables))
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
@@ -168,7 +189,7 @@ class RankPlan:
     def _smallest_pool(self) -> Pool:
         """Two blocks, under tables as large as they will be."""
         layout, rows = self.layout, self.config.scheduler.max_num_seqs
-        logged = self.log.block_tokens(layout, self.dtype.itemsize)
+        logged = self.log_block_tokens
         kv, log = (
             (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
             for tokens in (layout.block_size, logged)

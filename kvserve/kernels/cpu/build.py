@@ -27,17 +27,21 @@ class BuildError(RuntimeError):
 
 
 @functools.cache
-def load_library(name: str) -> ctypes.CDLL:
-    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails."""
+def load_library(name: str, *defines: str) -> ctypes.CDLL:
+    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails.
+
+    ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
+    """
     source = Path(__file__).with_name(f"{name}.cpp")
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256(b"".join(texts) + repr((_FLAGS, _LINK, _cpu())).encode())
+    flags = *_FLAGS, *(f"-D{define}" for define in defines)
+    key = hashlib.sha256(b"".join(texts) + repr((flags, _LINK, _cpu())).encode())
     file = f"{name}-{key.hexdigest()[:16]}.so"
     for folder in _cache_folders():
         if (folder / file).is_file() and _is_ours(folder):
             with contextlib.suppress(BuildError):  # of another system that shares this home
                 return _open(folder / file)
-    return _open(_build(source, file))
+    return _open(_build(source, file, flags))
 
 
 def _open(library: Path) -> ctypes.CDLL:
@@ -47,7 +51,7 @@ def _open(library: Path) -> ctypes.CDLL:
         raise BuildError(f"the build does not load: {error}") from None
 
 
-def _build(source: Path, file: str) -> Path:
+def _build(source: Path, file: str, flags: tuple[str, ...]) -> Path:
     """Compile into the first folder that can be written; several processes may do so at once."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -64,7 +68,7 @@ def _build(source: Path, file: str) -> Path:
         os.close(handle)
         _logger.info("compiling %s with g++ into %s, once", source.name, folder)
         try:
-            _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
+            _compile([compiler, *flags, *_LINK, "-o", unfinished, str(source)])
             _open(Path(unfinished))
             os.replace(unfinished, folder / file)
         except BaseException as error:

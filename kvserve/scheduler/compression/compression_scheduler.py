@@ -12,7 +12,7 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, chosen
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.output import CodeBlocks, CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows.row_table import RowTable
@@ -325,7 +325,7 @@ class CompressionScheduler:
         if self._starved is not None and first <= self._starved:
             self._starved = None
         done = plan.part(slice(len(released)))
-        return [replace(self._booked(done, np.zeros_like(done.at), released), codes=codes)]
+        return [self._booked(done, np.zeros_like(done.at), released, codes)]
 
     def _compact(self, plan: EventCandidates) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""
@@ -340,7 +340,11 @@ class CompressionScheduler:
         return self._booked(plan, copy_start, released)
 
     def _booked(
-        self, plan: EventCandidates, copy_start: IntArray, released: IntArray
+        self,
+        plan: EventCandidates,
+        copy_start: IntArray,
+        released: IntArray,
+        codes: CodeBlocks | None = None,
     ) -> CompactionTask:
         """Events whose blocks are found, as a task; their rows' counters are those after it."""
         rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
@@ -351,13 +355,11 @@ class CompressionScheduler:
         )
         rows.first_uncompressed_pos[at] = plan.plan.first_uncompressed_pos
         log_from = self.schedule_next_event(plan.policy_id, at)
-        rows.compactions[at] += 1
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
             if not recorded or position > recorded[-1]:
                 recorded.append(position)
         rows.blocks_released[at] += released
-        self.compactions += len(at)
         self.blocks_released += int(released.sum())
         self.tokens_evicted += int((plan.old - new).sum()) // blocks.layout.groups
         first = copy_start // size
@@ -365,7 +367,11 @@ class CompressionScheduler:
         columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
         # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
         dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
-        return CompactionTask.of(observed, new, copy_start, dst_blocks, log_from)
+        task = CompactionTask.of(observed, new, copy_start, dst_blocks, log_from)
+        task = replace(task, codes=codes)
+        rows.compactions[at] += task.compacts
+        self.compactions += int(np.count_nonzero(task.compacts))
+        return task
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""

@@ -63,7 +63,11 @@ async def server_info(request: Request) -> Response:
                 "name": engine.policy_name,
                 "args": dict(state.config.compression.policy_args),
             },
-            "kv_cache": {"blocks_total": engine.stats.blocks_total},
+            "kv_cache": {
+                "dtype": state.config.cache.kv_cache_dtype,
+                "blocks_total": engine.stats.blocks_total,
+                "bytes_total": engine.stats.bytes_total,
+            },
             "default_sampling": state.default_sampling,
             "features": [
                 {"feature": feature, "state": how, "why": why}

@@ -62,8 +62,8 @@ def query_reduce(help: str = "which queries are logged", default: str = "heads")
 def query_dtype(auto: str = "") -> Any:
     """``query_dtype``: what a logged number is held as; ``auto`` says more of that choice."""
     help = (
-        "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 bits "
-        "with a scale each, and beside it what absolute attention needs (int4, all heads); auto is "
+        "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 "
+        "bits with a scale each and what absolute attention needs (int4, all heads); auto is "
         f"{auto}fp8 on a GPU that has it unless the model runs in float32, else the model's dtype"
     )
     return argument("auto", help, choices=LOGGED)
