@@ -19,6 +19,7 @@ from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
     linear_layers_row,
+    log_row,
     memory_row,
     plan_rows,
     sampling_row,
@@ -129,6 +130,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
+            log_row(_query_reduction(policy)),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes,
@@ -186,9 +188,8 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
-    kept = policy.kept_scores
     shared = config, directory, spec, dtype, device, layout, log, code_slots
-    return RankPlan(*shared, max_len, kept)
+    return RankPlan(*shared, max_len, policy)
 
 
 def _start(
@@ -231,7 +232,7 @@ def _start(
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
-    executor = Executor(plan.runner(model, attention, pool, group), others)
+    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return scheduler, new_scheduler, executor, pool, profile
 
 

@@ -38,6 +38,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.layout import KVLayout
@@ -64,8 +65,8 @@ class RankPlan:
     log: LogForm
     code_slots: int
     max_len: int
-    kept_scores: int
-    """Scores that the policy keeps of each row, layer and head."""
+    policy: Policy
+    """The engine's own; requests may bring others."""
 
     @property
     def score_bytes(self) -> int:
@@ -77,7 +78,7 @@ class RankPlan:
     def most_score_bytes(self) -> int:
         """Memory beside the pool for scores that policies keep, those of requests among them."""
         may_choose = self.config.compression.allow_request_policy != "none"
-        return max(self.score_bytes * self.kept_scores, KEPT_SCORE_BYTES * may_choose)
+        return max(self.score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
 
     @property
     def form(self) -> EntryFormat:
@@ -154,6 +155,15 @@ class RankPlan:
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
         return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
+
+    def ready_runner(
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+    ) -> ModelRunner:
+        """``runner``, and on a GPU all that it will launch has been launched before."""
+        runner = self.runner(model, attention, pool, group)
+        if self.device == "cuda":
+            warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
+        return runner
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
@@ -288,7 +298,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
     connection.send(plan.profile(model, attention, group).left)
     pool: Pool = inbox.get()
-    return plan.runner(model, attention, pool, group)
+    return plan.ready_runner(model, attention, pool, group)
 
 
 def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:

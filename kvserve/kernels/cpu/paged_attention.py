@@ -101,9 +101,8 @@ def paged_attention(
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
     Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes what each query gave to
     the newest entries, 0 for such a token. ``ValueError`` for shapes it is not built for,
-    ``IndexError`` for a
-    row, an entry, a block or a vector that is not there; block 0 is no sequence's. Reference:
-    ``kvserve.kernels.paged_attention.paged_attention_torch``.
+    ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
+    sequence's. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
     check_shares(shares, query)
