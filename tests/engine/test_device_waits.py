@@ -25,8 +25,8 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.cache import entry_store
-from kvserve.engine.compression import coder, compressor
+from kvserve.engine.cache import entry_store, query_log
+from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
 from kvserve.engine.models import transformer
@@ -42,6 +42,7 @@ from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import VARYING, Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
@@ -134,7 +135,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_triton, store_queries_triton, quantized_triton.TRITON
+        quantized = quantized_triton.TRITON
+        stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
@@ -142,7 +144,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
-    monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
@@ -62,7 +63,7 @@ def tables(events: int) -> IntArray:
 
 def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: int) -> int:
     layout = KVLayout(layers, kv_heads, head_dim=4, block_size=BLOCK)
-    cache = KVCache(layout, events * COLUMNS + 1, kv_heads * group, torch.float32, "cpu")
+    cache = KVCache(layout, events * COLUMNS + 1, LogForm(kv_heads * group), torch.float32, "cpu")
     cache.kv.normal_(generator=torch.Generator().manual_seed(0))
     task = first_event(policy, events)
     kv_tables = torch.tensor(tables(events), dtype=torch.int32)
