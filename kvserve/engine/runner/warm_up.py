@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.policies.base import Policy, PruningPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
@@ -72,14 +73,14 @@ def _draw(runner: ModelRunner) -> None:
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
     """The first event of rows that hold nothing but the null block."""
     layout = runner.cache.layout
-    if writes_codes(policy) or isinstance(policy, PruningPolicy):
+    if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
         return  # what these run is torch's, and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:
         return  # no sequence comes so far
     tables = runner.batch.block_tables, runner.batch.log_tables
     if policy.granularity is not Granularity.MODEL:
-        runner.compressor.observe(task, policy, *tables)  # type: ignore[arg-type]
+        runner.compressor.observe(task, policy, *tables)
         return
     scores = runner.batch.kept_scores(policy.kept_scores)
     runner.compressor.run(task, policy, *tables, scores)
