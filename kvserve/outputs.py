@@ -19,9 +19,10 @@ class KVCacheDetails:
     """Proof of what the policy did to one request (``usage.kv_cache_details``).
 
     ``held_tokens`` is the mean over layers and KV heads, rounded up; ``held_entries`` their sum;
-    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks the
-    request named at its end. Of its entries ``coded_entries`` were held as codes, with
-    ``codebook_entries`` vectors for their keys and values. Choices of one request are summed.
+    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks that
+    held its entries at its end, ``log_bytes`` those of its logged queries. Of its entries
+    ``coded_entries`` were held as codes, with ``codebook_entries`` vectors for their keys and
+    values. Choices of one request are summed.
     """
 
     policy: str = "none"
@@ -33,6 +34,7 @@ class KVCacheDetails:
     blocks_released: int = 0
     peak_blocks: int = 0
     held_bytes: int = 0
+    log_bytes: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
 

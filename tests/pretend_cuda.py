@@ -186,7 +186,7 @@ def _is_place(x: Any) -> bool:
 def _place_of(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
-    return Place(_address(x), x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+    return Place(_address(x), x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def _address(x: Tensor) -> int:

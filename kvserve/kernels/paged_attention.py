@@ -18,6 +18,12 @@ from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
+from kvserve.kernels.quantized_triton import (
+    bfloat16_as_float,
+    form_of,
+    levels_as_floats,
+    parts_of,
+)
 from kvserve.kernels.query_segments import QuerySegments
 
 if TYPE_CHECKING:
@@ -73,8 +79,8 @@ def paged_attention_torch(
 
 def paged_attention_triton(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -84,9 +90,10 @@ def paged_attention_triton(
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
 
-    Query heads of a KV head share its loads; few rows, and long ones among many, are split over the
-    context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and ``max_held``
-    alone, so a captured graph stays valid while lengths grow up to it.
+    Levels are widened as they are loaded, keys without their scales, which logits are multiplied
+    by. Query heads of a KV head share its loads; few rows, and long ones among many, are split over
+    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and
+    ``max_held`` alone, so a captured graph stays valid while lengths grow up to it.
     """
     check_attention(q, keys, values, tables, chunks, codes)
     rows, last, max_held, starts, max_chunk = chunks
@@ -115,8 +122,7 @@ def paged_attention_triton(
         parts,
         sums,
         q,
-        keys,
-        values,
+        *_entry_arguments(keys, values, tables),
         tables,
         rows,
         last,
@@ -128,7 +134,7 @@ def paged_attention_triton(
         columns,
         num_blocks,
         *q.stride()[:2],
-        *keys.stride()[:3],
+        *_entry_strides(keys, values),
         ROWS=per_row,
         HEADS=kv_heads,
         GROUP=group,
@@ -139,6 +145,8 @@ def paged_attention_triton(
         SPLIT=num_splits > 1,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
+        KEYS=form_of(keys),
+        VALUES=form_of(values),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -155,6 +163,25 @@ def paged_attention_triton(
             num_warps=4,
         )
     return out
+
+
+def _entry_arguments(
+    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors, unused: Tensor
+) -> tuple[Tensor, ...]:
+    """Keys, values, and what stands beside their levels."""
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        return keys, values, unused, unused, unused
+    (k, k_scale, _), (v, *beside) = parts_of(keys), parts_of(values)
+    return k, v, k_scale, *beside
+
+
+def _entry_strides(
+    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
+) -> tuple[int, ...]:
+    """Of blocks, entries and KV heads, and of the values' entries."""
+    k, v = (x if isinstance(x, Tensor) else x.levels for x in (keys, values))
+    return *k.stride()[:3], v.stride(1)
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:
@@ -186,6 +213,9 @@ def _attend(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
+    value_lows,
     tables,
     rows,
     last,
@@ -209,6 +239,7 @@ def _attend(
     block_stride,
     entry_stride,
     kv_head_stride,
+    value_stride,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -219,6 +250,8 @@ def _attend(
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -246,7 +279,8 @@ def _attend(
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
     k_base = keys + head * kv_head_stride + dims[None, :]
-    v_base = values + head * kv_head_stride + dims[None, :]
+    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
+    v_base = values + head * kv_head_stride + (dims % V_WIDTH)[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
@@ -268,7 +302,14 @@ def _attend(
                 block = block.to(tl.int64)
                 known = (block >= 0) & (block < num_blocks)
                 at = (block * block_stride + entry % BLOCK * entry_stride)[:, None]
-                k = tl.load(k_base + at, mask=known[:, None], other=0.0)
+                if KEYS > 0:
+                    beside = block * (block_stride // 2) + head * (kv_head_stride // 2)
+                    beside += entry % BLOCK
+                    k = tl.load(k_base + at, mask=known[:, None], other=0)
+                    k = levels_as_floats(k, KEYS, 0).to(queries.dtype)
+                    k_scale = bfloat16_as_float(tl.load(key_scales + beside, mask=known, other=0))
+                else:
+                    k = tl.load(k_base + at, mask=known[:, None], other=0.0)
             else:
                 block = tl.load(
                     slot_tables + row * slot_columns + entry // SLOTS,
@@ -307,7 +348,7 @@ def _attend(
                 k = own * cos + pair * tl.where(negative, -sin, sin)
                 k = k.to(queries.dtype)
             logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-            if not raw:
+            if KEYS > 0 or not raw:
                 logits *= k_scale.to(tl.float32)[None, :]
             seen = (entry[None, :] < limit[:, None]) & known[None, :]
             if not raw:
@@ -322,7 +363,18 @@ def _attend(
             decay = tl.exp2(high - shift)
             total = total * decay + tl.sum(probs, axis=1)
             if raw:
-                v = tl.load(v_base + at, mask=known[:, None], other=0.0)
+                at = (block * block_stride + entry % BLOCK * value_stride)[:, None]
+                if VALUES > 0:
+                    v = tl.load(v_base + at, mask=known[:, None], other=0)
+                    v = levels_as_floats(v, VALUES, (dims // V_WIDTH)[None, :])
+                    v_scale = tl.load(value_scales + beside, mask=known, other=0)
+                    v *= bfloat16_as_float(v_scale)[:, None]
+                    if VALUES == 2:
+                        v_low = tl.load(value_lows + beside, mask=known, other=0)
+                        v += bfloat16_as_float(v_low)[:, None]
+                    v = v.to(queries.dtype)
+                else:
+                    v = tl.load(v_base + at, mask=known[:, None], other=0.0)
             else:
                 v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
                 probs *= v_scale.to(tl.float32)[None, :]

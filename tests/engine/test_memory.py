@@ -120,7 +120,7 @@ def test_a_swap_gathers_a_few_blocks_at_a_time(
     cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
     blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
     task = SwapTask(0, 1, blocks, places)
-    assert [len(device) for device, _ in cache._blocks(task)] == [3, 3, 1]
+    assert [len(device) for device, *_ in cache._blocks(task)] == [3, 3, 1]
     cache.swap((task,), ())
     cache.kv[1:] = 0
     cache.swap((), (task,))

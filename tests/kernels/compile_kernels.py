@@ -35,8 +35,15 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
+from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.quantized_triton import (
+    gather_quantized_triton,
+    move_quantized_triton,
+    store_quantized_triton,
+)
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
@@ -51,6 +58,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -70,6 +79,14 @@ def cache(heads: int = 8, dim: int = 128, layers: int = 32, dtype: torch.dtype =
     return new(4096, layers, 2, 64, heads, dim, dtype=dtype)
 
 
+def levels(form: str, heads: int = 8, dim: int = 128, layers: int = 32) -> QuantizedBlocks:
+    """The same cache of --kv-cache-dtype ``form``."""
+    stored = FORMATS[form]
+    lane = stored.lane_bytes(64, dim)
+    pool = new(4096, layers, heads * lane, dtype=torch.uint8)
+    return QuantizedBlocks(pool, stored, 64, dim)
+
+
 def attend(
     group: int = 4,
     dim: int = 128,
@@ -78,9 +95,10 @@ def attend(
     splits: int = 1,
     dtype: torch.dtype = BF16,
     codes: bool = False,
+    form: str | None = None,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
-    hold some, of at most 32,768 tokens."""
+    hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
@@ -97,7 +115,8 @@ def attend(
             new(256, rows, 512, dtype=torch.int32),
             new(32_768, dim, dtype=torch.float32),
         )
-    paged_attention_triton(q, kv[:, 0], kv[:, 1], tables, chunks, 0.1, splits, coded)
+    keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
+    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded)
 
 
 def score(
@@ -158,6 +177,38 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/codes_float32": lambda: attend(rows=8, dtype=torch.float32, codes=True),
     "decode/float16": lambda: attend(dtype=torch.float16),
     "decode/float32": lambda: attend(dtype=torch.float32),
+    "decode/int8": lambda: attend(form="int8"),
+    "decode/k8v4": lambda: attend(form="k8v4"),
+    "decode/k8v4_split": lambda: attend(form="k8v4", splits=8),
+    "decode/k8v4_dim64": lambda: attend(form="k8v4", dim=64),
+    "decode/fp8": lambda: attend(form="fp8"),
+    "prefill/int8": lambda: attend(chunk=512, form="int8"),
+    "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
+    "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
+    "store_levels": lambda: store_quantized_triton(
+        levels("int8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_levels/k8v4": lambda: store_quantized_triton(
+        levels("k8v4"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_levels/fp8": lambda: store_quantized_triton(
+        levels("fp8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "gather_levels": lambda: gather_quantized_triton(
+        levels("int8"), slots(32, 8, 4096), None, BF16
+    ),
+    "gather_levels/fp8": lambda: gather_quantized_triton(
+        levels("fp8"), slots(32, 8, 4096), None, BF16
+    ),
+    "gather_levels/int4": lambda: gather_quantized_triton(
+        levels("k8v4"), slots(32, 8, 4096), None, BF16, values=True
+    ),
+    "move_levels": lambda: move_quantized_triton(
+        levels("int8"), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
+    "move_levels/k8v4": lambda: move_quantized_triton(
+        levels("k8v4"), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
     "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "prefill/head": lambda: attend(chunk=512, rows=8),

@@ -25,6 +25,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
+from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.pruning import Pruned
 
@@ -161,6 +162,8 @@ class Tuning:
         figures = run.run()
         first = self._rows[0] if self._rows else figures
         row = {"policy": spec.label, "policy_args": spec.as_dict, **figures}
+        if policy.granularity is not Granularity.MODEL:
+            row["lengths"] = policy.granularity.value
         row["ratio_to_none"] = figures["output_tok_s"] / first["output_tok_s"]
         if isinstance(policy.event_trigger, Periodic):
             log = scenario.block_size / log_tokens if policy.event_trigger.logs else 0.0
@@ -223,6 +226,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(
                 f"{row['policy']}: {row['cut_short']} requests ended early, alone in a pool too "
                 "small for them"
+            )
+        if "lengths" in row:
+            found.append(
+                f"{row['policy']}: simulated as if all layers and heads held their mean; its block "
+                "tables, and the half empty block at the end of each, are not modelled"
             )
     return found
 

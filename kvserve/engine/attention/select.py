@@ -17,7 +17,7 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import quantized_entries, store_kv
+from kvserve.kernels import quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.cpu import paged_attention
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
@@ -145,6 +145,7 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
+        quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows
+from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -127,10 +127,10 @@ class InputBatch:
             self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
 
     @property
-    def code_tables(self) -> tuple[Tensor, ...]:
+    def code_tables(self) -> CodeTables:
         """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
-        return (*tables, self.coded, self.num_vectors)
+        return CodeTables(*tables, self.coded, self.num_vectors)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
@@ -274,8 +274,7 @@ class InputBatch:
     def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
-        kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
-        return CodedRows(num_coded, coded, kv, index, vectors)
+        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""

@@ -365,6 +365,7 @@ class EngineCore:
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
             held_bytes=seq.held_blocks * self._block_bytes,
+            log_bytes=seq.log_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
         )
@@ -380,7 +381,7 @@ class EngineCore:
                 self.executor.forget_scores()
         if seq.sampling is not None and seq.sampling.grammar is not None:
             seq.sampling = None
-            self.grammars.tidy()
+            self.grammars.ended()
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

@@ -19,6 +19,7 @@ from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
     linear_layers_row,
+    log_row,
     memory_row,
     plan_rows,
     sampling_row,
@@ -129,6 +130,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
+            log_row(_query_reduction(policy)),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes,

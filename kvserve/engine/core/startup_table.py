@@ -11,7 +11,9 @@ from kvserve.engine.attention.select import Choice
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.parts.arguments import MOST_TOKENS
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
 from kvserve.kernels.entry_format import entry_format
@@ -73,6 +75,23 @@ def _entries_row(plan: RankPlan) -> Row:
     name = plan.form.name if plan.form.quantized else f"auto ({str(plan.dtype)[6:]})"
     share = f", {size / computed:.2f} of {str(plan.dtype)[6:]}'s" if plan.form.quantized else ""
     return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
+
+
+def log_row(reduction: str) -> Row:
+    """How queries are logged, and whose requests that turns away."""
+    state = {"heads": "all heads", "group_mean": "group means"}.get(reduction, reduction)
+    others = [name for name in policy_names() if _logs(name) not in (None, reduction)]
+    refused = f"; requests for {', '.join(others)} are refused unless they log so too"
+    return "query log", state, "--policy.query_reduce" + (refused if others else "")
+
+
+def _logs(name: str) -> str | None:
+    """How a policy logs queries unless it is told otherwise."""
+    needed = policy_class(name).needs[:1]
+    try:
+        return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)}).query_reduction
+    except PolicyError:  # a plug-in that wants more
+        return None
 
 
 def memory_row(profile: Profile) -> Row:

@@ -20,6 +20,8 @@ _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
 _ROOM = 2**20
 _logger = logging.getLogger("kvserve")
+_failures: dict[tuple[object, ...], str] = {}
+"""Why a build failed, so that whoever asks next does not wait for the same compiler again."""
 
 
 class BuildError(RuntimeError):
@@ -41,7 +43,13 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
         if (folder / file).is_file() and _is_ours(folder):
             with contextlib.suppress(BuildError):  # of another system that shares this home
                 return _open(folder / file)
-    return _open(_build(source, file, flags))
+    attempt = file, shutil.which("g++"), _cache_folders()
+    if attempt not in _failures:
+        try:
+            return _open(_build(source, file, flags))
+        except BuildError as error:
+            _failures[attempt] = str(error)
+    raise BuildError(_failures[attempt])
 
 
 def _open(library: Path) -> ctypes.CDLL:

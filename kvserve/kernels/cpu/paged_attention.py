@@ -96,9 +96,9 @@ def paged_attention(
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
-    Returns [T, Hq, D]; zeros where a token sees nothing. ``ValueError`` for shapes it is not built for, ``IndexError`` for a
-    row, an entry, a block or a vector that is not there; block 0 is no sequence's. Reference:
-    ``kvserve.kernels.paged_attention.paged_attention_torch``.
+    Returns [T, Hq, D]; zeros where a token sees nothing. ``ValueError`` for shapes it is not built
+    for, ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
+    sequence's. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
     out = torch.empty(query.shape, dtype=query.dtype)

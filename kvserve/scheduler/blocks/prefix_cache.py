@@ -44,7 +44,6 @@ class PrefixCache:
         self._shape = (1, 1)
         self._blocks: IntArray = np.zeros((0, 1), np.int32)
         self._used: IntArray = np.zeros(0, np.int64)
-        self._place_of: IntArray = np.zeros(pool.num_blocks, np.int32)
         self._clock = 0
 
     @property
@@ -70,10 +69,9 @@ class PrefixCache:
 
     def publish(self, hashes: list[bytes], columns: IntArray) -> None:
         """Cache ``columns [n, LG, R]`` under their hashes; those already there stay as they are."""
-        if not self._places and len(columns):
+        if not len(self._used) and len(columns):
             self._shape = columns.shape[1:]
             self._blocks = np.zeros((0, columns[0].size), np.int32)
-            self._digests, self._empty, self._used = [], [], self._used[:0]
         for digest, column in zip(hashes, columns, strict=True):
             if digest not in self._places:
                 self._add(digest, column.ravel())
@@ -81,24 +79,18 @@ class PrefixCache:
 
     def evict(self, count: int) -> None:
         """Free at least ``count`` blocks, or all that only the cache names."""
-        places = np.flatnonzero(self._used)
-        most = 16 + 2 * -(-count // max(self._blocks.shape[1], 1))
-        while True:
-            oldest = places
-            if most < len(places):
-                oldest = places[self._used[places].argpartition(most - 1)[:most]]
-            oldest = oldest[self._used[oldest].argsort()]
-            alone = (self.pool.ref[self._blocks[oldest]] == 1).sum(axis=1)
-            if most >= len(places) or alone.sum() >= count:
-                break
-            most *= 4
-        enough = int(np.searchsorted(alone.cumsum(), count)) + 1
-        for place in oldest[:enough][alone[:enough] > 0].tolist():
+        alone = self.pool.only_cached
+        places = np.flatnonzero(alone)
+        if count < len(places):  # each of these frees a block
+            places = places[self._used[places].argpartition(count - 1)[:count]]
+        places = places[self._used[places].argsort()]
+        enough = int(np.searchsorted(alone[places].cumsum(), count)) + 1
+        for place in places[:enough].tolist():
             self._drop(place)
 
     def forget(self, blocks: IntArray) -> None:
         """Drop the columns that hold any of ``blocks``, so that their owner may write them."""
-        for place in set(self._place_of[blocks[self.pool.is_cached(blocks)]].tolist()):
+        for place in self.pool.columns_of(blocks):
             self._drop(place)
 
     def clear(self) -> None:
@@ -120,9 +112,8 @@ class PrefixCache:
             self._grow()
         place = self._empty.pop()
         self._places[digest], self._digests[place] = place, digest
-        self._blocks[place], self._place_of[blocks] = blocks, place
-        self.pool.share(blocks)
-        self.pool.mark_cached(blocks, True)
+        self._blocks[place] = blocks
+        self.pool.cache_column(blocks, place)
 
     def _grow(self) -> None:
         """Twice as many places."""
@@ -143,6 +134,4 @@ class PrefixCache:
         del self._places[self._digests[place]]
         self._used[place] = 0
         self._empty.append(place)
-        blocks = self._blocks[place].copy()
-        self.pool.mark_cached(blocks, False)
-        self.pool.release(blocks)
+        self.pool.release_column(self._blocks[place].copy())

@@ -112,5 +112,5 @@ class Departures:
         per_entry = layout.layers_per_block * layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
-        seq.held_blocks = int(self._blocks.held(seq.row + 1)[seq.row])
+        seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
         seq.coded_entries, seq.codebook_entries = self._blocks.num_coded(seq.row)
