@@ -63,11 +63,11 @@ def _draw(runner: ModelRunner) -> None:
     """Tokens for one row and for all, with filters and without."""
     device = runner.batch.device
     hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
-    logits = runner.model.logits(hidden)
     for count in {1, len(runner.batch.last_token)}:
         rows = torch.arange(count, device=device)
+        logits = runner.model.logits(hidden.expand(count, -1))
         for filtered in (False, True):
-            runner.batch.sampling.draw(logits.expand(count, -1), rows, rows, filtered=filtered)
+            runner.batch.sampling.draw(logits, rows, rows, filtered=filtered)
 
 
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
