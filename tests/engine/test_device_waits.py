@@ -237,8 +237,8 @@ def test_codes_are_written_and_read_without_waits(
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize(
     "policy",
-    [KARA, KARA | RECOMPUTED, {"name": "h2o", "budget": 16}, {"name": "adakv", "budget": 8}],
-    ids=["kara", "recompute", "h2o", "adakv"],
+    [KARA, KARA | RECOMPUTED, {"name": "h2o", "budget": 16}],
+    ids=["kara", "recompute", "h2o"],
 )
 def test_nothing_is_compiled_for_a_request(
     policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -271,8 +271,9 @@ def test_nothing_is_compiled_for_a_request(
     outputs = llm.generate(random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN] * 2, use_tqdm=False)
     assert any(output.kv_cache_details.compactions for output in outputs)
     assert len(before) > 10
-    new = {(name, options) for name, _, options in launched - before}
-    assert not launched - before, new
+    for name, kinds, options in launched - before:
+        known = [launch[1:] for launch in before if launch[0] == name]
+        pytest.fail(f"{name} {options} {kinds} is new beside {known}")
 
 
 def _kind(name: str, value: Any) -> Any:
