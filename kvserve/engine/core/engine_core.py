@@ -127,7 +127,7 @@ class EngineCore:
         if self.scheduler.events.gate is not None:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
-        finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
+        finished = self.scheduler.update(output, result.token_ids, result.scores)
         token_ids = list(compress(result.token_ids.tolist(), gets))
         self._generation_tokens += len(token_ids)
         return StepOutputs(

@@ -91,6 +91,15 @@ class BlockManager:
         np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
 
+    def written(self, rows: IntArray, copy_start: IntArray, end: IntArray) -> IntArray:
+        """Blocks of entries ``[copy_start [n], end [LG, n, R])``: ``[LG, n, R, .]``, padded."""
+        size = self.layout.block_size
+        first = copy_start // size
+        width = int((-(-end.max(axis=(0, 2)) // size) - first).max())
+        columns = np.minimum(first[:, None] + np.arange(width), self.kv.blocks.shape[3] - 1)
+        # Advanced axes come first: [n, width, LG, R] -> [LG, n, R, width].
+        return self.kv.blocks[:, rows[:, None], :, columns].transpose(2, 0, 3, 1)
+
     def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
         """For how many of the rows, in order, ``make_private`` would find its blocks."""
         owner, column, end_columns = self._columns_of(start, end)

@@ -95,15 +95,22 @@ class CodeTables:
         return held - twice
 
     def plan(
-        self, row: int, kv_lens: IntArray, found: IntArray, afresh: bool, raw_fallback: bool
+        self,
+        row: int,
+        kv_lens: IntArray,
+        entries: IntArray,
+        vectors: IntArray,
+        *,
+        afresh: bool,
+        raw_fallback: bool,
     ) -> Coding:
         """What to hold as codes of a row, given what was observed.
 
-        found: ``[LG, R, 2]``, entries kept (``afresh``) or to be coded in addition, and the vectors
-        they need. With ``raw_fallback`` a lane stays raw for good if its codes would take as many
-        blocks as its entries, and so do all lanes of a head that do not save the scratch they need.
+        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition, and need so many new
+        ``vectors [LG, R]``. With ``raw_fallback`` a lane stays raw for good if its codes would take
+        as many blocks as its entries, and so do all lanes of a head that do not save the scratch
+        they need.
         """
-        entries, vectors = found[..., 0], found[..., 1]
         if not afresh:
             coded = self.coded[:, row] + entries
             return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)

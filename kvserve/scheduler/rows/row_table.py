@@ -9,6 +9,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import RowState
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -53,6 +54,18 @@ class RowTable:
             self.num_published,
             self.num_unknown,
         ) = self._counters
+
+    def state(self, at: IntArray) -> RowState:
+        """What triggers may know of the rows ``at``."""
+        layout = self._blocks.layout
+        entries = self._blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
+        return RowState(
+            self.num_prompt[at],
+            self.num_computed[at],
+            -(-entries // layout.groups),
+            self.first_uncompressed_pos[at],
+            layout.block_size,
+        )
 
     def live(self) -> list[Sequence]:
         """The sequences of the rows in use, in row order."""
