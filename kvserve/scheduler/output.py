@@ -146,14 +146,43 @@ class SwapTask:
 
 
 @dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A sequence that was given ``row``: what the runner has to know of it, once.
+
+    ``token_ids`` are all known ones, generated before a preemption or in the prompt; ``sampling``
+    is carried unread.
+    """
+
+    seq_id: int
+    row: int
+    num_prompt_tokens: int
+    token_ids: IntArray
+    stop_token_ids: tuple[int, ...]
+    sampling: Any
+
+    @classmethod
+    def of(cls, seq: Sequence) -> NewRequest:
+        return cls(
+            seq.seq_id,
+            seq.row,
+            seq.num_prompt_tokens,
+            seq.token_ids,
+            seq.stop_token_ids,
+            seq.sampling,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NewRows:
     """Rows given to n sequences: what they hold before this step's forward.
 
     ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
-    ``log_from [n]`` on; ``last_token [n]`` is the newest known token.
+    ``log_from [n]`` on; prompts have ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest
+    known one.
     """
 
-    sequences: tuple[Sequence, ...]
+    requests: tuple[NewRequest, ...]
+    prompt_lens: IntArray
     num_computed: IntArray
     kv_lens: IntArray
     log_from: IntArray
@@ -203,7 +232,8 @@ class SchedulerOutput:
     sampled_chunks: IntArray
     """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
-    """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
+    """Who gets a token: the decoding rows in order, then the sampled chunks in order. For the
+    engine's core; the runner does not look at what the scheduler goes on to change."""
     sampled_at: IntArray
     """Logical positions of those tokens."""
 

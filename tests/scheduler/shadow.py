@@ -172,7 +172,7 @@ class ShadowRunner:
     def _admit(self, output: SchedulerOutput) -> None:
         new = output.admitted
         back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
-        for i, seq in enumerate(new.sequences):
+        for i, seq in enumerate(new.requests):
             self.owner[seq.row] = seq.seq_id
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
             self.last_token[seq.row] = new.last_token[i]

@@ -235,7 +235,7 @@ class EngineCore:
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""
         now = time.monotonic()
-        for seq in output.admitted.sequences:
+        for seq in output.admitted.requests:
             since = self._waiting_since.pop(seq.seq_id, None)
             if since is not None:
                 self._queued_seconds[seq.seq_id] = now - since

@@ -222,10 +222,7 @@ class ModelRunner:
         positions: Tensor,
     ) -> SampledTokens:
         """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
-        step.grammars = [
-            (int(place), output.sampled[place].sampling.grammar)
-            for place in self.batch.sampling.with_grammar(rows)
-        ]
+        step.grammars = self.batch.sampling.grammars(rows)
         allowed = None
         if step.grammars:
             if self._last is not None:
