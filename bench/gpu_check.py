@@ -22,6 +22,8 @@ import torch
 from bench.gpu_parts import PARTS, Part
 from bench.machine import ROOT, Ended, machine, run_apart, write_json
 
+CHECKED = ROOT / "build" / "gpu-check.json"
+
 
 def verdict(part: Part, ended: Ended) -> dict[str, Any]:
     """A part's entry: right only if it ended, found something, and nothing of it was wrong."""
@@ -59,8 +61,7 @@ def _oneline(text: Any) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="is everything right on this GPU?")
     words = "JSON; a table is written beside it (default: build/gpu-check.json)"
-    default = ROOT / "build" / "gpu-check.json"
-    parser.add_argument("--save-result", type=Path, default=default, metavar="FILE", help=words)
+    parser.add_argument("--save-result", type=Path, default=CHECKED, metavar="FILE", help=words)
     words = f"only these parts, of {', '.join(PARTS)} (default: all)"
     parser.add_argument(
         "--part", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=words
@@ -70,35 +71,39 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    args = parse_arguments()
+def check(parts: list[str], path: Path, seconds: float) -> bool:
+    """Run ``parts``, each on paper at ``path`` once it has ended; whether all of them are right.
+
+    After ``seconds`` no further one is begun, and one that was not begun is not right.
+    """
     began = time.monotonic()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
     if not torch.cuda.is_available():
         # The parts' kernels run in Triton's interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
         sys.stdout.write("torch sees no CUDA device: what a CPU can show, and no more\n")
-    for name in args.part:
-        part, left = PARTS[name], args.seconds - (time.monotonic() - began)
-        if left <= 0:
-            ended = Ended(0.0, {}, "no time was left for it")
-        else:
-            result = args.save_result.with_name(f"{args.save_result.stem}-{name}.json")
-            result.parent.mkdir(parents=True, exist_ok=True)
-            ended = run_apart(
-                ["-m", "bench.gpu_parts", name, str(result)], result, min(left, part.limit)
-            )
+    for name in parts:
+        part, left = PARTS[name], seconds - (time.monotonic() - began)
+        ended = Ended(0.0, {}, "no time was left for it")
+        if left > 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            result = path.with_name(f"{path.stem}-{name}.json")
+            command = ["-m", "bench.gpu_parts", name, str(result)]
+            ended = run_apart(command, result, min(left, part.limit))
             result.unlink(missing_ok=True)
-            if ended.error is None:
-                result.with_suffix(".log").unlink()
         found["parts"][name] = entry = verdict(part, ended)
-        write_json(args.save_result, found)
-        args.save_result.with_suffix(".md").write_text(table(found))
+        write_json(path, found)
+        path.with_suffix(".md").write_text(table(found))
         say(name, entry)
-    wrong = [name for name, part in found["parts"].items() if not part["right"]]
-    sys.stdout.write(f"{args.save_result.with_suffix('.md')}: ")
-    sys.stdout.write(f"WRONG: {', '.join(wrong)}\n" if wrong else "all right\n")
-    return int(bool(wrong))
+    return all(part["right"] for part in found["parts"].values())
+
+
+def main() -> int:
+    args = parse_arguments()
+    right = check(args.part, args.save_result, args.seconds)
+    written = args.save_result.with_suffix(".md")
+    sys.stdout.write(f"{written}: {'all right' if right else 'NOT ALL RIGHT'}\n")
+    return int(not right)
 
 
 def say(name: str, part: dict[str, Any]) -> None:

@@ -100,6 +100,7 @@ def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
     seconds = time.monotonic() - began
     found = json.loads(result.read_text()) if result.exists() else {}
     if code == 0:
+        log.unlink()
         return Ended(seconds, found, None)
     tail = log.read_text(errors="replace")[-_TAIL:]
     how = f"took longer than {limit:.0f} s" if code is None else f"ended with status {code}"

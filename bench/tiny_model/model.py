@@ -55,7 +55,6 @@ class Attention(nn.Module):
         out = self._attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """On a CPU in float32, whose backward pass is faster there than bfloat16's."""
         dtype = v.dtype if v.is_cuda else torch.float32

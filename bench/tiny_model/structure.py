@@ -1,14 +1,15 @@
 """The structured start that lets look-up circuits form within a minute instead of an hour.
 
-The residual stream begins divided: a bias coordinate, the token's own code, then slots. Each head of
-layer 0 looks a fixed number of tokens back and writes that token's code: four of them into a slot
-each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's own
-token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier tokens.
-Digits begin on circles, and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo ten.
-Nothing is frozen, and the weights stay those of a plain Llama.
+The residual stream begins divided: a bias coordinate, the token's own code, then slots. Each head
+of layer 0 looks a fixed number of tokens back and writes that token's code: four of them into a
+slot each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's
+own token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier ones.
+Digits begin on circles, and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo
+ten. Nothing is frozen, and the weights stay those of a plain Llama.
 """
 
 import math
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ BIAS_VALUE = 3.0  # a Llama projection has no bias: coordinate 0 of every embedd
 OWN = 48  # coordinates 1 to 47 hold the token's own code
 CODE = 20  # a slot's size, and the rotary dimensions slow enough to match over a whole context
 SLOTS = 4
-OFFSETS = (1, 2, 3, 5, 4, 6, 7, 8)  # how far back the heads of layer 0 look; the first have slots
+OFFSETS = (1, 2, 3, 5, 4, 6, 7, 8)  # how far back layer 0's heads look; the first have slots
 FASTEST = 6  # rotary frequencies that tell offsets apart; the others match content
 SHARPNESS = 50.0
 MATCH_GAIN = 1.2
@@ -57,7 +58,7 @@ def init_structure(model: TinyLlama, digits: list[int]) -> None:
 
 
 def digit_codes(codes: Tensor, axes: Tensor) -> Tensor:
-    """Digits start on circles, the shape of sums modulo ten; what is left of codes tells them apart.
+    """Digits start on circles, the shape of sums modulo ten; the rest of codes tells them apart.
 
     codes: [10, N], each of length sqrt(N), as in the result; axes: [N, 2 * CIRCLES], orthonormal.
     """
@@ -67,7 +68,7 @@ def digit_codes(codes: Tensor, axes: Tensor) -> Tensor:
 
 
 def add_digits(mlp: Mlp, a: Tensor, b: Tensor, own: Tensor) -> None:
-    """Turn one digit's angle by another's: products of their coordinates, written where codes stand.
+    """Turn one digit's angle by another's: products of coordinates, written where codes stand.
 
     A gate and its negative make a product exact: silu(x) y + silu(-x) (-y) = x y.
     """
@@ -94,9 +95,8 @@ def look_back(attention: Attention, frequencies: Tensor, amplitude: float) -> No
     attention.k_proj.weight.zero_()
     for keys in attention.k_proj.weight.split(attention.head_dim):
         keys[:FASTEST, 0] = amplitude
-    for offset, queries in zip(
-        OFFSETS, attention.q_proj.weight.split(attention.head_dim), strict=True
-    ):
+    queries_by_head = attention.q_proj.weight.split(attention.head_dim)
+    for offset, queries in zip(cycle(OFFSETS), queries_by_head, strict=False):
         angles = -offset * frequencies[:FASTEST]
         queries[:FASTEST, 0] = amplitude * angles.cos()
         queries[half : half + FASTEST, 0] = amplitude * angles.sin()
@@ -128,8 +128,8 @@ def match_codes(attention: Attention, own: Tensor, slots: list[Tensor]) -> None:
     queries, keys = attention.q_proj.weight, attention.k_proj.weight
     queries.mul_(BACKGROUND)
     keys.mul_(BACKGROUND)
-    for group, slot in enumerate((slots[0], slots[2])):
+    for group, slot in enumerate((slots[0], slots[2])[: attention.kv_heads]):
         keys[group * attention.head_dim + slow] += MATCH_GAIN * slot
     reads = (own, slots[0], slots[1], slots[2], slots[2], slots[1], slots[3], own)
-    for head, read in enumerate(reads):
+    for head, read in enumerate(reads[: attention.heads]):
         queries[head * attention.head_dim + slow] += MATCH_GAIN * read

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
+from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -61,7 +62,7 @@ def check_tables(
     rows: Tensor,
     last: Tensor,
     starts: Tensor | None,
-    keys: Tensor,
+    keys: Tensor | QuantizedVectors,
     coded: Tensor | None = None,
 ) -> None:
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
@@ -144,10 +145,27 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
+def _check_entries(
+    q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
+) -> None:
+    if not isinstance(keys, Tensor) and not isinstance(values, Tensor):
+        check_head_dim(q)
+        if not keys.shape == values.shape == (*keys.shape[:3], q.shape[-1]):
+            raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
+        return
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise ValueError("keys and values are not both levels")
+    check_head_dim(q, keys, values)
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
+    if len({x.dtype for x in (q, keys, values)}) > 1:
+        raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
+
+
 def check_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None,
@@ -155,13 +173,9 @@ def check_attention(
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
     token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
-    check_head_dim(q, keys, values)
+    _check_entries(q, keys, values)
     rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
-    if keys.shape != values.shape or keys.stride() != values.stride():
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
-    if len({x.dtype for x in (q, keys, values)}) > 1:
-        raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
     if q.shape[1] % (per_row * keys.shape[2]):
         groups = f"{per_row} * {keys.shape[2]} KV heads"
         raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
@@ -177,5 +191,6 @@ def check_attention(
     coded = None if codes is None else codes.coded
     check_tables(tables, rows, last, starts, keys, coded)
     if codes is not None:
+        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables, keys)
         check_references(codes, rows)

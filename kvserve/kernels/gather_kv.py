@@ -54,6 +54,8 @@ def gather_queries_torch(
     """The reference of ``gather_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     layer, head = _lane_places(slots, layer_ids, layers, heads)
+    if not query_log.is_contiguous():  # blocks of bytes, of which a few are left over
+        return query_log[slots // tokens, layer, slots % tokens, head]
     row = (slots // tokens * layers + layer) * tokens + slots % tokens
     rows = (row * heads + head).view(-1)
     return query_log.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)

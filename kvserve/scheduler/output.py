@@ -92,6 +92,14 @@ class CompactionTask(ObservationTask):
     codes: CodeBlocks | None = None
     early: bool = False
 
+    @property
+    def compacts(self) -> IntArray:
+        """Which events evict entries, or turn some into codes; the others are none: bool [E]."""
+        changed = (self.new_lens != self.old_lens).any(axis=(0, 2))
+        if self.codes is not None:
+            changed |= (self.codes.coded != self.codes.coded_before).any(axis=(0, 2))
+        return np.asarray(changed)
+
     @classmethod
     def of(
         cls,

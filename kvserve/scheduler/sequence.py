@@ -59,6 +59,7 @@ class Sequence:
     held_tokens: int = 0
     held_entries: int = 0
     held_blocks: int = 0
+    log_blocks: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
     compactions: int = 0

@@ -56,6 +56,15 @@ class EvictionSpec:
         """The events ``at`` alone."""
         return EvictionSpec(*(getattr(self, f.name)[at] for f in fields(EvictionSpec)))
 
+    def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether each event takes nothing but what rows of ``kv_len [n]`` entries hold."""
+        within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
+            self.keep <= self.window_len
+        )
+        within &= self.region_start >= 0
+        within &= self.region_start + self.windows * self.window_len <= kv_len
+        return within
+
     @property
     def evicted(self) -> IntArray:
         evicted: IntArray = self.windows * (self.window_len - self.keep)

@@ -31,7 +31,9 @@ def work_out(sample: Sample) -> str:
             total = values[one] + values[two]
             values[name] = total % 10
             stated = f"{one}{values[one]}+ {two}{values[two]}"
-            carry = "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
+            carry = (
+                "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
+            )
             made = f"{name}{total % 10}"
             trace.append(f"{name}= {stated}, {made}; the sum {carry}. Check {made}= {stated}.")
         else:
@@ -79,7 +81,7 @@ def test_less_than_a_quarter_of_a_trace_is_needed_again(task: str) -> None:
 
 
 def test_needed_tokens_are_enough_to_answer() -> None:
-    """A reader of the prompt who sees nothing of the trace but what is needed works out the rest."""
+    """Who has the prompt and sees nothing of the trace but what is needed works out the rest."""
     for sample in make_samples("long-chain-2000", 20, seed=7):
         values, lines, asked = program_of(sample)
         units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]

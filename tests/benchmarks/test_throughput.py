@@ -329,9 +329,9 @@ def test_a_package_inside_another_checkout_has_no_commit(
     site_packages = tmp_path / "project" / "site-packages"
     site_packages.mkdir(parents=True)
     monkeypatch.setattr(report, "_ROOT", site_packages)
-    assert report._commit() == "unknown"
+    assert report.commit() == "unknown"
     subprocess.run(["git", "init", "-q", str(site_packages.parent)], check=True)
-    assert report._commit() == "unknown"
+    assert report.commit() == "unknown"
 
 
 def test_tables_are_aligned_and_leave_out_empty_columns() -> None:

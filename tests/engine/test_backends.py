@@ -150,6 +150,17 @@ def test_without_a_build_auto_takes_torch_and_says_why(
     assert not list(empty_cache.glob("cache/kvserve/*"))
 
 
+def test_a_compiler_that_fails_is_run_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = empty_cache / "runs"
+    use_compiler(empty_cache, f"echo once >> {runs}; {FAILS}", monkeypatch)
+    for _ in range(3):
+        with pytest.raises(build.BuildError, match="boom"):
+            build.load_library("linear")
+    assert runs.read_text() == "once\n"
+
+
 @compiled
 def test_a_cached_build_needs_no_compiler(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache, log_block_tokens
+from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
 
@@ -16,11 +17,14 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
 
 
 def test_how_many_tokens_a_block_logs() -> None:
-    assert log_block_tokens(LAYOUT, 2) == 8  # a group's mean: half a token's keys and values
-    assert log_block_tokens(LAYOUT, 2, per_number=4) == 32  # in one byte instead of four
-    assert log_block_tokens(LAYOUT, 8) == 2
-    with pytest.raises(ValueError, match="whole queries of 32 heads"):
-        log_block_tokens(LAYOUT, 32)
+    auto, int8 = entry_format("auto", 4), entry_format("int8", 4)
+    assert log_block_tokens(LAYOUT, auto, 2, 4) == 8  # a group's mean: half of keys and values
+    assert log_block_tokens(LAYOUT, auto, 2, 1) == 32  # in one byte instead of four
+    assert log_block_tokens(LAYOUT, auto, 8, 4) == 2
+    assert log_block_tokens(LAYOUT, int8, 2, 4) == 2  # 160 bytes a layer: 32 are left over
+    for form, heads in ((auto, 32), (int8, 8)):
+        with pytest.raises(ValueError, match=f"whole queries of {heads} heads"):
+            log_block_tokens(LAYOUT, form, heads, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -97,7 +97,7 @@ class ShadowRunner:
             self._check_held(row)
         assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
-        for digest, column in cache._columns.items() if cache is not None else ():
+        for digest, column in cache.columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
 

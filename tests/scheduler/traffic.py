@@ -207,7 +207,7 @@ def assert_all_events_are_applied(scheduler: Scheduler) -> None:
     entered = scheduler.events.lives.entered
     assert entered[EventState.SCORING] == entered[EventState.SCORED]
     assert entered[EventState.SCHEDULED] == entered[EventState.APPLIED]
-    assert entered[EventState.APPLIED] == scheduler.events.compactions
+    assert entered[EventState.APPLIED] >= scheduler.events.compactions
 
 
 def preempt_now_and_then(

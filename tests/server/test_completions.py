@@ -135,6 +135,7 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "blocks_released": 1,
         "peak_blocks": 0,
         "held_bytes": 0,
+        "log_bytes": 0,
         "coded_entries": 0,
         "codebook_entries": 0,
     }

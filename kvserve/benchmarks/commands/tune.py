@@ -25,6 +25,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
+from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.pruning import Pruned
 
@@ -161,6 +162,8 @@ class Tuning:
         figures = run.run()
         first = self._rows[0] if self._rows else figures
         row = {"policy": spec.label, "policy_args": spec.as_dict, **figures}
+        if policy.granularity is not Granularity.MODEL:
+            row["lengths"] = policy.granularity.value
         row["ratio_to_none"] = figures["output_tok_s"] / first["output_tok_s"]
         if isinstance(policy.event_trigger, Periodic):
             log = scenario.block_size / log_tokens if policy.event_trigger.logs else 0.0
@@ -173,7 +176,8 @@ class Tuning:
         fp8 = policy.logged_dtype == "fp8" or (policy.logged_dtype == "auto" and device.fp8)
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            return log_block_tokens(layout, heads, device.dtype_bytes if fp8 else 1)
+            itemsize = 1 if fp8 else device.dtype_bytes
+            return log_block_tokens(layout, self._scenario.cost.form, heads, itemsize)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 
@@ -222,6 +226,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(
                 f"{row['policy']}: {row['cut_short']} requests ended early, alone in a pool too "
                 "small for them"
+            )
+        if "lengths" in row:
+            found.append(
+                f"{row['policy']}: simulated as if all layers and heads held their mean; its block "
+                "tables, and the half empty block at the end of each, are not modelled"
             )
     return found
 

@@ -1,25 +1,23 @@
 """The long chain: a trace of thousands of tokens that is redundant as reasoning is.
 
-Every line of the program is six tokens and one paragraph of the trace. A sum states its operands and
-its result, says whether it passed ten, checks the result once more from its definition and talks a
-little; a recap restates three earlier values. Names are assigned once. A sum in five is a dead end: its
-value is never asked for again. Of the others the last one is always an operand, and the second operand is
-drawn by how long ago it was last mentioned, so look-backs reach from a few tokens to the whole trace.
+Every line of the program is six tokens and one paragraph of the trace. A sum states its operands
+and its result, says whether it passed ten, checks the result once more from its definition and
+talks a little; a recap restates three earlier values. Names are assigned once. A sum in five is a
+dead end: its value is never asked for again. Of the others the last one is always an operand, and
+the other operand is drawn by how long ago it was last mentioned, so look-backs reach from a few
+tokens to the whole trace.
 """
 
 import random
 import re
 from dataclasses import dataclass
 
-from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names
+from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names, words
 
-MORE_NAMES = tuple(
-    (
-        "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis "
-        "Edith Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper "
-        "Joel Judith Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra "
-        "Ralph Rosa Ruth"
-    ).split()
+MORE_NAMES = words(
+    "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis Edith "
+    "Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper Joel Judith "
+    "Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra Ralph Rosa Ruth"
 )
 ALL_NAMES = (*NAMES, *MORE_NAMES)
 REMARKS = (
@@ -69,12 +67,17 @@ def long_chain(
     held_out: bool,
     task: str = "long-chain",
     names: tuple[str, ...] = ALL_NAMES,
+    others: int | None = None,
 ) -> Sample:
-    """A program of that many lines over two given values, worked out paragraph by paragraph."""
+    """A program of that many lines over two given values, worked out paragraph by paragraph.
+
+    `others`: draw operands and recaps from the first so many values alone, and recaps three times
+    as often, so that lines look alike (the tasks: None).
+    """
     drawn = draw_names(rng, lines + FIRST_VALUES, held_out, names)
     values = {name: rng.randrange(10) for name in drawn[:FIRST_VALUES]}
     given = [f"{name}{value};" for name, value in values.items()]
-    program = draw_program(rng, drawn)
+    program = draw_program(rng, drawn, others)
     trace = [paragraph(line, values) for line in program]
     final = program[-1].name
     turn = f"Explain {' '.join(given)} {' '.join(line.text() for line in program)} Find {final}"
@@ -82,18 +85,24 @@ def long_chain(
     return Sample(task, (turn,), (answer,), (f"{final}{values[final]}",))
 
 
-def draw_program(rng: random.Random, names: list[str]) -> list[Line]:
+def draw_program(rng: random.Random, names: list[str], others: int | None = None) -> list[Line]:
     """Lines for all names but the first two; the last line is a sum whose value is asked for."""
     mentioned = list(names[:FIRST_VALUES])  # live names, the longest unmentioned first
     head, program = mentioned[-1], []
+    recap_share = RECAP_SHARE if others is None else 3 * RECAP_SHARE
+    few = set(names[:others])
     for i, name in enumerate(names[FIRST_VALUES:], start=FIRST_VALUES + 1):
         last = i == len(names)
-        if not last and len(mentioned) > RECAP_SIZE and rng.random() < RECAP_SHARE:
-            recalled = tuple(rng.sample(mentioned, RECAP_SIZE))
+        if not last and len(mentioned) > RECAP_SIZE and rng.random() < recap_share:
+            known = [n for n in mentioned if n in few]
+            recalled = tuple(
+                rng.sample(known if len(known) >= RECAP_SIZE else mentioned, RECAP_SIZE)
+            )
             program.append(Line(name, recalled))
             _mention(mentioned, recalled)
             continue
-        other = _draw_old(rng, [n for n in mentioned if n != head])
+        older = [n for n in mentioned if n != head]
+        other = _draw_old(rng, [n for n in older if n in few] or older)
         dead = not last and rng.random() < DEAD_SHARE
         program.append(Line(name, (other, head), dead))
         _mention(mentioned, (other, head))
@@ -136,9 +145,9 @@ def paragraph(line: Line, values: dict[str, int]) -> str:
 class Needs:
     """What of a trace is read again; tokens are counted by their place in it.
 
-    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph reads,
-    a value's name and digit where they were made; `distances`: how far back the latest mention
-    stands, for every operand and recalled value that is not given in the prompt.
+    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph
+    reads, a value's name and digit where they were made; `distances`: how far back the latest
+    mention stands, for every operand and recalled value that is not given in the prompt.
     """
 
     tokens: int
@@ -151,8 +160,8 @@ def needs(sample: Sample) -> Needs:
     """Read off a trace what is enough for a reader who has the prompt at hand.
 
     A paragraph needs its line's name throughout; a sum needs both operands with their digits until
-    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks and
-    recaps restate what is known, and nothing is worked out from them.
+    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks
+    and recaps restate what is known, and nothing is worked out from them.
     """
     units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
     needed: set[int] = set()

@@ -11,24 +11,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words(
+NAMES = words(
     "Adam Alice Amber Anna Ben Bella Boris Bruno Carl Carol Clara Cyrus Daisy David Diana Dora "
     "Edgar Ella Emma Erik Fiona Frank Freya George Grace Greta Hanna Harry Helen Henry Igor Irene "
     "Isaac Ivan Jack Jane Jonas Julia Karen Kevin Klara Laura Leo Linda Lucas Maria Martin Mila "
     "Nadia Nora Oliver Oscar Paula Peter Quinn Rachel Robert Sarah Simon Teresa Thomas Victor "
     "Xavier Yara"
 )
-ADJECTIVES = _words("big quiet red small tall green dark bright cold warm heavy soft")
-NOUNS = _words(
+ADJECTIVES = words("big quiet red small tall green dark bright cold warm heavy soft")
+NOUNS = words(
     "boat river mill garden tower horse lamp bridge road stone window table bird cloud farm clock"
 )
-VERBS = _words("crosses follows covers enters meets watches leaves faces")
-PREPOSITIONS = _words("near behind above under beside past")
-TASK_WORDS = _words(
+VERBS = words("crosses follows covers enters meets watches leaves faces")
+PREPOSITIONS = words("near behind above under beside past")
+TASK_WORDS = words(
     "The the A a It is secret number of What Remember remember List all names to Let Find answer "
     "sum passes stays below ten so we keep it drop done Report"
 )
@@ -155,15 +155,22 @@ def recall(
 
 
 def chain(
-    rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES
+    rng: random.Random,
+    steps: int,
+    held_out: bool,
+    pool: Sequence[str] = NAMES,
+    others: int | None = None,
 ) -> Sample:
-    """Sums modulo 10: each step adds the step before to some earlier value, all names distinct."""
+    """Sums modulo 10: each step adds the step before to some earlier value, all names distinct.
+
+    `others`: how many of the first values are drawn as the earlier one (default: all).
+    """
     names = draw_names(rng, steps + 2, held_out, pool)
     values = {name: rng.randrange(10) for name in names[:2]}
     program = [f"{name}{values[name]};" for name in names[:2]]
     trace = []
     for i in range(2, len(names)):
-        name, before, other = names[i], names[i - 1], rng.choice(names[: i - 1])
+        name, before, other = names[i], names[i - 1], rng.choice(names[: i - 1][:others])
         values[name] = (values[other] + values[before]) % 10
         program.append(f"{name}= {other}+ {before};")
         trace.append(

@@ -89,7 +89,9 @@ TASKS: dict[str, Task] = {
             "redundant-chain",
             "16 sums modulo 10 over 8 re-assigned names, with narration and a state report",
             512,
-            lambda rng: redundant_chain(rng, registers=8, steps=16, report_after=(8,), held_out=True),
+            lambda rng: redundant_chain(
+                rng, registers=8, steps=16, report_after=(8,), held_out=True
+            ),
             final_marker="answer",
         ),
         _long_task(1000, lines=22),

@@ -12,8 +12,11 @@ from torch import Tensor
 from kvserve.engine.attention.coded_rows import CodedRows
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
+from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.scheduler.block_pool import IntArray
 
+Entries = Tensor | QuantizedVectors
+"""Keys or values of one layer's blocks, ``[num_blocks, B, Hkv/R, D]``: numbers, or levels."""
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
@@ -103,7 +106,7 @@ class LayerCache(Protocol):
         """Take one layer's new entries. q: [T, Hq, D]; k, v: [T, Hkv, D]."""
         ...
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         ...
 

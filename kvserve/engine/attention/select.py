@@ -17,10 +17,13 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import store_kv
+from kvserve.kernels import quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.cpu import paged_attention
+from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.entry_format import FORMATS
+from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +31,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own."""
+    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
+
+    ``form``: what entries are stored as, a value of ``--kv-cache-dtype``.
+    """
 
     device: str
     dtype: torch.dtype
@@ -36,6 +42,7 @@ class Needs:
     block_size: int
     scale: float
     per_head: bool = False
+    form: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,15 @@ class Choice:
     backend: AttentionBackend
     store_kv: StoreKV
     store_queries: StoreQueries
+    quantized: QuantizedKernels
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """``None`` among dtypes: all of them. ``refuse`` says why not, where the other fields do not.
+
+    ``quantized`` is how entries of levels are handled, ``None`` where attention reads none.
 
     ``only_named``: devices where ``auto`` leaves it alone.
     """
@@ -63,6 +73,7 @@ class _Candidate:
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
     store_kv: StoreKV = store_kv.store_kv
+    quantized: QuantizedKernels | None = quantized_entries.TORCH
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("prefill", "decode")
@@ -76,12 +87,19 @@ class _Candidate:
             return f"no {phase}; name another for that, as in xformers,triton"
         if self.dtypes is not None and needs.dtype not in self.dtypes:
             return f"dtype {_name(needs.dtype)} is not {' or '.join(map(_name, self.dtypes))}"
+        if needs.form != "auto" and self.quantized is None:
+            return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
         return self.refuse(needs)
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    for name in ("paged_attention", "store_kv"):
-        load_library(name)
+    load_library("store_kv")
+    if needs.form == "auto":
+        load_library("paged_attention")
+    else:
+        form = FORMATS[needs.form]
+        load_library("quantized_entries")
+        paged_attention.load_library_of(form.key.name, form.value.name)
     return CpuAttention(needs.scale)
 
 
@@ -117,6 +135,7 @@ _CANDIDATES = (
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
         store_queries=cpu_store_kv.store_queries,
+        quantized=cpu_quantized.COMPILED,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -126,6 +145,7 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
+        quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
@@ -135,6 +155,7 @@ _CANDIDATES = (
         how="the flash-attn package, reads blocks where they lie",
         devices=("cuda",),
         make=_make_flash,
+        quantized=None,
         dtypes=_HALF,
         refuse=partial(_refuse_package, "flash_attn", "flash-attn", 256),
     ),
@@ -143,6 +164,7 @@ _CANDIDATES = (
         how="gathered blocks and the xformers package",
         devices=("cuda",),
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
+        quantized=None,
         dtypes=_HALF,
         phases=("prefill",),
         refuse=partial(_refuse_package, "xformers", "xformers", 1),
@@ -173,7 +195,9 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if names[0] != names[-1] or "decode" not in prefill.phases:
         decode, tokens = _take(names[-1], "decode", needs, refused)
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
-    stores = decode.store_kv, decode.store_queries
+    assert decode.quantized is not None or needs.form == "auto"
+    quantized = decode.quantized or quantized_entries.TORCH
+    stores = decode.store_kv, decode.store_queries, quantized
     if prefill is decode:
         return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
     how = f"prefill: {prefill.how}", f"decode: {decode.how}"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.attention.base import BatchAttention, Entries, ForwardBatch, LayerCache
 from kvserve.engine.attention.spans import Span, build_spans
 
 
@@ -51,12 +51,12 @@ class TorchAttention:
                 out[span.tokens[span.valid]] = attended[span.valid]
         return out
 
-    def _attend(self, span: Span, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, span: Span, group: int, q: Tensor, keys: Entries, values: Entries) -> Tensor:
         """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
         tables, mask = span.tables[group], span.mask[group]
         chunks, width, heads, dim = q.shape
         rows = chunks * tables.shape[1]
-        k, v = (self._gather(i, x, tables, rows) for i, x in enumerate((keys, values)))
+        k, v = (self._gather(i, x, tables, rows, q.dtype) for i, x in enumerate((keys, values)))
         kv_heads = k.shape[1]
         if width == 1:
             # The query heads of a KV head become its queries: no key is repeated or copied.
@@ -69,10 +69,15 @@ class TorchAttention:
         )
         return out.unflatten(0, (chunks, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _gather(self, which: int, blocks: Tensor, tables: Tensor, rows: int) -> Tensor:
-        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer."""
+    def _gather(
+        self, which: int, blocks: Entries, tables: Tensor, rows: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer; levels widened."""
         _, size, heads, dim = blocks.shape
         count = tables.numel()
+        if not isinstance(blocks, Tensor):
+            found = blocks.select(0, tables.reshape(-1)).widened(dtype)
+            return found.view(rows, -1, heads, dim).transpose(1, 2)
         if len(self._buffers) == which:
             self._buffers.append(blocks.new_empty(0))
         if self._buffers[which].numel() < count * size * heads * dim:

@@ -52,6 +52,7 @@ class _Planned:
 
     def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]
         blocks, shape = self.tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)

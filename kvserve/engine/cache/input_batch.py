@@ -7,12 +7,14 @@ known to the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows
+from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -20,7 +22,12 @@ from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.output import (
+    CompactionTask,
+    NewRequest,
+    SchedulerOutput,
+    TableUpdate,
+)
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 
@@ -70,8 +77,9 @@ class InputBatch(RowArrays):
         """What attention reads of them, by layer group, where it reads codes itself."""
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self._kept_scores: dict[int, Tensor] = {}
-        self._parked_scores: dict[int, dict[int, Tensor]] = {}
+        self._scores = torch.zeros(0)
+        """[rows, L, Hkv, m] of policies whose scores go on, each in the rows of its sequences."""
+        self._parked_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
@@ -87,17 +95,37 @@ class InputBatch(RowArrays):
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
 
-    def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
-        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
-        if count and policy_id not in self._kept_scores:
-            lanes = self.layout.num_layers, self.layout.num_kv_heads
-            shape = (len(self.last_token), *lanes, count)
-            self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
-        return self._kept_scores.get(policy_id)
+    def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
+        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
+        found = []
+        for request in requests:
+            try:
+                self.sampling.set_rows((request,))
+            except Exception:
+                found.append(request.seq_id)
+        return found
 
-    def forget_scores(self, policy_id: int) -> None:
-        """Give back what a policy kept that nobody uses any more."""
-        self._kept_scores.pop(policy_id, None)
+    def kept_scores(self, count: int) -> Tensor | None:
+        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
+        if not count:
+            return None
+        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
+            lanes = self.layout.num_layers, self.layout.num_kv_heads
+            wider = torch.zeros((len(self.last_token), *lanes, count), device=self.device)
+            if self._scores.numel():
+                wider[..., : self._scores.shape[-1]] = self._scores
+            self._scores = wider
+        return self._scores[..., :count]
+
+    @property
+    def kept_score_bytes(self) -> int:
+        """Memory that kept scores take beside the pool."""
+        return self._scores.numel() * self._scores.itemsize
+
+    def forget_scores(self) -> None:
+        """Give back the scores that policies kept: no sequence goes on with any."""
+        self._scores = torch.zeros(0)
+        self._parked_scores.clear()
 
     def after_compaction(self, task: CompactionTask) -> None:
         """Each group of each row holds what the task left it."""
@@ -109,10 +137,10 @@ class InputBatch(RowArrays):
             self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
 
     @property
-    def code_tables(self) -> tuple[Tensor, ...]:
+    def code_tables(self) -> CodeTables:
         """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
-        return (*tables, self.coded, self.num_vectors)
+        return CodeTables(*tables, self.coded, self.num_vectors)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
@@ -256,8 +284,7 @@ class InputBatch(RowArrays):
     def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
-        kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
-        return CodedRows(num_coded, coded, kv, index, vectors)
+        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
@@ -269,13 +296,15 @@ class InputBatch(RowArrays):
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
         for place in output.discarded:
             self._parked_scores.pop(place, None)  # not there if the step that parked it failed
-        for task in output.swap_outs:
-            kept = self._kept_scores.items()
-            self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
+        if self._scores.numel():
+            for task in output.swap_outs:
+                self._parked_scores[task.place] = self._scores[task.row].cpu()
         for task in output.swap_ins:
-            for i, scores in self._parked_scores.pop(task.place).items():
-                if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
-                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
+            scores = self._parked_scores.pop(task.place, None)
+            if scores is not None and self._scores.numel():
+                # Others may have asked for more meanwhile, never for less.
+                places = slice(scores.shape[-1])
+                self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -286,8 +315,8 @@ class InputBatch(RowArrays):
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         self.move_rows(to, source)
-        for kept_scores in self._kept_scores.values():
-            kept_scores[to] = kept_scores[source]
+        if self._scores.numel():
+            self._scores[to] = self._scores[source]
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cache's one tensor, and its two readings: blocks of keys and values, blocks of queries."""
+"""The cache's one piece of memory, and its readings: blocks of entries, blocks of queries."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import ForwardBatch, StoreKV, StoreQueries
+from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreQueries
 from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.entry_store import (
+    CodedEntries,
+    EntryStore,
+    QuantizedEntries,
+    RawEntries,
+    block_bytes,
+    memory_shape,
+)
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -19,11 +29,11 @@ SWAP_STAGING_BYTES = 64 * 1024 * 1024
 
 
 class KVCache:
-    """``kv [num_blocks, L/LG, 2, B, Hkv/R, D]``; ``query_log`` is the same memory as log blocks.
+    """``kv [num_blocks, L/LG, ...]`` holds ``entries``; ``query_log`` is it as log blocks.
 
+    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
     ``log_heads`` is how many query vectors a token logs: Hkv (mean over each GQA group) or Hq.
-    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each. ``codes`` reads and writes
-    the same memory as codes, where rows may be held so.
+    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each.
     """
 
     def __init__(
@@ -36,42 +46,58 @@ class KVCache:
         *,
         fp8_log: bool = False,
         num_host_blocks: int = 0,
+        form: EntryFormat | None = None,
         store_kv: StoreKV = store_kv,
         store_queries: StoreQueries = store_queries,
+        quantized: QuantizedKernels = TORCH,
     ) -> None:
         self.layout = layout
-        self.codes: CodeStore | None = None
+        self.form = form or entry_format("auto", dtype.itemsize)
+        self.dtype = dtype
         self.log_heads = log_heads
         self._store_kv, self._store_queries = store_kv, store_queries
-        self.kv = torch.zeros(layout.cache_shape(num_blocks), dtype=dtype, device=device)
+        stored = torch.uint8 if self.form.quantized else dtype
+        shape = memory_shape(layout, self.form, num_blocks)
+        self.kv = torch.zeros(shape, dtype=stored, device=device)
         # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
         # memory, and pinned memory is rounded up to a power of two.
-        self.host = torch.empty(layout.cache_shape(num_host_blocks + 1), dtype=dtype, device="cpu")
+        self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
         staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
         self._staging = torch.empty(
-            layout.cache_shape(staged), dtype=dtype, device="cpu", pin_memory=device == "cuda"
+            staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.log_block_tokens = log_block_tokens(
-            layout, log_heads, dtype.itemsize if fp8_log else 1
-        )
-        memory = self.kv.view(torch.uint8) if fp8_log else self.kv
-        self.query_log = memory.view(
-            num_blocks,
-            layout.layers_per_block,
-            self.log_block_tokens,
-            log_heads // layout.rows,
-            layout.head_dim,
-        )
+        self.entries: EntryStore = RawEntries(self.kv, store_kv)
+        if self.form.quantized:
+            blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
+            self.entries = QuantizedEntries(blocks, quantized, dtype)
+        logged = torch.uint8 if fp8_log else dtype
+        self.log_block_tokens = log_block_tokens(layout, self.form, log_heads, logged.itemsize)
+        heads, dim = log_heads // layout.rows, layout.head_dim
+        used = self.log_block_tokens * heads * dim * logged.itemsize
+        numbers = self.kv.flatten(2).view(torch.uint8)[..., :used].view(logged)
+        self.query_log = numbers.unflatten(-1, (self.log_block_tokens, heads, dim))
+
+    @property
+    def codes(self) -> CodeStore | None:
+        """What reads and writes the same memory as codes, where rows may be held so."""
+        return self.entries.codes if isinstance(self.entries, CodedEntries) else None
+
+    def hold_codes(self, codes: CodeStore) -> None:
+        """Rows may be held as codes from now on."""
+        self.entries = CodedEntries(self.kv, self._store_kv, codes)
+
+    def block_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
+        return block_bytes(layout, self.form)
 
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values, and its queries where they are logged.
 
-        Before them, what ``batch.rebuilt`` names. q: [T, Hq, D]; k, v: [T, Hkv, D].
+        q: [T, Hq, D]; k, v: [T, Hkv, D].
         """
-        if batch.rebuilt is not None and self.codes is not None:
-            self.codes.rebuild(layer, batch.rebuilt)
+        self.entries.prepare(layer, batch)
         group, place = divmod(layer, self.layout.layers_per_block)
-        self._store_kv(self.kv, place, batch.slots[group], k, v)
+        self.entries.write(place, batch.slots[group], k, v)
         if batch.query_slots is not None:
             self._store_queries(self.query_log, place, batch.query_slots[group], q)
 
@@ -102,20 +128,21 @@ class KVCache:
         """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""
         return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         group, place = divmod(layer, self.layout.layers_per_block)
-        return self.kv[:, place, 0], self.kv[:, place, 1], group
+        return *self.entries.layer(place), group
 
 
-def log_block_tokens(layout: KVLayout, log_heads: int, per_number: int = 1) -> int:
-    """Tokens whose queries one block holds; ``per_number`` of its numbers fit in a cached one.
+def log_block_tokens(layout: KVLayout, form: EntryFormat, log_heads: int, itemsize: int) -> int:
+    """Tokens whose queries, of ``itemsize`` bytes a number, one block holds.
 
-    Raises ``ValueError`` where entries do not fill a layer's part of a block exactly.
+    Raises ``ValueError`` for none, and where they do not fill a layer's part of a block of numbers.
     """
-    numbers = 2 * layout.block_size * layout.num_kv_heads * per_number
-    if numbers % log_heads:
+    part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
+    held, left = divmod(part, log_heads * layout.head_dim * itemsize)
+    if not held or (left and not form.quantized):
         raise ValueError(
             f"a block of {layout.block_size} tokens cannot hold whole queries of {log_heads} heads"
         )
-    return numbers // log_heads
+    return held

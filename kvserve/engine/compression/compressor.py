@@ -23,8 +23,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.compact_kv import compact_kv
-from kvserve.kernels.gather_kv import gather_keys, gather_queries
+from kvserve.kernels.gather_kv import gather_queries
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -178,7 +177,7 @@ class Compressor:
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0), runs=len(task.rows))
+        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
 
     def _select(
         self,
@@ -245,7 +244,7 @@ class Compressor:
             some = slice(start, start + step)
             part = windows.part(some)
             slots = slots_of(block_tables, part.rows, part.held, lanes, layout.block_size)
-            keys = _by_window(gather_keys(cache.kv, _led(slots, layers, 0), layers), part)
+            keys = _by_window(cache.entries.keys(_led(slots, layers, 0), layers), part)
             queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
                 queries = _led(self._recompute(part, heads), layers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvserve.engine.cache.input_batch import InputBatch
@@ -21,6 +23,7 @@ from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import Stopwatch
 from kvserve.engine.policies.base import Policy
+from kvserve.log import EngineDeadError, SequenceError
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 
@@ -65,13 +68,15 @@ class EventRunner:
             return [], None
         watch = Stopwatch(self._batch.device)
         for task in output.compactions:
-            self._handlers[task.kind].apply(task, self._policies[task.policy_id])
-            self._batch.after_compaction(task)
-            self._batch.add_to_fingerprint(task.rows, self._group)
-        scored = [
-            (task.kind, self._handlers[task.kind].score(task, self._policies[task.policy_id]))
-            for task in output.observations
-        ]
+            with _blaming(task.seq_ids.tolist()):
+                self._handlers[task.kind].apply(task, self._policies[task.policy_id])
+                self._batch.after_compaction(task)
+                self._batch.add_to_fingerprint(task.rows, self._group)
+        scored: ScoredEvents = []
+        for events in output.observations:
+            with _blaming(events.seq_ids.tolist()):
+                policy = self._policies[events.policy_id]
+                scored.append((events.kind, self._handlers[events.kind].score(events, policy)))
         watch.stop()
         return scored, watch
 
@@ -79,3 +84,14 @@ class EventRunner:
         """Compute a prompt that is pruned on the way; its last hidden state [1, hidden]."""
         policy = self._policies[task.policy_id]
         return self._pruned.compute(task, policy, logs_queries=logs_queries)
+
+
+@contextmanager
+def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
+    """What fails here concerns these sequences alone; memory is everybody's."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
+        raise
+    except Exception as error:
+        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error

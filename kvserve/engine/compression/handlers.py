@@ -38,7 +38,7 @@ class EvenEvents:
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
         """Carry events out, with the tables as they were before."""
-        scores = self._batch.kept_scores(task.policy_id, policy.kept_scores)
+        scores = self._batch.kept_scores(policy.kept_scores)
         tables = self._batch.block_tables, self._batch.log_tables
         self._compressor.run(task, policy, *tables, scores)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
+from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch, LayerCache
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.moves import lanes_of
@@ -83,7 +83,7 @@ class _Seen:
         self._queries, self._keys = q, k
         self._cache.store(layer, batch, q, k, v)
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)
 
     def observation(self, recent: int, scale: float) -> Observation:

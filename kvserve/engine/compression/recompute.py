@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
+from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
@@ -67,5 +67,5 @@ class _QueryRecorder:
     def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.queries.append(reduce_queries(q, self._heads))
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)

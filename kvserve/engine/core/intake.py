@@ -155,10 +155,11 @@ class Intake:
         )
 
     def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
-        if new.structured_output is None:
+        wanted = new.structured_output
+        if wanted is None:
             return None
-        matcher = matcher or self._grammars.compile(new.structured_output)
-        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids)
+        matcher = matcher or self._grammars.compile(wanted)
+        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
 
 
 def event_kind(policy: Policy) -> EventKind:

@@ -52,8 +52,9 @@ class AdaKV(BudgetedPolicy):
     """Keep a prompt's best entries by another policy's scores, more of them in heads whose scores
     stand out; with trigger threshold, bound what a long generation holds.
 
-    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less;
-    with trigger threshold it does not.
+    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less.
+    With trigger threshold rounding holds none more; heads that have fewer entries than their share
+    keep what they have, and what they leave is not handed to others, so the mean may be less.
     """
 
     name: ClassVar[str] = "adakv"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -205,5 +205,6 @@ class Policy:
         raise NotImplementedError(f"policy {self.name} prunes nothing")
 
 
-UnevenPolicy = PruningPolicy = Policy
-"""Earlier names, for plug-ins: every policy may choose unevenly, or prune."""
+# Earlier names, for plug-ins: every policy may choose unevenly, or prune.
+UnevenPolicy: TypeAlias = Policy
+PruningPolicy: TypeAlias = Policy

@@ -34,8 +34,10 @@ class WindowKV(Policy):
     """Keep those windows of a prompt that its last tokens attend to, alike in neighbouring layers,
     and more of them in lower ones.
 
-    ``budget`` is the mean over layers; a layer keeps up to ``chunk_size`` entries more or less, and
-    the uppermost may keep nothing but the newest entries where the budget is small. With task auto
+    ``budget`` is the mean over layers before windows are made whole; a layer keeps up to
+    ``chunk_size`` entries more or less, so the mean held may exceed ``budget`` by up to a window
+    (by 12 entries of 60, say), and the uppermost may keep nothing but the newest entries where the
+    budget is small. With task auto
     the server classifies the prompt's text; without a text the task is localization.
     """
 

@@ -25,7 +25,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
-from kvserve.log import EngineDeadError
+from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.event import Scores, answer
@@ -45,6 +45,8 @@ class ModelRunnerOutput:
     """The answer to each of ``SchedulerOutput.observations``."""
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
+    failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
+    """Places whose grammars went wrong, and how."""
 
 
 @dataclass(slots=True)
@@ -88,13 +90,16 @@ class LaunchedStep:
         if self.sampled is not None:
             found = [next(arrays) for _ in self.sampled.tensors]
             token_ids, logprobs = found[0], _logprobs(found, self.wanted)
-        for place, grammar in self.grammars:
-            grammar.accept(int(token_ids[place]))
         prompts = [
             chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
         ]
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
-        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds)
+        # Last, when nothing can fail any more: a grammar walks on but never back.
+        for place, grammar in self.grammars:
+            grammar.accept(int(token_ids[place]))
+        failed = [(place, each.failure) for place, each in self.grammars if each.failure]
+        self.grammars = []  # those of sequences that have ended are freed before the next step
+        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
 
 
 @dataclass(slots=True)
@@ -152,7 +157,11 @@ class ModelRunner:
     def set_policy(self, policy_id: int, policy: Policy) -> None:
         """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
         self.policies[policy_id] = policy
-        self.batch.forget_scores(policy_id)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
+        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -169,7 +178,13 @@ class ModelRunner:
         """Start one step. Its parts run in the order of the message's fields."""
         step = LaunchedStep(*self._events.run(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
-        self.batch.apply(output)
+        try:
+            self.batch.apply(output)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            culprits = self.batch.unfit(output.admitted.requests)
+            raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:

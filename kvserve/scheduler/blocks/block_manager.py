@@ -270,6 +270,11 @@ class BlockManager(RowArrays):
         held = self.kv.held(num_rows) + self.log.held(num_rows)
         return held if self.codes is None else held + self.codes.held(num_rows)
 
+    def held_by(self, row: int) -> tuple[int, int]:
+        """Blocks that a row names for its entries, and for its logged queries."""
+        log = int(self.log.held(row + 1)[row])
+        return int(self.held(row + 1)[row]) - log, log
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         self.kv.swap(a, b)

@@ -146,9 +146,12 @@ class CompressionScheduler:
 
     def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
         """Events of one policy's rows; nothing is known of what they leave."""
-        trigger, old = self._triggers[policy_id], self.blocks.kv_lens[:, at]
-        plan, kind = trigger.plan(self.rows.state(at)), self._kinds[policy_id]
-        return EventCandidates(policy_id, kind, trigger, at, plan, old, old, self.blocks.layout)
+        trigger, state = self._triggers[policy_id], self.rows.state(at)
+        plan, old = trigger.plan(state), self.blocks.kv_lens[:, at]
+        if not plan.is_within(state.kv_len).all():
+            raise ValueError("an event would take entries that are not there")
+        kind, layout = self._kinds[policy_id], self.blocks.layout
+        return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
 
     def _that_pay(
         self, gate: BreakEvenGate, candidates: list[EventCandidates], entries_that_fit: int
@@ -257,17 +260,17 @@ class CompressionScheduler:
         )
         rows.first_uncompressed_pos[at] = done.plan.first_uncompressed_pos
         log_from = self.schedule_next_event(done.policy_id, at)
-        rows.compactions[at] += 1
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
             if not recorded or position > recorded[-1]:
                 recorded.append(position)
         rows.blocks_released[at] += taken.released
-        self.compactions += len(at)
         self.blocks_released += int(taken.released.sum())
         self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
         dst_blocks = blocks.written(at, taken.copy_start, new)
         task = CompactionTask.of(observed, new, taken.copy_start, dst_blocks, log_from, taken.codes)
+        rows.compactions[at] += task.compacts
+        self.compactions += int(np.count_nonzero(task.compacts))
         self.lives.schedule(task)
         return task
 

@@ -16,7 +16,7 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class RowTable(RowArrays):
-    """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens."""
+    """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
     num_prompt: IntArray = per_row("num_prompt_tokens")
     num_tokens: IntArray = per_row("num_tokens")

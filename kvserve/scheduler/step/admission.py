@@ -45,8 +45,8 @@ class Admission:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """Blocks without which a sequence cannot get past its prompt and its first event."""
-        first_event, log_from = _first_event(num_prompt, trigger)
-        tokens = num_prompt + 1 if first_event == NO_EVENT else min(first_event, max_len)
+        due, log_from = first_event(num_prompt, trigger)
+        tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
         return self._blocks_alone(tokens, log_from)
 
     def admit(self, seq: Sequence, budget: int) -> bool:
@@ -59,8 +59,8 @@ class Admission:
             target, limit = 0, self._swap.identity_tokens(seq)
             wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
-            first_event, log_from = _first_event(seq.num_prompt_tokens, seq.trigger)
-            target = min(seq.num_tokens, seq.next_event(0, first_event))
+            due, log_from = first_event(seq.num_prompt_tokens, seq.trigger)
+            target = min(seq.num_tokens, seq.next_event(0, due))
             # The last token is computed for its logits, the logged ones for their queries.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks_alone(target, log_from)
@@ -141,7 +141,7 @@ class Admission:
         return self._blocks.wanted(at, growth, computed)
 
 
-def _first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
+def first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
     """Where a fresh sequence's first event is due, and from where it logs queries until then."""
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
     state = RowState(prompt, zero, zero, trigger.start(prompt))

@@ -102,11 +102,15 @@ class Departures:
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self._rows.save(seq)
+        self.count_held(seq)
+        self._blocks.release_row(seq.row)
+        self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0
+
+    def count_held(self, seq: Sequence) -> None:
+        """Write down what a row holds."""
         layout, lens = self._blocks.layout, self._blocks.kv_lens[:, seq.row]
         per_entry = layout.layers_per_block * layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
-        seq.held_blocks = int(self._blocks.held(seq.row + 1)[seq.row])
+        seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
         seq.coded_entries, seq.codebook_entries = self._blocks.num_coded(seq.row)
-        self._blocks.release_row(seq.row)
-        self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0

@@ -22,6 +22,8 @@ Schema, and `kvserve inspect` shows what a policy keeps of a given text.
 An integer that counts tokens or entries is at most the server's context (`--max-model-len`).
 *Lengths*: whether all layers and KV heads hold equally many entries (`--kv-layout`).
 
+Where the papers leave a choice open, [choices.md](choices.md) says what was chosen.
+
 `make docs` makes this page from the policies themselves: edit those.
 """
 _LENGTHS = {"model": "equal", "layer": "by layer", "head": "by KV head"}

@@ -23,7 +23,8 @@ def describe(name: str, policy: type[Any]) -> dict[str, Any]:
     """Everything that is said of a policy, from its docstrings, class variables and fields."""
     text = inspect.cleandoc(policy.__doc__ or "").replace("``", "`")
     summary, _, details = text.partition("\n\n")
-    source = (inspect.getmodule(policy).__doc__ or "").split("\n")[0].removesuffix(".")
+    source = (inspect.getmodule(policy).__doc__ or "").partition("\n\n")[0]
+    source = " ".join(source.split()).removesuffix(".")
     return {
         "name": name,
         "summary": summary.replace("\n", " "),
