@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -208,7 +207,7 @@ def test_earlier_entries(reduce: str, missing: int) -> None:
             q[h * group + member, i], there, own, i + 1
         )
         probs[h, member, i, int(gone[h].sum()) :] = given[unseen : own - i]
-    seen: tuple[Any, ...] = keys[:, unseen:], SCALE
+    seen = keys[:, unseen:], SCALE
     absent = gone if missing else None
     found = causal_scores(q, *seen, reduce, absent, shares)
     torch.testing.assert_close(found, over_group(probs.mean(2), reduce, 1))
