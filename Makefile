@@ -22,6 +22,7 @@ BENCH_POLICY ?= --policy kara
 PORT ?= 8000
 JOBS ?= 2
 ARGS ?=
+MINUTES ?= 60
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -34,7 +35,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
+.PHONY: help venv install dev run test test-long soak acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -54,6 +55,9 @@ test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 
 test-long: $(DEV_DONE) $(OTHER_TRITON)/triton ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
+
+soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json --page build/soak.md $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)

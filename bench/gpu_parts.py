@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from bench.gpu_engines import (
     BOTH,
@@ -31,9 +33,14 @@ from bench.gpu_engines import (
     spoil_free_memory,
     write_model,
 )
+from bench.gpu_tile import decoding, time_tile
 from bench.kernel_cases import SMOKE, Setting, Sizes
-from bench.kernels import copy_bandwidth, differences, measure
+from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
+from kvserve.engine.models.fp8 import multiply
+from kvserve.kernels.elementwise import quantize_rows
+from kvserve.kernels.sample_tokens import sample_tokens_sorted, sample_tokens_triton
+from kvserve.kernels.tiles import TILES
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 
@@ -229,6 +236,44 @@ def check_bandwidth(found: Findings) -> None:
                 found.add(f"{shape} {context}: {row['kernel']}", True, words, choice=True)
 
 
+def check_choices(found: Findings) -> None:
+    """What only a device can decide: both forms behind kvserve/kernels/tiles.py, timed."""
+    if not CUDA:
+        found.left_out("which form is faster is a GPU's to say")
+        return
+    with found.case("long rows beside short ones"):
+        lengths = [1000] * 255 + [8000]
+        batch = decoding("", lengths, "llama-8b", "cuda", Sizes(layers=1))
+        expected, tile = batch.reference(), TILES[9, 0]["decode"]
+        for longest in (0, 2048, 4096):
+            split = tile._replace(longest=longest)
+            seconds = time_tile("decode", split, batch, expected, "cuda")
+            words = "wrong" if seconds is None else f"{seconds * 1e6:.0f} us"
+            found.add(f"decode, longest={longest}", seconds is not None, words, choice=True)
+    with found.case("sampling"):
+        for rows in (1, 4, 16, 64):
+            logits = torch.randn(rows, 128_256, device="cuda") * 3
+            settings = torch.tensor([0.7, 0.95, 50.0, 0.01], device="cuda").repeat(rows, 1)
+            places = torch.arange(rows, device="cuda")
+            inputs = logits, settings, places, places
+            by_kernel = median_seconds(partial(sample_tokens_triton, *inputs, True))
+            by_sort = median_seconds(partial(sample_tokens_sorted, *inputs))
+            words = f"kernel {by_kernel * 1e6:.0f} us, torch's sort {by_sort * 1e6:.0f} us"
+            found.add(f"sampling of {rows} rows (SORTED_ROWS)", True, words, choice=True)
+    with found.case("FP8 products"):
+        plain = torch.randn(28_672, 4096, device="cuda").bfloat16()
+        weight, scales = quantize_rows(plain)
+        for rows in (1, 64, 256, 2048):
+            x = torch.randn(rows, 4096, device="cuda").bfloat16()
+            apart = _apart(multiply(x, weight, scales), F.linear(x, plain))
+            half, small = (
+                median_seconds(run)
+                for run in (partial(F.linear, x, plain), partial(multiply, x, weight, scales))
+            )
+            words = f"bfloat16 {half * 1e6:.0f} us, FP8 {small * 1e6:.0f} us, {apart:.1e} apart"
+            found.add(f"product of {rows} rows", apart < 0.06, words, choice=True)
+
+
 @dataclass(frozen=True)
 class Part:
     """``run`` under a limit of ``limit`` seconds; ``what`` it shows."""
@@ -245,6 +290,7 @@ PARTS = {
     "logits": Part("bfloat16 logits of a large shape", check_logits, 120),
     "kernels": Part("kernels agree with their references", check_kernels, 150),
     "bandwidth": Part("bandwidth of the kernels", check_bandwidth, 120),
+    "choices": Part("two forms of the same, timed", check_choices, 90),
 }
 
 

@@ -140,7 +140,7 @@ LONG = (
         "cpu-peers-long",
         "vLLM's CPU build on the same long answers",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 3",
+        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
         minutes=8,
         module="bench.cpu_peers",
     ),
@@ -283,6 +283,28 @@ SUITE = (
         "--max-num-seqs 8 --threads 1 --repeat 3 --compare-code-attention "
         + flags(("none", "spindlekv:ratio=1", "spindlekv:ratio=0.4")),
         minutes=2,
+    ),
+    Measurement(
+        "kv-cache-dtypes",
+        "Decoding over a cache of fewer bits",
+        "What a decoding step gains where nothing is evicted: the same random entries, held as "
+        "float32, as bfloat16 and, under the bfloat16 model, as levels. Scheduler and prompts are "
+        "not in it.",
+        "--contexts 512 2048 8192 --batches 1 16 64 --threads 1 --memory 3",
+        minutes=8,
+        module="bench.kv_cache_dtypes",
+    ),
+    Measurement(
+        "kv-cache-accuracy",
+        "Accuracy against bytes, the cache held in fewer bits",
+        "The full cache and Kara, each with its entries held as they are computed (float32), as "
+        "`int8`, as `k8v4` and as `fp8`. Bytes of entries count scales.",
+        "eval --tasks chain redundant-chain needle-1024 --num-samples 100 --threads 1 --retention "
+        "0.5 0.3 0.2 --compare-kv-cache-dtypes auto int8 k8v4 fp8 "
+        f"--policy none --policy {KARA.partition(',ratio')[0]}",
+        minutes=25,
+        plots=True,
+        in_pieces=False,
     ),
     Measurement(
         "latency",

@@ -29,6 +29,7 @@ from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, rank
 from kvserve.kernels.paged_attention import paged_attention_torch
+from kvserve.kernels.quantized_entries import TORCH
 from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
 
 GIB = 1 << 30
@@ -185,7 +186,7 @@ def _is_place(x: Any) -> bool:
 def _place_of(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
-    return Place(_address(x), x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+    return Place(_address(x), x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
 
 def _address(x: Tensor) -> int:
@@ -279,7 +280,7 @@ def pretend_cuda() -> Iterator[Queue]:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = triton.TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_torch, store_queries_torch
+        stores = store_kv_torch, store_queries_torch, TORCH
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     mode = PretendCuda()

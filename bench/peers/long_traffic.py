@@ -42,6 +42,8 @@ COLUMNS = (
     Column("of vLLM", "vs_vllm", ".2f"),
 )
 _WARMUP_TOKENS = 8
+_SECONDS = {"wall": "seconds", "cpu": "cpu_seconds"}
+_VLLM_BLOCK = 32  # tokens; its attention for CPUs takes multiples of 32 alone
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -75,10 +77,11 @@ class LongTraffic:
         common = {"max_num_seqs": len(self.workload), "max_model_len": self.longest}
         if peer is None:
             return {**common, "kv_cache_memory": (self.blocks + 1) * self.block_bytes}
+        blocks = ceil(self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
         return {
             **common,
-            "num_gpu_blocks_override": self.blocks + 1,  # of which it leaves one empty, too
-            "block_size": DEFAULT_BLOCK_SIZE,
+            "num_gpu_blocks_override": blocks + 1,  # of which it leaves one empty, too
+            "block_size": _VLLM_BLOCK,
         }
 
     def describe(self) -> str:
@@ -109,9 +112,7 @@ class Side:
     @classmethod
     def of_vllm(cls) -> Side:
         contestant = Contestant("vllm", "vLLM CPU", "vllm")
-        return cls(
-            contestant, {"engine": contestant.title, "policy": "–", "kv_cache_dtype": "auto"}
-        )
+        return cls(contestant, {"engine": contestant.title, "kv_cache_dtype": "auto"})
 
 
 class LongCase:
@@ -181,4 +182,4 @@ class LongCase:
         result = process.run(prompts=list(self.traffic.workload.prompts), max_tokens=limits)
         if [len(row) for row in result["tokens"]] != limits:
             raise PeerError("answers of other lengths than were asked for")
-        return sum(limits) / float(result["seconds"])
+        return sum(limits) / float(result[_SECONDS[self._args.clock]])

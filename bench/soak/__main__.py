@@ -53,7 +53,7 @@ class Watched:
 
 
 class Soak:
-    """One server under traffic; faults at given shares of the time, the last half on one process."""
+    """One server under traffic; faults come in the first half of the time."""
 
     def __init__(self, minutes: float, clients: int, seed: int, folder: Path) -> None:
         self.minutes = minutes
@@ -238,7 +238,9 @@ class Soak:
             title = f"growth of {part.removesuffix('_mib')} over the last half, MiB a minute"
             checks.append(Check(title, SLOPE_MIB_A_MINUTE, value, "<="))
         growth = round(slope(late, "descriptors"), 3)
-        checks.append(Check("growth of descriptors over the last half, a minute", 1.0, growth, "<="))
+        checks.append(
+            Check("growth of descriptors over the last half, a minute", 1.0, growth, "<=")
+        )
         return checks
 
     def findings(self) -> dict[str, Any]:

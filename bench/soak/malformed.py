@@ -72,7 +72,9 @@ def raw(seed: int) -> bytes:
     """Bytes for a socket."""
     rng = random.Random(seed)
     method = rng.choice((b"GET", b"POST", b"PUT", b"FOO", b"", b"\x16\x03\x01", b"PRI"))
-    path = rng.choice((b"/health", b"/v1/completions", b"/" + b"a" * 5000, b"*", b"\xff", b"", b"?"))
+    path = rng.choice(
+        (b"/health", b"/v1/completions", b"/" + b"a" * 5000, b"*", b"\xff", b"", b"?")
+    )
     version = rng.choice((b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"", b"\0"))
     lines = [b" ".join((method, path, version)), b"Host: a"]
     for _ in range(rng.randint(0, 8)):
@@ -115,14 +117,15 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 def _prompted(path: str) -> dict[str, Any]:
     """What a route needs at least; a request that is otherwise right."""
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    return {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
         "/v1/chat/completions": chat,
         "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
         "/tokenize": {"prompt": "Hi"},
         "/detokenize": {"tokens": [5]},
         "/abort_requests": {"request_ids": ["x"]},
-    }[path].copy()
+    }
+    return bodies[path].copy()
 
 
 def _dump(value: Any) -> bytes:
@@ -179,7 +182,7 @@ def _large(rng: random.Random, path: str) -> Malformed:
     """Much of one thing."""
     count = rng.choice((1_000, 20_000, 100_000))
     field = rng.choice(("prompt", "stop", "stop_token_ids", "messages", "tools", "logit_bias"))
-    many = rng.choice(([{}] * count, ["a"] * count, [1] * count, "a " * count, [[]] * count))
+    many: Any = rng.choice(([{}] * count, ["a"] * count, [1] * count, "a " * count, [[]] * count))
     if field == "logit_bias":
         many = {str(i): rng.choice((1, "x", None)) for i in range(min(count, 20_000))}
     return Malformed(path, _dump({**_prompted(path), field: many}))

@@ -13,7 +13,10 @@ PERIOD = 0.25
 
 def main() -> None:
     """Arguments: the URL. A line for each look: when, how long it took, the status (0: none)."""
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt), httpx.Client(timeout=30) as client:
+    with (
+        contextlib.suppress(BrokenPipeError, KeyboardInterrupt),
+        httpx.Client(timeout=30) as client,
+    ):
         while True:
             started = time.monotonic()
             try:

@@ -42,6 +42,9 @@ def write_report(
         "rows": [check.row() for check in checks],
         **findings,
     }
+    for file in (result, page):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
     if result is not None:
         result.write_text(json.dumps(about, indent=1) + "\n")
     if page is not None:
@@ -69,7 +72,11 @@ def _page(about: dict[str, Any]) -> str:
         f"{about['requests']:,} requests from {about['clients']} clients in {about['minutes']:g} "
         f"minutes, {about['streams_cut']:,} streams cut by their clients; the fixed request was "
         f"asked {about['fixed_request_equal']} times and always had the same tokens"
-        + ("." if not about["fixed_request_other"] else f", but for {about['fixed_request_other']}."),
+        + (
+            "."
+            if not about["fixed_request_other"]
+            else f", but for {about['fixed_request_other']}."
+        ),
         f"`/health` was asked {health['looks']:,} times: median {1000 * health['median']:.1f} ms, "
         f"p99 {1000 * health['p99']:.1f} ms, longest {1000 * health['longest']:.0f} ms.",
         "",
@@ -83,7 +90,10 @@ def _page(about: dict[str, Any]) -> str:
         "",
         "| fault | what came of it |",
         "|---|---|",
-        *(f"| {each['fault']}, after {each['at_s']} s | {each['result']} |" for each in about["faults"]),
+        *(
+            f"| {each['fault']}, after {each['at_s']} s | {each['result']} |"
+            for each in about["faults"]
+        ),
         *(
             f"| a policy that fails ({kind}), {count} times | its own request ended |"
             for kind, count in about["injected_by_a_plug_in"].items()

@@ -15,7 +15,10 @@ import httpx
 
 from bench.soak.malformed import malformed
 
-WORDS = "Hello there Let Kevin7 Rachel8 Adam and Find the sum of two more names again".split()
+WORDS = [
+    *("Hello", "there", "Let", "Kevin7", "Rachel8", "Adam", "and", "Find"),
+    *("the", "sum", "of", "two", "more", "names", "again"),
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -201,12 +204,12 @@ class Traffic:
         """A prompt up to the limit, and beyond."""
         ids = [5 + i * 7 % 300 for i in range(self._rng.randint(200, self._context + 40))]
         spec = self._rng.choice(self._specs)
-        body = {"prompt": ids, "max_tokens": None, "min_tokens": 0, "kv_policy": spec}
-        body["max_tokens"] = max(min(20, self._context - len(ids)), 1)
+        count = max(min(20, self._context - len(ids)), 1)
+        body = {"prompt": ids, "max_tokens": count, "kv_policy": spec}
         answer = await http.post(f"{self.url}/v1/completions", json=body)
-        may = (400,) if len(ids) + body["max_tokens"] > self._context else ()
-        if spec["name"] in ("pyramidinfer",):
-            may = (400,)  # a prompt longer than a step cannot be pruned
+        # A prompt that is longer than a step cannot be pruned.
+        too_long = len(ids) + count > self._context or spec["name"] == "pyramidinfer"
+        may = (400,) if too_long else ()
         self._judge("long prompt", answer.status_code, answer.text, may=may)
 
     async def _malformed(self, http: httpx.AsyncClient) -> None:

@@ -97,7 +97,7 @@ def long_trace(rng: random.Random, length: int, pool: Sequence[str], alike: bool
     most = min(len(pool) - 10, (length - 10) // 54)
     lines = rng.randint(max(1, most * 3 // 4), most)
     others = rng.randint(3, 7) if alike else None
-    return long_chain.long_chain(rng, lines, held_out=False, names=pool, others=others)
+    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), others=others)
 
 
 def copy(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
@@ -154,8 +154,8 @@ class Documents:
         self.recipe = recipe
         self.seed = seed
         self.pool = long_chain.ALL_NAMES if recipe.long else task_text.NAMES
-        self.comma, self.report, self.stop = tokenizer.convert_tokens_to_ids([",", "ĠReport", "."])
         vocab = tokenizer.get_vocab()
+        self.comma, self.report, self.stop = (vocab[t] for t in (",", "ĠReport", "."))
         self.hard = np.zeros(len(vocab) + 1, dtype=bool)
         self.hard[[vocab[d] for d in "0123456789"] + [vocab[f"Ġ{n}"] for n in self.pool]] = True
 

@@ -11,8 +11,8 @@ class Recipe:
     """`mixes`: shares of tasks by row length; `stages`: lengths in turn; `longer`: lengths beside
     the last stage's and their shares of batches; `latest`: shares of the budget at which a stage
     ends even if not every task is learnt; `passes`: the accuracies at which they are; `alike`: the
-    share of rows in the last stage whose lines look alike; `reach`: the last position that gaps
-    lead to."""
+    share of rows in the last stage whose lines look alike; `grow_at`: the share of the budget at
+    which a layer is added; `reach`: the last position that gaps lead to."""
 
     mixes: Mapping[int, Mix]
     stages: tuple[int, ...]
@@ -20,6 +20,7 @@ class Recipe:
     latest: tuple[float, ...]
     passes: tuple[float, ...]
     alike: float
+    grow_at: float
     vocab_size: int
     max_positions: int
     reach: int
@@ -53,6 +54,7 @@ TINY = Recipe(
     latest=(0.06, 0.22, 0.42),
     passes=(0.95, 0.95, 0.95),
     alike=0.0,
+    grow_at=1.0,
     vocab_size=448,
     max_positions=4096,
     reach=2400,
@@ -74,6 +76,7 @@ TINY_LONG = Recipe(
     latest=(0.05, 0.15, 0.3, 0.6),
     passes=(0.95, 0.95, 0.95, 0.98),
     alike=0.6,
+    grow_at=0.77,
     vocab_size=544,
     max_positions=8192,
     reach=5600,

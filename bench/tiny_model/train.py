@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench.tiny_model.data import Batch, Documents
 from bench.tiny_model.export import export
+from bench.tiny_model.grow import grow
 from bench.tiny_model.model import ModelConfig, TinyLlama
 from bench.tiny_model.muon import Muon
 from bench.tiny_model.recipes import RECIPES
@@ -97,7 +98,7 @@ class Trainer:
         self.recipe = RECIPES[args.recipe]
         tokenizer = build_tokenizer(self.recipe)
         self.documents = Documents(tokenizer, self.recipe, args.seed)
-        self.model = build_model(args, tokenizer.convert_tokens_to_ids(list("0123456789")))
+        self.model = build_model(args, [tokenizer.get_vocab()[digit] for digit in "0123456789"])
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"
@@ -105,6 +106,8 @@ class Trainer:
 
     def load(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.args.device)
+        if saved["config"]["num_layers"] > self.model.config.num_layers:
+            self.grow()
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -124,6 +127,16 @@ class Trainer:
         partial.replace(self.checkpoint)
         summary = json.dumps(asdict(self.progress), indent=2)
         (self.args.out / "progress.json").write_text(summary + "\n")
+
+    def grow(self) -> None:
+        """One more layer in the middle; the optimizers start anew."""
+        batch = self.documents.batch(self.progress.step, self.recipe.stages[-1], 16384)
+        ids, positions = (
+            torch.from_numpy(array).to(self.args.device) for array in (batch.ids, batch.positions)
+        )
+        self.model = grow(self.model, self.args.layers // 2, ids, positions)
+        self.optimizers = build_optimizers(self.model, self.args)
+        log.info("grown to %d layers", self.model.config.num_layers)
 
     def schedule(self) -> float:
         """Constant after a short warm-up, then linear to zero at the end of the budget."""
@@ -186,6 +199,9 @@ class Trainer:
         started = time.process_time() - progress.seconds
         saved = time.time()
         while progress.seconds < 60 * self.args.minutes:
+            late = progress.seconds > 60 * self.args.minutes * self.recipe.grow_at
+            if late and self.model.config.num_layers == self.args.layers:
+                self.grow()
             factor = self.schedule()
             length = self.pick_length()
             tokens = self.args.tokens_per_step * (1 if progress.stage < 2 else 2)

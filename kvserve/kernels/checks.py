@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
+from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -61,7 +63,7 @@ def check_tables(
     rows: Tensor,
     last: Tensor,
     starts: Tensor | None,
-    keys: Tensor,
+    keys: Tensor | QuantizedVectors,
     coded: Tensor | None = None,
 ) -> None:
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
@@ -144,24 +146,54 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
-def check_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    chunks: QuerySegments,
-    codes: Codes | None,
+def check_shares(shares: Shares | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the shares of q [T, Hq, D] can be written."""
+    if shares is None:
+        return
+    for name, x, shape, dtype in (
+        ("out", shares.out, q.shape[:2], torch.float32),
+        ("recent", shares.recent, q.shape[:1], torch.int64),
+    ):
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of shares has to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
+
+
+def _check_entries(
+    q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> None:
-    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
-    token sees is not there. Arguments are those of ``paged_attention_triton``.
-    """
+    if not isinstance(keys, Tensor) and not isinstance(values, Tensor):
+        check_head_dim(q)
+        if not keys.shape == values.shape == (*keys.shape[:3], q.shape[-1]):
+            raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
+        return
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise ValueError("keys and values are not both levels")
     check_head_dim(q, keys, values)
-    rows, last, _, starts, _ = chunks
-    tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
     if len({x.dtype for x in (q, keys, values)}) > 1:
         raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
+
+
+def check_attention(
+    q: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    chunks: QuerySegments,
+    codes: Codes | None,
+    shares: Shares | None = None,
+) -> None:
+    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
+    token sees is not there. Arguments are those of ``paged_attention_triton``.
+    """
+    _check_entries(q, keys, values)
+    check_shares(shares, q)
+    rows, last, _, starts, _ = chunks
+    tokens, per_row = len(q), tables.shape[1]
     if q.shape[1] % (per_row * keys.shape[2]):
         groups = f"{per_row} * {keys.shape[2]} KV heads"
         raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
@@ -177,5 +209,6 @@ def check_attention(
     coded = None if codes is None else codes.coded
     check_tables(tables, rows, last, starts, keys, coded)
     if codes is not None:
+        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables, keys)
         check_references(codes, rows)

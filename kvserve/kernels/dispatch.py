@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvserve.kernels.tiles import FLOAT32_TILES, TILES, Tile
+from kvserve.kernels.tiles import FLOAT32_TILES, SORTED_ROWS, TILES, Tile
 
 # Arguments that change from step to step: no code is compiled for particular values of them.
 VARYING = {"columns", "inner", "least", "length", "places", "splits", "tokens", "window"}
@@ -62,13 +62,21 @@ def _complete(module: dict[str, Any]) -> None:
 
 def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
-    if dtype is torch.float32:
-        tile = FLOAT32_TILES[kernel]
-    else:
-        older = [known for known in TILES if known <= capability(device)]
-        tile = TILES[max(older, default=min(TILES))][kernel]
+    table = FLOAT32_TILES if dtype is torch.float32 else TILES[_generation(device)]
+    tile = table[kernel]
     part = max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
+
+
+def most_sorted_rows(device: torch.device) -> int:
+    """Rows up to which sampling with filters is left to torch's sort."""
+    return SORTED_ROWS.get(_generation(device), 0)
+
+
+def _generation(device: torch.device) -> tuple[int, int]:
+    """The newest of ``TILES`` that is not newer than ``device``."""
+    older = [known for known in TILES if known <= capability(device)]
+    return max(older, default=min(TILES))
 
 
 @cache

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, check_slots
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.entry_format import VectorForm
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels, QuantizedVectors
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORMS = {"raw": 0, "int8": 1, "int4": 2, "fp8": 3}
+FORMS = {"int8": 1, "int4": 2, "fp8": 3}
 """What kernels call a form: ``FORM`` of their constants."""
 
 
-def form_number(form: VectorForm) -> int:
-    """``FORM`` of a form."""
-    return FORMS[form.name]
+def form_of(held: Tensor | QuantizedVectors) -> int:
+    """``FORM`` of keys or values; 0 of numbers."""
+    return 0 if isinstance(held, Tensor) else FORMS[held.form.name]
 
 
 def parts_of(held: QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,8 +65,8 @@ def store_quantized_triton(
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        KEY=form_number(keys.form),
-        VALUE=form_number(values.form),
+        KEY=form_of(keys),
+        VALUE=form_of(values),
         num_warps=1,
     )
 
@@ -104,7 +103,7 @@ def gather_quantized_triton(
         HEADS=heads,
         DIM=dim,
         TILE=tile,
-        FORM=form_number(held.form),
+        FORM=form_of(held),
         num_warps=4,
     )
     return out

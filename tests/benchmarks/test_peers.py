@@ -230,9 +230,10 @@ def test_long_answers_get_as_many_bytes_everywhere(
     assert [row["vs_vllm"] for row in saved["rows"]] == pytest.approx([1.5, 3.0, 1.0])
     assert [row.get("policy") for row in saved["rows"]] == ["none", "kara", None]
     ours, theirs = (started[name].settings for name in ("kvserve kara auto", "vllm"))
-    block = 2 * 4 * 4 * 32 * 16 * 2  # keys and values, layers, heads, head dim, tokens, bytes
-    assert ours["kv_cache_memory"] == theirs["num_gpu_blocks_override"] * block
-    assert ours["policy"] == {"name": "kara"} and theirs["block_size"] == 16
+    token = 2 * 4 * 4 * 32 * 2  # keys and values, layers, heads, head dim, bytes
+    usable = (theirs["num_gpu_blocks_override"] - 1) * theirs["block_size"]
+    assert 0 <= usable * token - (ours["kv_cache_memory"] - 16 * token) < 32 * token
+    assert ours["policy"] == {"name": "kara"} and theirs["block_size"] == 32
     assert ours["max_model_len"] == theirs["max_model_len"] > 128 + 400
     assert all(process.closed for process in started.values())
 

@@ -106,6 +106,7 @@ def test_lengths_from_a_file_and_a_model_from_a_directory(tmp_path: Path, model_
         (("--len-sigma", "-1"), "--len-sigma: '-1' is not a number >= 0"),
         (("--kv-cache-memory", "2 spoons"), "--kv-cache-memory: '2 spoons' is not"),
         (("--kv-cache-memory", "1MiB"), "--kv-cache-memory: 1,048,576 bytes do not hold two"),
+        (("--kv-cache-dtype", "int4"), "--kv-cache-dtype: invalid choice"),
         (("--kv-cache-tokens", "16"), "--kv-cache-tokens: under none a prompt of"),
         (("--max-num-batched-tokens", "4"), "--max-num-batched-tokens must be at least"),
         (("--output-len-mean", "90000", "--output-len-cap", "140000"), "--output-len-cap: 14"),

@@ -25,21 +25,24 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.cache import entry_store
-from kvserve.engine.compression import coder, compressor
+from kvserve.engine.cache import entry_store, query_log
+from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
+from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner import rank
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.runner.warm_up import warm_up
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import quantized_triton
 from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
-from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.dispatch import VARYING, Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
@@ -132,7 +135,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_triton, store_queries_triton, quantized_triton.TRITON
+        quantized = quantized_triton.TRITON
+        stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "_device", lambda config: "meta")
@@ -140,7 +144,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
-    monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
@@ -227,6 +232,57 @@ def test_codes_are_written_and_read_without_waits(
     for output in outputs:
         details = output.kv_cache_details
         assert details.compactions > 2 and details.coded_entries and details.codebook_entries
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize(
+    "policy",
+    [KARA, KARA | RECOMPUTED, {"name": "h2o", "budget": 16}],
+    ids=["kara", "recompute", "h2o"],
+)
+def test_nothing_is_compiled_for_a_request(
+    policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What chunks, decodes, draws and events launch was launched before, with the same constants:
+    Triton compiles a kernel anew for others, and for numbers that are 1 or multiples of 16."""
+    launched: set[Any] = set()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        code = kernel.source.__code__
+        given = dict(zip(code.co_varnames, args, strict=False))
+        kinds = tuple(_kind(name, value) for name, value in given.items())
+        launched.add((kernel.source.__name__, kinds, tuple(sorted(options.items()))))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    llm = LLM(
+        str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
+        policy=policy,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        block_size=4,
+        max_num_batched_tokens=32,
+        max_num_seqs=6,
+        num_gpu_blocks_override=240,
+    )
+    core = llm.engine.core
+    prepared = make_policy(policy).for_model(3, 4)
+    warm_up(core.runner, prepared, core.info.max_model_len, max_tokens=32)
+    before = set(launched)
+    outputs = llm.generate(random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN] * 2, use_tqdm=False)
+    assert any(output.kv_cache_details.compactions for output in outputs)
+    assert len(before) > 10
+    for name, kinds, options in launched - before:
+        known = [launch[1:] for launch in before if launch[0] == name]
+        pytest.fail(f"{name} {options} {kinds} is new beside {known}")
+
+
+def _kind(name: str, value: Any) -> Any:
+    """What Triton compiles a kernel for: a tensor's type, and some properties of numbers."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if isinstance(value, int) and name not in VARYING:
+        return value == 1, value % 16 == 0, value >= 2**31
+    return type(value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

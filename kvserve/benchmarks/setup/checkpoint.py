@@ -25,14 +25,7 @@ from kvserve.engine.models.transformer import Transformer
 
 # Flags handed to the engine as they are; one that is not given is the engine's own default.
 _ENGINE_SETTINGS = (
-    *(
-        "dtype",
-        "kv_cache_dtype",
-        "max_model_len",
-        "block_size",
-        "num_gpu_blocks_override",
-        "max_num_seqs",
-    ),
+    *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
     *("kv_cache_dtype",),
 )

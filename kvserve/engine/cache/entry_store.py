@@ -40,8 +40,11 @@ class EntryStore(Protocol):
         """Keys and values of one layer as attention reads them, ``[num_blocks, B, Hkv/R, D]``."""
         ...
 
-    def keys(self, slots: Tensor, layer_ids: Tensor) -> Tensor:
-        """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L']: [L', Hkv, S, D]."""
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L'] (``None``: all of them).
+
+        Returns [L', Hkv, S, D].
+        """
         ...
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
@@ -65,7 +68,7 @@ class RawEntries:
     def layer(self, place: int) -> tuple[Entries, Entries]:
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
-    def keys(self, slots: Tensor, layer_ids: Tensor) -> Tensor:
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return gather_keys(self.memory, slots, layer_ids)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
@@ -91,7 +94,9 @@ class QuantizedEntries:
     A number is rounded once, when it is stored; what events see are numbers of ``dtype``.
     """
 
-    def __init__(self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype):
+    def __init__(
+        self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype
+    ) -> None:
         self.memory = blocks.pool
         self.blocks = blocks
         self._kernels = kernels
@@ -106,7 +111,7 @@ class QuantizedEntries:
     def layer(self, place: int) -> tuple[Entries, Entries]:
         return self.blocks.layer(place)
 
-    def keys(self, slots: Tensor, layer_ids: Tensor) -> Tensor:
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:

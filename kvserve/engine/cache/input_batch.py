@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows
+from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -59,6 +59,7 @@ class InputBatch:
         self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.log_span = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._scores = torch.zeros(0)
@@ -78,6 +79,7 @@ class InputBatch:
             self.coded[:, rows] = self.num_vectors[:, rows] = 0
             self.num_computed[rows] = self._long(new.num_computed)
             self.log_from[rows] = self._long(new.log_from)
+            self.log_span[rows] = self._long([seq.trigger.log_span for seq in new.sequences])
             self.last_token[rows] = self._long(new.last_token)
             self.sampling.set_rows(new.sequences)
         _scatter(self.block_tables, output.table_update)
@@ -127,10 +129,10 @@ class InputBatch:
             self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
 
     @property
-    def code_tables(self) -> tuple[Tensor, ...]:
+    def code_tables(self) -> CodeTables:
         """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
-        return (*tables, self.coded, self.num_vectors)
+        return CodeTables(*tables, self.coded, self.num_vectors)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
@@ -171,6 +173,7 @@ class InputBatch:
             columns=output.columns,
             codes=self.codes,
             rebuilt=self._rebuilt(chunk_rows, output.num_coded),
+            recent=self._recent(by_token, positions) if output.logs_queries else None,
         )
         return input_ids, batch
 
@@ -190,6 +193,7 @@ class InputBatch:
             starts=np.arange(size + 1),
             columns=np.full(size, self.block_tables.shape[3]),
             codes=self.codes,
+            recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -208,6 +212,7 @@ class InputBatch:
             starts=np.array([0, tokens]),
             columns=np.array([self.block_tables.shape[3]]),
             codes=self.codes,
+            recent=zeros + 1,
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -226,6 +231,8 @@ class InputBatch:
         batch.last.copy_(torch.where(real, entries, -1))
         if batch.query_slots is not None:
             batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
+        if batch.recent is not None:
+            batch.recent.copy_(self._recent(places, positions))
         self.kv_lens[:, :size] += real[:, None]
         self.num_computed[:size] += real
         return self.last_token[:size]
@@ -248,6 +255,7 @@ class InputBatch:
             rows=task.rows,
             starts=_starts(np.array([count])),
             columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+            recent=self._recent(at, positions) if logs_queries else None,
         )
 
     def build_recompute(
@@ -274,14 +282,20 @@ class InputBatch:
     def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
-        kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
-        return CodedRows(num_coded, coded, kv, index, vectors)
+        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
         return torch.where(positions >= self.log_from[rows], slots, 0)
+
+    def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """How many of the newest entries of a token stand in its window, itself among them: [T].
+
+        Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
+        """
+        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
 
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
@@ -306,7 +320,10 @@ class InputBatch:
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         kept_scores = [self._scores] if self._scores.numel() else []
-        counters = self.num_computed, self.prompt_lens, self.last_token, self.log_from
+        counters = (
+            *(self.num_computed, self.prompt_lens, self.last_token),
+            *(self.log_from, self.log_span),
+        )
         for by_row in (*counters, *kept_scores):
             by_row[to] = by_row[source]
         for by_group in (*self.code_tables, self.kv_lens):

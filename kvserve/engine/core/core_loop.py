@@ -104,6 +104,8 @@ def run_core(core: EngineCore, channel: Channel) -> None:
         ended: list[FinishedSequence] = []
         reset = False
         refused.clear()
+        if not core.has_work:
+            core.grammars.tidy()
         for command in channel.receive(block=not (core.has_work or grammars)):
             if isinstance(command, Stop):
                 return

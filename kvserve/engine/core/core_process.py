@@ -31,6 +31,7 @@ from kvserve.engine.core.core_loop import (
     run_core,
 )
 from kvserve.engine.core.engine_core import EngineCore
+from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
@@ -135,6 +136,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
     signal.signal(signal.SIGTERM, _leave)  # while it loads nobody waits for anything
     configure_logging(log_level)
+    share_one_arena()
     channel = _SocketChannel(commands, outputs)
     try:
         with closing(EngineCore(config)) as core:

@@ -381,7 +381,7 @@ class EngineCore:
                 self.executor.forget_scores()
         if seq.sampling is not None and seq.sampling.grammar is not None:
             seq.sampling = None
-            self.grammars.tidy()
+            self.grammars.ended()
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 _KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 _LARGE_PAGE = 2**21
 _MADV_COLLAPSE = 25  # of Linux 6.1's mman.h
 
@@ -38,6 +38,17 @@ def use_large_pages(address: int, size: int) -> None:
         ctypes.CDLL(None).madvise(start, ctypes.c_size_t(count), _MADV_COLLAPSE)
 
 
+def share_one_arena() -> None:
+    """Let threads that start from now on take memory from where the first one does.
+
+    glibc's ``malloc_trim`` gives back the end of the first thread's arena alone, and a thread that
+    compiles grammars leaves some hundred MiB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
 def resident_bytes() -> int:
     """Memory that this process holds now; 0 where the system does not say."""
     try:
@@ -47,12 +58,8 @@ def resident_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def trim_memory(before: int, least: int = 32 * 2**20) -> int:
-    """Let malloc give back what is free if the process has grown by ``least`` since ``before``
-    (``resident_bytes``); returns what is held now."""
-    now = resident_bytes()
+def trim_memory() -> None:
+    """Let malloc give back to the system what nobody uses."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if now < before + least or trim is None:
-        return min(before, now) if before else now
-    trim(0)
-    return resident_bytes()
+    if trim is not None:
+        trim(0)

@@ -101,6 +101,7 @@ class LaunchedStep:
         for place, grammar in self.grammars:
             grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
+        self.grammars = []  # those of sequences that have ended are freed before the next step
         return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds, failed)
 
 

@@ -26,7 +26,8 @@ from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_b
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import SCRATCH_BYTES
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -37,6 +38,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.layout import KVLayout
@@ -50,7 +52,7 @@ KEPT_SCORE_BYTES = 256 * 1024 * 1024
 class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
-    ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
+    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
     ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
@@ -60,12 +62,11 @@ class RankPlan:
     dtype: torch.dtype
     device: str
     layout: KVLayout
-    log_heads: int
-    fp8_log: bool
+    log: LogForm
     code_slots: int
     max_len: int
-    kept_scores: int
-    """Scores that the policy keeps of each row, layer and head."""
+    policy: Policy
+    """The engine's own; requests may bring others."""
 
     @property
     def score_bytes(self) -> int:
@@ -77,7 +78,7 @@ class RankPlan:
     def most_score_bytes(self) -> int:
         """Memory beside the pool for scores that policies keep, those of requests among them."""
         may_choose = self.config.compression.allow_request_policy != "none"
-        return max(self.score_bytes * self.kept_scores, KEPT_SCORE_BYTES * may_choose)
+        return max(self.score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
 
     @property
     def form(self) -> EntryFormat:
@@ -92,8 +93,7 @@ class RankPlan:
     @property
     def log_block_tokens(self) -> int:
         """Tokens whose queries one block holds."""
-        itemsize = 1 if self.fp8_log else self.dtype.itemsize
-        return log_block_tokens(self.layout, self.form, self.log_heads, itemsize)
+        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
 
     @property
     def overlaps(self) -> bool:
@@ -103,14 +103,14 @@ class RankPlan:
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
-        per_head = layout.rows > 1
         needs = Needs(
             self.device,
             self.dtype,
             dim,
             layout.block_size,
             dim**-0.5,
-            per_head=per_head,
+            per_head=layout.rows > 1,
+            log_shares=self.log.dtype == "int4",
             form=self.form.name,
         )
         return select_backend(name, needs)
@@ -124,14 +124,14 @@ class RankPlan:
         cache = KVCache(
             self.layout,
             pool.num_blocks,
-            self.log_heads,
+            self.log,
             self.dtype,
             self.device,
-            fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             form=self.form,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
+            store_int4=attention.store_int4,
             quantized=attention.quantized,
         )
         batch = InputBatch(
@@ -139,7 +139,7 @@ class RankPlan:
             self.config.scheduler.max_num_seqs,
             pool.table_shape,
             pool.log_shape,
-            cache.log_block_tokens,
+            cache.query_log.block_tokens,
             self.spec.vocab_size,
             self.device,
             pool.code_shapes,
@@ -155,6 +155,15 @@ class RankPlan:
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
         return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
+
+    def ready_runner(
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+    ) -> ModelRunner:
+        """``runner``, and on a GPU all that it will launch has been launched before."""
+        runner = self.runner(model, attention, pool, group)
+        if self.device == "cuda":
+            warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
+        return runner
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
@@ -289,7 +298,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
     connection.send(plan.profile(model, attention, group).left)
     pool: Pool = inbox.get()
-    return plan.runner(model, attention, pool, group)
+    return plan.ready_runner(model, attention, pool, group)
 
 
 def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:

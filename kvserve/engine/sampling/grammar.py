@@ -34,6 +34,7 @@ from kvserve.log import ConfigError, RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
 _CACHED_BYTES = 32 * 2**20
+_TIDY_EVERY = 64
 
 
 class SequenceGrammar:
@@ -117,7 +118,8 @@ class GrammarCompiler:
         self._info = info
         self._make: Compile | None = None
         self._compiled: OrderedDict[tuple[str, str], tuple[MakeMatcher, int]] = OrderedDict()
-        self._floor = 0
+        self._ended = 0
+        """Sequences with grammars that have ended since memory was given back."""
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
         """A matcher at the grammar's start; ``RequestError`` where the backend refuses it."""
@@ -131,7 +133,8 @@ class GrammarCompiler:
         try:
             make = compiled_safely(self._make, wanted, -(-self._info.vocab_size // 32))
         except RequestError:
-            trim_memory(before)
+            if resident_bytes() - before > _CACHED_BYTES:
+                trim_memory()
             raise
         # What others take meanwhile is counted too: the cache is then smaller, never larger.
         weight = max(resident_bytes() - before, len(wanted.value))
@@ -142,9 +145,17 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return make()
 
+    def ended(self) -> None:
+        """A sequence that followed a grammar has ended; now and then its memory is asked back."""
+        self._ended += 1
+        if self._ended >= _TIDY_EVERY:
+            self.tidy()
+
     def tidy(self) -> None:
         """Give memory of grammars that nobody follows any more back to the system."""
-        self._floor = trim_memory(self._floor)
+        if self._ended:
+            self._ended = 0
+            trim_memory()
 
     def _load_backend(self, field: str) -> Compile:
         eos = self._info.eos_token_ids

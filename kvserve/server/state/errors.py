@@ -161,6 +161,8 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, message, code="invalid_json")
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_field")
+    if kind == "int_parsing_size":
+        first = {**first, "msg": "Input should be an integer of at most 64 bits"}
     what = re.sub("^Input should be", "must be", str(first["msg"]))
     message = f"{param} {what}, got {_shortened(first['input'])}"
     return ApiError(400, message, param=param, code="invalid_value")

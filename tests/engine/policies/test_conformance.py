@@ -98,6 +98,11 @@ class Lab:
         llm = LLM(str(self.directory), policy=policy, skip_tokenizer_init=True, **settings)
         return Recorder(llm)
 
+    @property
+    def small_blocks(self) -> int:
+        """Tokens in the smallest block that holds a token's queries of all heads too."""
+        return 4 if self.form == "auto" else 16
+
     @cached_property
     def _model(self) -> PreTrainedModel:
         return load_dense(self.directory)
@@ -130,7 +135,7 @@ class Lab:
 
         Every second one has the same prompt, so the prefix cache has them share its blocks.
         """
-        engine = self.engine(block_size=4, max_num_batched_tokens=41)
+        engine = self.engine(block_size=self.small_blocks, max_num_batched_tokens=41)
         mates = [(ids, case.spec) for ids, case in zip(MATES * 9, CASES, strict=False)]
         mine = [(IDS, case.spec) for case in CASES]
         requests = [one for pair in zip(mates, mine, strict=True) for one in pair]
@@ -155,7 +160,7 @@ class Lab:
             max_num_batched_tokens=chunk,
             max_num_observed_tokens=4096,
             enable_prefix_caching=hits,
-            block_size=4,
+            block_size=self.small_blocks,
         )
         if hits:
             generate(engine, [(IDS, "none")])
