@@ -48,6 +48,7 @@ from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.window_scores import window_scores_triton
 from kvserve.log import ConfigError
+from kvserve.scheduler.event import answer
 from kvserve.scheduler.output import ObservationTask
 from tests.checkpoints import random_prompts, write_checkpoint
 
@@ -125,8 +126,8 @@ def test_an_index_of_the_host_is_found(index: Any) -> None:
 def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
-    counts = [np.full(kept.shape, 4, np.int32) for kept in step.kept_counts]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, counts, [], 0.0)
+    scores = [answer(kind, np.full(kept.shape, 4, np.int32)) for kind, kept in step.events]
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0)
 
 
 @pytest.fixture

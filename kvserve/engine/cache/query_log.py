@@ -96,8 +96,8 @@ class QueryLog:
             assert shares is not None, "attention was asked for them"
             self._store_int4(self.blocks, layer, slots, q, shares)
 
-    def read(self, slots: Tensor, layers: Tensor) -> Queries:
-        """Queries of ``slots [L', heads, S]`` of ``layers [L']``: [L', heads, S, D].
+    def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
+        """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
 
         Those in 4 bits and e4m3 numbers stay as they are: who computes widens them.
         """
