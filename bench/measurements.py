@@ -82,7 +82,7 @@ LONG = (
         "Answers of 3,000 tokens",
         "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
         "a sequence takes of it is the mean over the run, logged queries included.",
-        f"bench throughput {long_answers(3000, 24)} --repeat 3 {flags(LONG_POLICIES)}",
+        f"bench throughput {long_answers(3000, 24)} --repeat 2 {flags(LONG_POLICIES)}",
         minutes=14,
         plots=True,
         in_pieces=True,
@@ -92,7 +92,7 @@ LONG = (
         "Answers of 12,000 tokens",
         "",
         f"bench throughput {long_answers(12_000, 16, sigma=0.35)} --repeat 1 "
-        f"{flags(LONG_POLICIES[:4])}",
+        f"{flags(LONG_POLICIES[:3])}",
         minutes=15,
         in_pieces=True,
     ),
@@ -100,7 +100,7 @@ LONG = (
         "long-cache-dtypes",
         "Answers of 3,000 tokens, the cache held in fewer bits",
         "As many bytes hold more entries: what rounding gives without a policy, and beside one.",
-        f"bench throughput {long_answers(3000, 24)} --repeat 2 "
+        f"bench throughput {long_answers(3000, 24)} --repeat 1 "
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
         minutes=8,
         in_pieces=True,
@@ -110,7 +110,7 @@ LONG = (
         "Which pools pay, with answers of 3,000 tokens",
         "The same requests on pools from a seventh of the demand to all of it.",
         f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')}"
-        f"--pool-shares 0.15 0.25 0.5 0.75 1.0 --repeat 1 {flags(LONG_POLICIES[1:3])}",
+        f"--pool-shares 0.15 0.25 0.5 1.0 --repeat 1 {flags(LONG_POLICIES[1:2])}",
         minutes=6,
         plots=True,
         in_pieces=True,
@@ -121,10 +121,10 @@ LONG = (
         "The mean length of answers, on a pool of a quarter of each length's own demand and on one "
         "with room for everybody.",
         "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
-        "--output-lens 500 1000 2000 4000 8000 --random-output-sigma 0.7 "
+        "--output-lens 500 1000 2000 4000 --random-output-sigma 0.7 "
         "--random-output-cap 16384 --num-prompts 12 --pool-shares 0.25 1.0 --repeat 1 "
-        f"{flags(LONG_POLICIES[1:3])}",
-        minutes=10,
+        f"{flags(LONG_POLICIES[1:2])}",
+        minutes=6,
         plots=True,
         in_pieces=True,
     ),
@@ -132,7 +132,7 @@ LONG = (
         "long-79m",
         "Answers of 3,000 tokens from a model of 79 M parameters",
         "",
-        f"bench throughput {long_answers(3000, 12, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
+        f"bench throughput {long_answers(3000, 8, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
         minutes=6,
         in_pieces=True,
     ),
@@ -140,7 +140,7 @@ LONG = (
         "cpu-peers-long",
         "vLLM's CPU build on the same long answers",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 3",
+        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
         minutes=8,
         module="bench.cpu_peers",
     ),

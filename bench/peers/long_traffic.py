@@ -42,6 +42,7 @@ COLUMNS = (
     Column("of vLLM", "vs_vllm", ".2f"),
 )
 _WARMUP_TOKENS = 8
+_VLLM_BLOCK = 32  # tokens; its attention for CPUs takes multiples of 32 alone
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -75,10 +76,11 @@ class LongTraffic:
         common = {"max_num_seqs": len(self.workload), "max_model_len": self.longest}
         if peer is None:
             return {**common, "kv_cache_memory": (self.blocks + 1) * self.block_bytes}
+        blocks = ceil(self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
         return {
             **common,
-            "num_gpu_blocks_override": self.blocks + 1,  # of which it leaves one empty, too
-            "block_size": DEFAULT_BLOCK_SIZE,
+            "num_gpu_blocks_override": blocks + 1,  # of which it leaves one empty, too
+            "block_size": _VLLM_BLOCK,
         }
 
     def describe(self) -> str:
@@ -149,7 +151,7 @@ class LongCase:
 
     def rows(self, facts: Row) -> list[Row]:
         peer = next((side.rates for side in self._sides if side.contestant.peer), None)
-        return [self._row(side, peer) | facts for side in self._sides if side.rates]
+        return [{**self._row(side, peer), **facts} for side in self._sides if side.rates]
 
     def _row(self, side: Side, peer: Sequence[float] | None) -> dict[str, Any]:
         traffic, rates = self.traffic, side.rates
