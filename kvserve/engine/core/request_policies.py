@@ -10,8 +10,8 @@ from typing import Any
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.code_store import mask_refusal
 from kvserve.engine.core.startup import BuiltEngine
-from kvserve.engine.policies.arguments import check_bounds
 from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.parts.arguments import check_bounds
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
