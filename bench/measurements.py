@@ -47,11 +47,11 @@ def long_answers(mean: int, count: int, shape: str = "4m", sigma: float = 0.7) -
     return (
         f"--shape {shape} --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
         f"--output-len {mean} --random-output-sigma {sigma} --random-output-cap {cap} "
-        f"--num-prompts {count} --pool-share 0.25"
+        f"--num-prompts {count} --pool-share 0.25 --clock cpu"
     )
 
 
-GRADED = "--model kvserve/tiny-long --dataset long-chain-2000 --threads 1 --pool-share 0.25"
+GRADED = "--model kvserve/tiny-long --dataset long-chain-2000 --threads 1 --pool-share 0.25 --clock cpu"
 SNAPKV_GRADED = "snapkv:trigger=threshold,budget=448,threshold=512"
 RKV_GRADED = "rkv:budget=448,threshold=512,protect_prompt=true"
 WINDOW_GRADED = "streaming_llm:budget=768,period=32"
@@ -109,7 +109,7 @@ LONG = (
         "long-pools",
         "Which pools pay, with answers of 3,000 tokens",
         "The same requests on pools from a seventh of the demand to all of it.",
-        f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')}"
+        f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')} "
         f"--pool-shares 0.15 0.25 0.5 1.0 --repeat 1 {flags(LONG_POLICIES[1:2])}",
         minutes=6,
         plots=True,
@@ -122,7 +122,7 @@ LONG = (
         "with room for everybody.",
         "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
         "--output-lens 500 1000 2000 4000 --random-output-sigma 0.7 "
-        "--random-output-cap 16384 --num-prompts 12 --pool-shares 0.25 1.0 --repeat 1 "
+        "--random-output-cap 16384 --num-prompts 12 --clock cpu --pool-shares 0.25 1.0 --repeat 1 "
         f"{flags(LONG_POLICIES[1:2])}",
         minutes=6,
         plots=True,

@@ -15,7 +15,7 @@ from kvserve.benchmarks.datasets.datasets import (
     read_dataset,
 )
 from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
-from kvserve.benchmarks.measuring.measure import Figures, accuracy, play
+from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, play
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
@@ -27,6 +27,9 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser)
     words = "random prompts run first, not counted (default: 1)"
     parser.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help=words)
+    words = "seconds are those of the wall, or of this process on a CPU, for a machine that is busy "
+    words += "with other things: with --threads 1 both are the same on an idle one (default: wall)"
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help=words)
     words = "runs of each row, in turns; the median one is shown (default: 1)"
     parser.add_argument("--repeat", type=at_least(1), default=1, metavar="N", help=words)
 
@@ -135,7 +138,8 @@ class Traffic:
         engine = self._engines.build(spec, **settings)
         if self.warmup is not None:
             play(engine, self.warmup)
-        played = play(engine, self.workload, title, show and not self._args.disable_tqdm)
+        shown, clock = show and not self._args.disable_tqdm, CLOCKS[self._args.clock]
+        played = play(engine, self.workload, title, shown, clock)
         held = held_bytes(engine, played.figures)
         return {**played.figures, **held, **accuracy(self.workload, played.answers)}
 
@@ -143,6 +147,8 @@ class Traffic:
         """What is sent, lengths of made up answers among it."""
         args, workload = self._args, self.workload
         text = f"{args.num_prompts} x {args.dataset} (seed {args.seed})"
+        if args.clock == "cpu":
+            text = f"per second of CPU time, on a busy machine: {text}"
         if not workload.ignore_eos:
             return text
         limits = [workload.max_tokens(index) for index in range(len(workload))]
@@ -156,7 +162,7 @@ class Traffic:
 
     def settings(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self._args, name) for name in ("dataset", "num_prompts", "repeat")},
+            **{name: getattr(self._args, name) for name in ("dataset", "num_prompts", "repeat", "clock")},
             "demand_blocks": self.demand,
             **dataset_options(self._args),
         }
