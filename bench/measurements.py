@@ -82,7 +82,7 @@ LONG = (
         "Answers of 3,000 tokens",
         "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
         "a sequence takes of it is the mean over the run, logged queries included.",
-        f"bench throughput {long_answers(3000, 24)} --repeat 2 {flags(LONG_POLICIES)}",
+        f"bench throughput {long_answers(3000, 24)} --repeat 1 {flags(LONG_POLICIES)}",
         minutes=14,
         plots=True,
         in_pieces=True,
@@ -91,7 +91,7 @@ LONG = (
         "long-12000",
         "Answers of 12,000 tokens",
         "",
-        f"bench throughput {long_answers(12_000, 16, sigma=0.35)} --repeat 1 "
+        f"bench throughput {long_answers(12_000, 8, sigma=0.35)} --repeat 1 "
         f"{flags(LONG_POLICIES[:3])}",
         minutes=15,
         in_pieces=True,
@@ -109,7 +109,7 @@ LONG = (
         "long-pools",
         "Which pools pay, with answers of 3,000 tokens",
         "The same requests on pools from a seventh of the demand to all of it.",
-        f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')} "
+        f"bench sweep {long_answers(3000, 12).replace('--pool-share 0.25', '')} "
         f"--pool-shares 0.15 0.25 0.5 1.0 --repeat 1 {flags(LONG_POLICIES[1:2])}",
         minutes=6,
         plots=True,
@@ -122,7 +122,7 @@ LONG = (
         "with room for everybody.",
         "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
         "--output-lens 500 1000 2000 4000 --random-output-sigma 0.7 "
-        "--random-output-cap 16384 --num-prompts 12 --clock cpu --pool-shares 0.25 1.0 --repeat 1 "
+        "--random-output-cap 16384 --num-prompts 8 --clock cpu --pool-shares 0.25 1.0 --repeat 1 "
         f"{flags(LONG_POLICIES[1:2])}",
         minutes=6,
         plots=True,
