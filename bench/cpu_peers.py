@@ -217,12 +217,21 @@ class LongComparison:
 
     def report(self) -> Report:
         args, cases = self._args, self._cases
+        busy = ", per second of CPU time on a busy machine" if args.clock == "cpu" else ""
         about = [
-            f"prompts of {args.input_len} tokens, random weights, one thread on CPU {self._cpu}; "
-            f"medians of {args.repeat} runs in turns",
+            f"prompts of {args.input_len} tokens, random weights, one thread on CPU {self._cpu}"
+            f"{busy}; medians of {args.repeat} runs in turns",
             *(f"{' '.join(key)}: {case.traffic.describe()}" for key, case in cases.items()),
         ]
-        names = ("num_prompts", "input_len", "output_len", "output_sigma", "output_cap", "repeat")
+        names = (
+            "num_prompts",
+            "input_len",
+            "output_len",
+            "output_sigma",
+            "output_cap",
+            "repeat",
+            "clock",
+        )
         settings = {name: getattr(args, name) for name in (*names, "pool_share", "seed")}
         settings["versions"] = {k: v for case in cases.values() for k, v in case.versions.items()}
         about.append(", ".join(f"{k} {v}" for k, v in settings["versions"].items()))
@@ -262,14 +271,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batches", nargs="+", type=count, default=[1, 16, 64], metavar="N", help=words
     )
-    for name, default, words in (
+    usual: int | None
+    for name, usual, words in (
         ("input-len", None, "tokens per prompt (default: 64; long: 128)"),
         ("output-len", None, "tokens per output (default: 64; long: 3,000 on average)"),
         ("output-cap", 8192, "long: longest output (default: 8192)"),
         ("num-prompts", 16, "long: requests, all there at once (default: 16)"),
         ("repeat", 3, "turns (default: 3)"),
     ):
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=words)
+        parser.add_argument(f"--{name}", type=count, default=usual, metavar="N", help=words)
     for name, least, value, words in (
         ("output-sigma", 0, 0.7, "long: sigma of the logarithm of lengths (default: 0.7)"),
         ("pool-share", 0, 0.25, "long: pool, as a share of the demand (default: 0.25)"),
@@ -285,6 +295,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DTYPE",
         help=f"long: kvserve's cache held in each of these, some of {', '.join(KV_CACHE_DTYPES)}",
     )
+    words = (
+        "long: seconds of the wall, or of each engine's process on a CPU, for a machine that is "
+    )
+    words += "busy with other things (default: wall)"
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help=words)
     parser.add_argument("--cpu", type=at_least(0), metavar="N", help="default: the last one")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default: 0")
     return parser

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import kvserve
-from bench.peers.adapter import Tokens, limits, serve
+from bench.peers.adapter import Stopwatch, Tokens, limits, serve
 from kvserve import LLM, SamplingParams
 
 
@@ -26,10 +25,10 @@ class Kvserve:
             SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
             for limit in limits(max_tokens, len(prompts))
         ]
-        started = time.perf_counter()
+        stopwatch = Stopwatch()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        return {**stopwatch.seconds(), "tokens": tokens}
 
 
 if __name__ == "__main__":
