@@ -95,7 +95,7 @@ def redundant_chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sam
 def long_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     most = min(len(pool) - 10, (length - 10) // 54)
     lines = rng.randint(max(1, most * 3 // 4), most)
-    return long_chain.long_chain(rng, lines, held_out=False, names=pool, ambiguous=True)
+    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), ambiguous=True)
 
 
 def copy(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
@@ -152,8 +152,8 @@ class Documents:
         self.recipe = recipe
         self.seed = seed
         self.pool = long_chain.ALL_NAMES if recipe.long else task_text.NAMES
-        self.comma, self.report, self.stop = tokenizer.convert_tokens_to_ids([",", "ĠReport", "."])
         vocab = tokenizer.get_vocab()
+        self.comma, self.report, self.stop = (vocab[t] for t in (",", "ĠReport", "."))
         self.hard = np.zeros(len(vocab) + 1, dtype=bool)
         self.hard[[vocab[d] for d in "0123456789"] + [vocab[f"Ġ{n}"] for n in self.pool]] = True
 

@@ -2,8 +2,8 @@
 
 The residual stream begins divided: a bias coordinate, the token's own code, then slots. Each head
 of layer 0 looks a fixed number of tokens back and writes that token's code: four of them into a
-slot each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's own
-token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier ones.
+slot each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's
+own token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier ones.
 Digits begin on circles, and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo
 ten. Nothing is frozen, and the weights stay those of a plain Llama.
 """

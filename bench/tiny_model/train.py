@@ -98,7 +98,7 @@ class Trainer:
         self.recipe = RECIPES[args.recipe]
         tokenizer = build_tokenizer(self.recipe)
         self.documents = Documents(tokenizer, self.recipe, args.seed)
-        self.model = build_model(args, tokenizer.convert_tokens_to_ids(list("0123456789")))
+        self.model = build_model(args, [tokenizer.get_vocab()[digit] for digit in "0123456789"])
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"

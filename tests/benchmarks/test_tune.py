@@ -106,6 +106,7 @@ def test_lengths_from_a_file_and_a_model_from_a_directory(tmp_path: Path, model_
         (("--len-sigma", "-1"), "--len-sigma: '-1' is not a number >= 0"),
         (("--kv-cache-memory", "2 spoons"), "--kv-cache-memory: '2 spoons' is not"),
         (("--kv-cache-memory", "1MiB"), "--kv-cache-memory: 1,048,576 bytes do not hold two"),
+        (("--kv-cache-dtype", "int4"), "--kv-cache-dtype: invalid choice"),
         (("--kv-cache-tokens", "16"), "--kv-cache-tokens: under none a prompt of"),
         (("--max-num-batched-tokens", "4"), "--max-num-batched-tokens must be at least"),
         (("--output-len-mean", "90000", "--output-len-cap", "140000"), "--output-len-cap: 14"),
@@ -139,6 +140,13 @@ def test_notes_name_requests_that_ended_early() -> None:
     none = {"policy": "none", "policy_args": {"name": "none"}, "cut_short": 2}
     assert any("2 requests ended early" in note for note in notes([none]))
     assert notes([]) == []
+
+
+def test_notes_name_policies_that_are_simulated_as_even() -> None:
+    none = {"policy": "none", "policy_args": {"name": "none"}, "cut_short": 0, "ratio_to_none": 1}
+    rows = [none, {**none, "policy": "adakv:budget=64", "lengths": "head"}]
+    (said,) = [note for note in notes(rows) if "as if all layers and heads" in note]
+    assert said.startswith("adakv:budget=64: ")
 
 
 # ---- where queries come from --------------------------------------------------------------------

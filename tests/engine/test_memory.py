@@ -84,9 +84,10 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rank, "taken_by", taken_by)
     monkeypatch.setattr(rank, "free_memory", lambda device, share: 10 * GIB)
     found = profile(Pretended(**{**vars(plan), "device": "cuda"}), *args)
-    scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.kept_scores
-    assert rehearsed and found.step == 3 * GIB and scores > 0
-    assert found.events == 256 * 2**20 + 64 * 2**20 + scores
+    scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.policy.kept_scores
+    assert rehearsed and found.step == 3 * GIB and 0 < scores < 256 * 2**20
+    # Those of requests' policies may be more than the server's own.
+    assert found.events == 256 * 2**20 + 64 * 2**20 + 256 * 2**20
     assert found.left == 7 * GIB - found.events
     assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
     pool = plan._smallest_pool()
@@ -119,7 +120,7 @@ def test_a_swap_gathers_a_few_blocks_at_a_time(
     cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
     blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
     task = SwapTask(0, 1, blocks, places)
-    assert [len(device) for device, _ in cache._blocks(task)] == [3, 3, 1]
+    assert [len(device) for device, *_ in cache._blocks(task)] == [3, 3, 1]
     cache.swap((task,), ())
     cache.kv[1:] = 0
     cache.swap((), (task,))

@@ -20,6 +20,8 @@ STATS = EngineStats(
     blocks_total=100,
     blocks_free=60,
     blocks_cached=10,
+    bytes_total=409600,
+    bytes_held=122880,
     tokens_logical=1000,
     tokens_held=250,
     prompt_tokens_total=300,
@@ -138,7 +140,7 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
     server.complete(["a", "b"], max_tokens=20, kv_policy="kara")
     server.chat("a", max_tokens=4, stream=True)
-    server.complete("a" * 600)
+    server.complete([97] * 600)
     values = scrape(server)
     assert values["kvserve:request_success_total|length"] == 3
     assert values["kvserve:request_success_total|abort"] == 0
@@ -198,6 +200,8 @@ def test_kv_stats(start_server: StartServer) -> None:
         "blocks_total": 100,
         "blocks_free": 60,
         "blocks_cached": 10,
+        "bytes_total": 409600,
+        "bytes_held": 122880,
         "tokens_logical": 1000,
         "tokens_held": 250,
         "compactions_total": 5,

@@ -25,7 +25,7 @@ from kvserve.log import ConfigError, logger
 
 LOCALIZATION, AGGREGATION = "localization", "aggregation"
 NUM_BUCKETS = 2**15
-SHIPPED = Path(__file__).parents[1] / "data" / "windowkv_classifier" / "weights.npz"
+SHIPPED = Path(__file__).parents[2] / "data" / "windowkv_classifier" / "weights.npz"
 _END = 256
 _END_CHARS = 32 * _END
 _OUTER = 8
