@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.causal_scores import (
+from kvserve.kernels.cpu import window_scores as compiled
+from kvserve.kernels.int4_log import Int4Queries, quantize
+from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     causal_scores,
     over_group,
     past_scores,
 )
-from kvserve.kernels.cpu import window_scores as compiled
-from kvserve.kernels.int4_log import Int4Queries, quantize
-from kvserve.kernels.window_scores import (
+from kvserve.kernels.scores.window_scores import (
     AGGREGATES,
     GROUP_AGGREGATES,
-    Seen,
     window_scores_torch,
     window_scores_triton,
 )
+from kvserve.kernels.seen import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3

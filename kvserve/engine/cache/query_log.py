@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import StoreInt4, StoreQueries
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.kernels.causal_scores import Queries
 from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.int4_log import gather_int4, int4_bytes, int4_log
+from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.layout import KVLayout
 
 
