@@ -117,7 +117,7 @@ def first_event(
     held = np.broadcast_to(due[None, :, None], lanes).copy()
     rows, token_ids = np.arange(events), None
     if policy.recomputed_reduction is not None:
-        span = int((plan.windows * plan.window_len).max())
+        span = int((plan.windows * plan.window_len + plan.num_queries).max())
         token_ids = np.zeros((events, span), np.int32)
     task = ObservationTask(0, rows, rows, plan, held, token_ids)
     left = held - plan.evicted[None, :, None]
