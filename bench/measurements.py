@@ -140,7 +140,7 @@ LONG = (
         "cpu-peers-long",
         "vLLM's CPU build on the same long answers",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 3",
+        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
         minutes=8,
         module="bench.cpu_peers",
     ),

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -145,6 +146,21 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
+def check_shares(shares: Shares | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the shares of q [T, Hq, D] can be written."""
+    if shares is None:
+        return
+    for name, x, shape, dtype in (
+        ("out", shares.out, q.shape[:2], torch.float32),
+        ("recent", shares.recent, q.shape[:1], torch.int64),
+    ):
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of shares has to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
+
+
 def _check_entries(
     q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> None:
@@ -169,11 +185,13 @@ def check_attention(
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None,
+    shares: Shares | None = None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
     token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
     _check_entries(q, keys, values)
+    check_shares(shares, q)
     rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
     if q.shape[1] % (per_row * keys.shape[2]):

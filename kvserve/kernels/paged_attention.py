@@ -25,6 +25,7 @@ from kvserve.kernels.quantized_triton import (
     parts_of,
 )
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,13 +44,15 @@ def paged_attention_torch(
     chunks: QuerySegments,
     scale: float,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
     D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
     entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
-    them.
+    them. ``shares`` takes what each query gave to the newest of them, 0 for a token that sees
+    nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -71,7 +74,13 @@ def paged_attention_torch(
         hidden = ~read_slots(*coded).seen_by(logits.shape[3])
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
-    probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if shares is not None:
+        older = place <= (chunks.last - shares.recent).T[..., None]
+        recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
+        share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+        shares.out.copy_(share.flatten(1))
+    probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
     return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
@@ -86,6 +95,7 @@ def paged_attention_triton(
     scale: float,
     num_splits: int | None = None,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
@@ -95,7 +105,7 @@ def paged_attention_triton(
     the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and
     ``max_held`` alone, so a captured graph stays valid while lengths grow up to it.
     """
-    check_attention(q, keys, values, tables, chunks, codes)
+    check_attention(q, keys, values, tables, chunks, codes, shares)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
@@ -113,20 +123,26 @@ def paged_attention_triton(
     if num_splits is None:
         num_splits, least = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, sums = out, last
+    # What is not asked for is not written: any address does.
+    given, recent = (last, rows) if shares is None else shares
+    parts, sums, part_recent = out, last, given
     if num_splits > 1:
         parts = q.new_empty(num_splits, tokens, heads, dim, dtype=torch.float32)
         sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+        if shares is not None:
+            part_recent = torch.empty_like(sums)
     _attend.launch(
         (lanes, query_tiles, num_splits),
         parts,
         sums,
+        part_recent,
         q,
         *_entry_arguments(keys, values, tables),
         tables,
         rows,
         last,
         rows if starts is None else starts,
+        recent,
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
@@ -143,6 +159,7 @@ def paged_attention_triton(
         QUERIES=tile.rows,
         TILE=tile.columns,
         SPLIT=num_splits > 1,
+        SHARES=shares is not None,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
         KEYS=form_of(keys),
@@ -156,10 +173,13 @@ def paged_attention_triton(
             out,
             parts,
             sums,
+            part_recent,
+            given,
             tokens * heads,
             num_splits,
             DIM=dim,
             SPAN=1 << (num_splits - 1).bit_length(),
+            SHARES=shares is not None,
             num_warps=4,
         )
     return out
@@ -210,6 +230,7 @@ def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> t
 def _attend(
     out,
     sums,
+    shares,
     q,
     keys,
     values,
@@ -220,6 +241,7 @@ def _attend(
     rows,
     last,
     starts,
+    recent,
     slots,
     vectors,
     coded,
@@ -248,6 +270,7 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SHARES: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -283,6 +306,9 @@ def _attend(
     v_base = values + head * kv_head_stride + (dims % V_WIDTH)[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SHARES:
+        newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
+        near = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     if SLOTS > 0:
         HALF: tl.constexpr = DIM // 2
@@ -362,6 +388,9 @@ def _attend(
             probs = tl.exp2(logits - shift[:, None])
             decay = tl.exp2(high - shift)
             total = total * decay + tl.sum(probs, axis=1)
+            if SHARES:
+                in_share = entry[None, :] >= newer[:, None]
+                near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if raw:
                 at = (block * block_stride + entry % BLOCK * value_stride)[:, None]
                 if VALUES > 0:
@@ -388,6 +417,12 @@ def _attend(
     if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
+    if SHARES:
+        share = high + tl.log2(near)
+        if not SPLIT:
+            share = tl.where(high == float("-inf"), 0.0, share - high - tl.log2(total))
+            share *= 0.6931471805599453  # ln(2)
+        tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
     if SPLIT:  # a part without entries is left as it is: nobody reads it
         real = real & (begin < end)
@@ -399,19 +434,27 @@ def _merge(
     out,
     parts,
     sums,
+    part_recent,
+    shares,
     places,
     splits,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
     at = part.to(tl.int64) * places + place
     log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
     high = tl.max(log_sum, axis=0)
-    weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight = tl.exp2(log_sum - base)
     part_at = parts + at[:, None] * DIM + dims[None, :]
     means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
+    if SHARES:
+        recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))
+        share = tl.log2(tl.sum(tl.exp2(recent - base), axis=0)) - tl.log2(total)
+        tl.store(shares + place, tl.where(total > 0, share * 0.6931471805599453, 0.0))  # ln(2)
     mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

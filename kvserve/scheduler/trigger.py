@@ -16,6 +16,8 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 
 NO_EVENT = 2**31 - 1
+ONE_WINDOW = 2**31 - 1
+"""``log_span`` where queries are logged for one window at a time."""
 NOT_LOGGING = 2**31 - 1
 
 
@@ -81,7 +83,8 @@ class Trigger(Protocol):
 
     They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
     Events that come every ``optional_period`` steps may come early under memory pressure, or be
-    left out where they do not pay; 0 where they keep a bound.
+    left out where they do not pay; 0 where they keep a bound. Windows whose queries are logged
+    begin ``log_span`` tokens apart, the first at ``log_from``.
     """
 
     @property
@@ -92,6 +95,9 @@ class Trigger(Protocol):
 
     @property
     def logs(self) -> bool: ...
+
+    @property
+    def log_span(self) -> int: ...
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``first_uncompressed_pos`` of a sequence that has computed nothing."""
@@ -156,6 +162,7 @@ class OnDate:
     """The part of a trigger whose events come when they are due and never otherwise."""
 
     optional_period: ClassVar[int] = 0
+    log_span: ClassVar[int] = ONE_WINDOW
 
     def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)

@@ -35,8 +35,13 @@ class StoredCase:
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._found
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+    logs_shares = False
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         raise AssertionError("attention stores nothing")
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        raise AssertionError("attention logs nothing")
 
 
 def forward_batch(case: Case, block_size: int) -> ForwardBatch:

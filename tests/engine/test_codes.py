@@ -128,14 +128,14 @@ def test_every_request_of_a_random_run_keeps_its_bound(
     errors: dict[int, list[Tensor]] = {}
     store, rebuild, owners = cache.store, CodeStore.rebuild, list[Sequence]()
 
-    def remember(layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def remember(layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         owners[:] = [rows.owner(row) for row in batch.rows]
         kinds = torch.stack([k, v]).float()
         for seq, first, end in zip(owners, batch.starts, batch.starts[1:], strict=False):
             shape = cache.layout.num_layers, 2, seq.max_len, *k.shape[1:]
             known = stored.setdefault(seq.seq_id, torch.zeros(shape))
             known[layer, :, batch.positions[first:end]] = kinds[:, first:end]
-        store(layer, batch, q, k, v)
+        store(layer, batch, k, v)
         for codes, row in ((batch.codes[layer], row) for row in batch.rows if batch.codes):
             for head, count in enumerate(codes.coded[row].tolist()):
                 lane = torch.tensor(len(codes.coded[row]) * row + head)

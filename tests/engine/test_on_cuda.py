@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -107,7 +108,9 @@ def test_host_memory_is_not_pinned_as_a_whole() -> None:
     block_bytes = 4 * layout.block_elements
     blocks = SWAP_STAGING_BYTES // block_bytes + 3  # more than are staged at once
     with pretend_cuda() as queue:
-        cache = KVCache(layout, blocks + 1, 2, torch.float32, "cuda", num_host_blocks=2 * blocks)
+        cache = KVCache(
+            layout, blocks + 1, LogForm(2), torch.float32, "cuda", num_host_blocks=2 * blocks
+        )
         assert 0 < queue.pinned_bytes <= SWAP_STAGING_BYTES < cache.host.nbytes
         cache.kv[1:] = torch.arange(1, blocks + 1).view(-1, 1, 1, 1, 1, 1)
         before, there = cache.kv.clone(), np.arange(1, blocks + 1)

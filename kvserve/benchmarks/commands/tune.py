@@ -20,7 +20,7 @@ from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_toke
 from kvserve.benchmarks.simulator.cost_model import Queries
 from kvserve.benchmarks.simulator.scenario import Scenario, add_scenario_arguments, read_scenario
 from kvserve.benchmarks.simulator.simulator import Simulation
-from kvserve.engine.cache.kv_cache import log_block_tokens
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
@@ -173,11 +173,13 @@ class Tuning:
     def _log_tokens(self, policy: Policy, queries: Queries) -> int:
         """Tokens whose logged queries fill one block."""
         layout, device = self._scenario.layout, self._scenario.cost.device
-        fp8 = policy.logged_dtype == "fp8" or (policy.logged_dtype == "auto" and device.fp8)
+        dtype = policy.logged_dtype
+        if dtype == "auto":
+            dtype = "fp8" if device.fp8 else "model"
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            itemsize = 1 if fp8 else device.dtype_bytes
-            return log_block_tokens(layout, self._scenario.cost.form, heads, itemsize)
+            form = self._scenario.cost.form
+            return LogForm(heads, dtype).block_tokens(layout, form, device.dtype_bytes)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 

@@ -10,15 +10,15 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import AttentionBackend, StoreKV, StoreQueries
+from kvserve.engine.attention.base import AttentionBackend, StoreInt4, StoreKV, StoreQueries
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import quantized_entries, quantized_triton, store_kv
-from kvserve.kernels.cpu import paged_attention
+from kvserve.kernels import int4_log, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels.cpu import paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
@@ -33,6 +33,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Needs:
     """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
 
+    ``log_shares``: what share of their attention newest entries got is logged beside queries.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``.
     """
 
@@ -42,6 +43,7 @@ class Needs:
     block_size: int
     scale: float
     per_head: bool = False
+    log_shares: bool = False
     form: str = "auto"
 
 
@@ -54,6 +56,7 @@ class Choice:
     backend: AttentionBackend
     store_kv: StoreKV
     store_queries: StoreQueries
+    store_int4: StoreInt4
     quantized: QuantizedKernels
     reason: str
 
@@ -72,6 +75,7 @@ class _Candidate:
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
+    store_int4: StoreInt4 = int4_log.store_int4
     store_kv: StoreKV = store_kv.store_kv
     quantized: QuantizedKernels | None = quantized_entries.TORCH
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -93,7 +97,8 @@ class _Candidate:
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    load_library("store_kv")
+    for name in ("store_kv", "query_log"):
+        load_library(name)
     if needs.form == "auto":
         load_library("paged_attention")
     else:
@@ -117,6 +122,8 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
     """What holds for both packages that kvserve adapts."""
     if find_spec(package) is None:
         return f"not installed: pip install 'kvserve[{extra}]'"
+    if needs.log_shares:
+        return "it does not tell apart what newest entries got, which query_dtype int4 logs"
     if needs.per_head:
         return "tables per KV head (--kv-layout head)"
     if needs.head_dim % 8 or needs.head_dim > 256:
@@ -135,6 +142,7 @@ _CANDIDATES = (
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
         store_queries=cpu_store_kv.store_queries,
+        store_int4=query_log.store_int4,
         quantized=cpu_quantized.COMPILED,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
@@ -147,6 +155,7 @@ _CANDIDATES = (
         store_kv=store_kv.store_kv_triton,
         quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
+        store_int4=int4_log.store_int4_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
     ),
@@ -197,7 +206,7 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
     assert decode.quantized is not None or needs.form == "auto"
     quantized = decode.quantized or quantized_entries.TORCH
-    stores = decode.store_kv, decode.store_queries, quantized
+    stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
     if prefill is decode:
         return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
     how = f"prefill: {prefill.how}", f"decode: {decode.how}"

@@ -46,6 +46,7 @@ class InputBatch(RowArrays):
     prompt_lens: Tensor = per_row("prompt_lens")
     last_token: Tensor = per_row("last_token")
     log_from: Tensor = per_row("log_from")
+    log_span: Tensor = per_row("log_span")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class InputBatch(RowArrays):
         )
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
+        self.log_span.fill_(1)
         self.codes: tuple[Codes, ...] | None = None
         """What attention reads of them, by layer group, where it reads codes itself."""
         self._rows = torch.arange(max_rows, device=device)
@@ -181,6 +183,7 @@ class InputBatch(RowArrays):
             columns=output.columns,
             codes=self.codes,
             rebuilt=self._rebuilt(chunk_rows, output.num_coded),
+            recent=self._recent(by_token, positions) if output.logs_queries else None,
         )
         return input_ids, batch
 
@@ -200,6 +203,7 @@ class InputBatch(RowArrays):
             starts=np.arange(size + 1),
             columns=np.full(size, self.block_tables.shape[3]),
             codes=self.codes,
+            recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -218,6 +222,7 @@ class InputBatch(RowArrays):
             starts=np.array([0, tokens]),
             columns=np.array([self.block_tables.shape[3]]),
             codes=self.codes,
+            recent=zeros + 1,
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -236,6 +241,8 @@ class InputBatch(RowArrays):
         batch.last.copy_(torch.where(real, entries, -1))
         if batch.query_slots is not None:
             batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
+        if batch.recent is not None:
+            batch.recent.copy_(self._recent(places, positions))
         self.kv_lens[:, :size] += real[:, None]
         self.num_computed[:size] += real
         return self.last_token[:size]
@@ -258,6 +265,7 @@ class InputBatch(RowArrays):
             rows=task.rows,
             starts=_starts(np.array([count])),
             columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+            recent=self._recent(at, positions) if logs_queries else None,
         )
 
     def build_recompute(
@@ -291,6 +299,13 @@ class InputBatch(RowArrays):
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
         return torch.where(positions >= self.log_from[rows], slots, 0)
+
+    def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """How many of the newest entries of a token stand in its window, itself among them: [T].
+
+        Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
+        """
+        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
 
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""

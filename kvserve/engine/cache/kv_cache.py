@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreQueries
+from kvserve.engine.attention.base import (
+    Entries,
+    ForwardBatch,
+    StoreInt4,
+    StoreKV,
+    StoreQueries,
+)
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.entry_store import (
     CodedEntries,
@@ -17,8 +23,10 @@ from kvserve.engine.cache.entry_store import (
     block_bytes,
     memory_shape,
 )
+from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
@@ -32,30 +40,27 @@ class KVCache:
     """``kv [num_blocks, L/LG, ...]`` holds ``entries``; ``query_log`` is it as log blocks.
 
     ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
-    ``log_heads`` is how many query vectors a token logs: Hkv (mean over each GQA group) or Hq.
-    With ``fp8_log`` they are stored as e4m3 numbers, in one byte each.
     """
 
     def __init__(
         self,
         layout: KVLayout,
         num_blocks: int,
-        log_heads: int,
+        log: LogForm,
         dtype: torch.dtype,
         device: str,
         *,
-        fp8_log: bool = False,
         num_host_blocks: int = 0,
         form: EntryFormat | None = None,
         store_kv: StoreKV = store_kv,
         store_queries: StoreQueries = store_queries,
+        store_int4: StoreInt4 = store_int4,
         quantized: QuantizedKernels = TORCH,
     ) -> None:
         self.layout = layout
         self.form = form or entry_format("auto", dtype.itemsize)
         self.dtype = dtype
-        self.log_heads = log_heads
-        self._store_kv, self._store_queries = store_kv, store_queries
+        self._store_kv = store_kv
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.zeros(shape, dtype=stored, device=device)
@@ -70,12 +75,10 @@ class KVCache:
         if self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, quantized, dtype)
-        logged = torch.uint8 if fp8_log else dtype
-        self.log_block_tokens = log_block_tokens(layout, self.form, log_heads, logged.itemsize)
-        heads, dim = log_heads // layout.rows, layout.head_dim
-        used = self.log_block_tokens * heads * dim * logged.itemsize
-        numbers = self.kv.flatten(2).view(torch.uint8)[..., :used].view(logged)
-        self.query_log = numbers.unflatten(-1, (self.log_block_tokens, heads, dim))
+        tokens = log.block_tokens(layout, self.form, dtype.itemsize)
+        blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
+        self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
+        self.logs_shares = self.query_log.holds_shares
 
     @property
     def codes(self) -> CodeStore | None:
@@ -90,16 +93,20 @@ class KVCache:
         """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
         return block_bytes(layout, self.form)
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write one layer's new keys and values, and its queries where they are logged.
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Write one layer's new keys and values: k, v [T, Hkv, D].
 
-        q: [T, Hq, D]; k, v: [T, Hkv, D].
+        Before them, what attention needs of the others.
         """
         self.entries.prepare(layer, batch)
         group, place = divmod(layer, self.layout.layers_per_block)
         self.entries.write(place, batch.slots[group], k, v)
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""
         if batch.query_slots is not None:
-            self._store_queries(self.query_log, place, batch.query_slots[group], q)
+            group, place = divmod(layer, self.layout.layers_per_block)
+            self.query_log.store(place, batch.query_slots[group], q, shares)
 
     def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
         """Copy blocks to host memory, then back. Logged queries are blocks like others."""
@@ -124,25 +131,7 @@ class KVCache:
             device = to_device(task.device_blocks[part], self.kv.device)
             yield device, host, self._staging[: len(host)]
 
-    def logged(self, entries: Tensor) -> Tensor:
-        """Entries read from ``query_log`` as numbers: e4m3 ones are left to who computes."""
-        return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries
-
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         group, place = divmod(layer, self.layout.layers_per_block)
         return *self.entries.layer(place), group
-
-
-def log_block_tokens(layout: KVLayout, form: EntryFormat, log_heads: int, itemsize: int) -> int:
-    """Tokens whose queries, of ``itemsize`` bytes a number, one block holds.
-
-    Raises ``ValueError`` for none, and where they do not fill a layer's part of a block of numbers.
-    """
-    part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
-    held, left = divmod(part, log_heads * layout.head_dim * itemsize)
-    if not held or (left and not form.quantized):
-        raise ValueError(
-            f"a block of {layout.block_size} tokens cannot hold whole queries of {log_heads} heads"
-        )
-    return held

@@ -197,7 +197,7 @@ class Coder:
 
     def _weights(self, heads: Tensor) -> Tensor:
         """How many query heads attend, where each of them has its queries logged."""
-        group = self._cache.log_heads // self._cache.layout.num_kv_heads
+        group = self._cache.query_log.heads // self._cache.layout.num_kv_heads
         bits = heads[..., None] >> torch.arange(group, device=heads.device) & 1
         return bits.sum(dim=-1)
 

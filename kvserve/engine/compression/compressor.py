@@ -18,12 +18,18 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
-from kvserve.engine.compression.windows import Windows, slots_of, uneven_lengths
+from kvserve.engine.compression.windows import (
+    Windows,
+    by_window,
+    queries_by_window,
+    slots_of,
+    uneven_lengths,
+)
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.gather_kv import gather_queries
+from kvserve.kernels.causal_scores import Queries
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -243,9 +249,11 @@ class Compressor:
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows.part(some)
-            slots = slots_of(block_tables, part.rows, part.held, lanes, layout.block_size)
-            keys = _by_window(cache.entries.keys(_led(slots, layers, 0), layers), part)
-            queries = keys[..., :0, :]
+            held = part.held(policy.later_entries)
+            slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
+            keys = cache.entries.keys(_led(slots, layers, 0), layers)
+            keys = by_window(keys, len(part.rows))
+            queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
                 queries = _led(self._recompute(part, heads), layers)
             elif part.num_queries:
@@ -254,19 +262,20 @@ class Compressor:
             missing = part.missing(keys.device)
             if missing is not None:
                 missing = _led(missing, layers)
-            yield some, Observation(queries, keys, self._scale, scores, missing, self._gather)
+            how = self._scale, scores, missing, self._gather, policy.later_entries
+            yield some, Observation(queries, keys, *how)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)
 
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Tensor:
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
-        cache = self._cache
+        log = self._cache.query_log
         positions = windows.query_positions[:, None, None]
-        lanes = cache.layout.num_layers, cache.log_heads
-        slots = slots_of(log_tables, windows.rows, positions, lanes, cache.log_block_tokens)
-        entries = gather_queries(cache.query_log, _led(slots, layers, 0), layers)
-        return _by_window(cache.logged(entries), windows)
+        lanes = self._cache.layout.num_layers, log.heads
+        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
+        found = log.read(_led(slots, layers, 0), layers)
+        return queries_by_window(found, len(windows.rows))
 
     def _recompute(self, windows: Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
@@ -280,7 +289,7 @@ class Compressor:
         """Query vectors that a token is scored with."""
         reduction = policy.recomputed_reduction
         if reduction is None:
-            return self._cache.log_heads
+            return self._cache.query_log.heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
     def _window_bytes(self, windows: Windows, heads: int) -> int:
@@ -314,11 +323,6 @@ def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
 def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
     """``x`` at the places ``layers [L']`` of ``dim``; ``None``: all of them as they are."""
     return x if layers is None else x.index_select(dim, layers)
-
-
-def _by_window(x: Tensor, windows: Windows) -> Tensor:
-    """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
-    return x.unflatten(2, (len(windows.rows), -1)).permute(2, 0, 1, 3, 4)
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:

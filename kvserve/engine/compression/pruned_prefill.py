@@ -78,10 +78,15 @@ class _Seen:
         self._group = group
         self._queries: Tensor
         self._keys: Tensor
+        self.logs_shares = cache.logs_shares
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._queries, self._keys = q, k
-        self._cache.store(layer, batch, q, k, v)
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        self._keys = k
+        self._cache.store(layer, batch, k, v)
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        self._queries = q
+        self._cache.log(layer, batch, q, shares)
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)
@@ -97,12 +102,14 @@ def _part(whole: ForwardBatch, at: Tensor, block_size: int) -> ForwardBatch:
     """Tokens ``at`` of a prompt alone, whose entries stand one behind the other."""
     count = len(at)
     query_slots = None if whole.query_slots is None else whole.query_slots[..., at]
+    recent = None if whole.recent is None else torch.ones_like(whole.recent[at])
     return replace(
         whole,
         positions=whole.positions[at],
         prompt_lens=whole.prompt_lens[at],
         slots=whole.slots[..., :count].contiguous(),
         query_slots=query_slots,
+        recent=recent,
         last=whole.last[..., :count],
         starts=np.array([0, count]),
         columns=np.array([-(-count // block_size)]),

@@ -64,7 +64,12 @@ class _QueryRecorder:
         self._cache = cache
         self._heads = heads
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+    logs_shares = False
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        pass
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         self.queries.append(reduce_queries(q, self._heads))
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:

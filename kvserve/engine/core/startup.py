@@ -14,7 +14,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.kv_cache import log_block_tokens
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
@@ -142,15 +142,14 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             sampling_row(config, defaults),
         ],
     )
-    reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
     scores = plan.most_score_bytes // plan.score_bytes
     return BuiltEngine(
         scheduler,
         executor,
         info,
         policy,
-        reduction,
-        log_dtype,
+        plan.log.reduction,
+        plan.log.dtype,
         plan.overlaps,
         scores,
         new_scheduler,
@@ -169,12 +168,11 @@ def _plan(
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
-    heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
     form = _entry_form(config, spec, dtype, device)
-    fp8 = _fp8_log(policy, dtype, device)
+    log = _log_form(config, policy, part, dtype, device)
     try:
-        log_block_tokens(layout, form, heads, 1 if fp8 else dtype.itemsize)
+        log.block_tokens(layout, form, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     code_slots = 0
@@ -190,7 +188,7 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
-    shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
+    shared = config, directory, spec, dtype, device, layout, log, code_slots
     return RankPlan(*shared, max_len, policy)
 
 
@@ -332,19 +330,30 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
     return layout
 
 
-def _query_reduction(policy: Policy) -> str:
-    """How this engine logs queries, for the policies of requests too."""
-    return policy.query_reduction or "group_mean"
+def _log_form(
+    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
+) -> LogForm:
+    """How this engine logs queries, for the policies of requests too.
+
+    A server's policy that logs none leaves the form to them: Kara's, unless an attention backend
+    is named that cannot log it.
+    """
+    reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
+    if reduction is None:
+        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
+        reduction, log_dtype = ("group_mean", log_dtype) if packages else ("heads", "int4")
+    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
+    return LogForm(heads, log_dtype, reduction)
 
 
-def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
-    """Whether queries are logged in one byte a number."""
+def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
+    """How queries are logged: model, fp8 or int4."""
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if policy.logged_dtype == "auto":
-        return has_it and dtype is not torch.float32
+        return "fp8" if has_it and dtype is not torch.float32 else "model"
     if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
         raise ConfigError(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    return policy.logged_dtype == "fp8"
+    return policy.logged_dtype

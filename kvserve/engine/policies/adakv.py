@@ -153,6 +153,10 @@ class AdaKV(BudgetedPolicy):
         return self.scores_by.query_reduction
 
     @property
+    def logged_dtype(self) -> str:
+        return self.scores_by.logged_dtype
+
+    @property
     def couples_heads(self) -> bool:
         return True
 

@@ -166,6 +166,11 @@ class Policy:
         """
         return False
 
+    @property
+    def later_entries(self) -> int:
+        """Entries behind a window's places whose keys its scores look at too."""
+        return 0
+
     def query_places(self, num_queries: int) -> range:
         """Which of a window's queries score it."""
         return range(num_queries)

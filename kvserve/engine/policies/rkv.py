@@ -56,6 +56,11 @@ class RKV(Policy):
     pooling: str = common.pooling("max", "how importance is pooled")
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
     query_reduce: str = common.query_reduce()
+    query_dtype: str = common.query_dtype()
+    attention: str = common.attention("window", "the entries before the window")
+
+    def check(self) -> None:
+        common.check_log(self)
 
     @property
     def event_trigger(self) -> Trigger:
@@ -69,6 +74,7 @@ class RKV(Policy):
 
         Logits are reduced by their maximum over each GQA group, as in the authors' code.
         """
-        importance = pool_scores(obs.past("max"), self.kernel_size, self.pooling)
+        votes = obs.past("max", absolute=self.attention == "absolute")
+        importance = pool_scores(votes, self.kernel_size, self.pooling)
         repeated = obs.redundancy(self.similarity)[..., : importance.shape[-1]]
         return obs.there(self.mix_lambda * importance - (1 - self.mix_lambda) * repeated)

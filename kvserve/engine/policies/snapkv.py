@@ -55,11 +55,18 @@ class SnapKV(BudgetedPolicy):
         choices=("causal", "past"),
     )
     query_reduce: str = common.query_reduce()
+    query_dtype: str = common.query_dtype()
+    attention: str = common.attention("window", "what scope says")
+
+    def check(self) -> None:
+        super().check()
+        common.check_log(self)
 
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        absolute = self.attention == "absolute"
         if self.scope == "past":
-            votes = obs.past(self.gqa_reduce or "max")
+            votes = obs.past(self.gqa_reduce or "max", absolute=absolute)
         else:
-            votes = obs.causal(self.gqa_reduce or "mean")
+            votes = obs.causal(self.gqa_reduce or "mean", absolute=absolute)
         return obs.there(pool_scores(votes, self.kernel_size, self.pooling))

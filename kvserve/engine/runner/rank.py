@@ -26,7 +26,8 @@ from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_b
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import SCRATCH_BYTES
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -51,7 +52,7 @@ KEPT_SCORE_BYTES = 256 * 1024 * 1024
 class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
-    ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
+    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
     ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
@@ -61,8 +62,7 @@ class RankPlan:
     dtype: torch.dtype
     device: str
     layout: KVLayout
-    log_heads: int
-    fp8_log: bool
+    log: LogForm
     code_slots: int
     max_len: int
     policy: Policy
@@ -93,8 +93,7 @@ class RankPlan:
     @property
     def log_block_tokens(self) -> int:
         """Tokens whose queries one block holds."""
-        itemsize = 1 if self.fp8_log else self.dtype.itemsize
-        return log_block_tokens(self.layout, self.form, self.log_heads, itemsize)
+        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
 
     @property
     def overlaps(self) -> bool:
@@ -104,14 +103,14 @@ class RankPlan:
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
-        per_head = layout.rows > 1
         needs = Needs(
             self.device,
             self.dtype,
             dim,
             layout.block_size,
             dim**-0.5,
-            per_head=per_head,
+            per_head=layout.rows > 1,
+            log_shares=self.log.dtype == "int4",
             form=self.form.name,
         )
         return select_backend(name, needs)
@@ -125,14 +124,14 @@ class RankPlan:
         cache = KVCache(
             self.layout,
             pool.num_blocks,
-            self.log_heads,
+            self.log,
             self.dtype,
             self.device,
-            fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
             form=self.form,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
+            store_int4=attention.store_int4,
             quantized=attention.quantized,
         )
         batch = InputBatch(
@@ -140,7 +139,7 @@ class RankPlan:
             self.config.scheduler.max_num_seqs,
             pool.table_shape,
             pool.log_shape,
-            cache.log_block_tokens,
+            cache.query_log.block_tokens,
             self.spec.vocab_size,
             self.device,
             pool.code_shapes,

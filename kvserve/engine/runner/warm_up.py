@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.policies.base import Policy, PruningPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
@@ -62,17 +63,17 @@ def _draw(runner: ModelRunner) -> None:
     """Tokens for one row and for all, with filters and without."""
     device = runner.batch.device
     hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
-    logits = runner.model.logits(hidden)
     for count in {1, len(runner.batch.last_token)}:
         rows = torch.arange(count, device=device)
+        logits = runner.model.logits(hidden.expand(count, -1))
         for filtered in (False, True):
-            runner.batch.sampling.draw(logits.expand(count, -1), rows, rows, filtered=filtered)
+            runner.batch.sampling.draw(logits, rows, rows, filtered=filtered)
 
 
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
     """The first event of rows that hold nothing but the null block."""
     layout = runner.cache.layout
-    if writes_codes(policy) or isinstance(policy, PruningPolicy):
+    if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
         return  # what these run is torch's, and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:

@@ -61,6 +61,7 @@ constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
+constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
 constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
 constexpr int kMaxVectors = kMaxLanes / 4;
 constexpr int kAhead = 32;  // entries: so long before it is read, a key or a value is asked for
@@ -215,6 +216,8 @@ extern "C" struct PagedAttention {
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   int64_t* fault;           // [2], the chunk and the number that were refused
+  float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: nobody asks
+  const int64_t* recent;    // [T], how many of them are meant
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
   const Slot* slots;             // [num_blocks, slots_per_block]
@@ -253,8 +256,8 @@ struct Scratch {
   alignas(64) float sums[kTileRows * kMaxHeadDim];
   alignas(64) float keys[kTileEntries * kMaxHeadDim];
   alignas(64) float weights[kTileRows * kTileEntries];
-  float largest[kTileRows], total[kTileRows];
-  int64_t last[kTileRows];
+  float largest[kTileRows], total[kTileRows], recent[kTileRows];
+  int64_t last[kTileRows], newer[kTileRows];  // and where the newest entries begin
   const void* key_rows[kMaxHeadDim];
   uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
@@ -346,7 +349,7 @@ class Kernel {
         }
       }
     }
-    partials_.resize(partials * (dim_ + 2));
+    partials_.resize(partials * (dim_ + kKept));
     return kNone;
   }
 
@@ -372,7 +375,8 @@ class Kernel {
       if (decodes) find_behind(index, at + count, values + count);
       score(item, own, keys, count, width, scales);
       hide(item, own, coded);
-      for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width, scales);
+      for (int i = 0; i < item.count; ++i)
+        soften(own, i, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
       if (kLevels) weigh(item, own, width, scales);
       if (decodes) {
         multiply_all<W, true, true, Value>(own.sums, dim_, item.count, dim_, own.weights,
@@ -392,14 +396,15 @@ class Kernel {
           X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
     if (item.parts == 1) {
       for (int i = 0; i < item.count; ++i)
-        write(item, i, own.sums + i * dim_, own.total[i] > 0.0f ? 1.0f / own.total[i] : 0.0f);
+        write(item, i, own.sums + i * dim_, own.total[i], own.recent[i]);
       return;
     }
     for (int i = 0; i < item.count; ++i) {
       float* kept = partial(item, item.part, i);
       kept[0] = own.largest[i];
       kept[1] = own.total[i];
-      std::memcpy(kept + 2, own.sums + i * dim_, dim_ * sizeof(float));
+      kept[2] = own.recent[i];
+      std::memcpy(kept + kKept, own.sums + i * dim_, dim_ * sizeof(float));
     }
   }
 
@@ -415,8 +420,9 @@ class Kernel {
     const int64_t* last = last_of(item.kv_head);
     for (int i = 0; i < item.count; ++i) {
       own.last[i] = last[token(item, i)];
+      own.newer[i] = call_.shares ? own.last[i] + 1 - call_.recent[token(item, i)] : INT64_MAX;
       own.largest[i] = -INFINITY;
-      own.total[i] = 0.0f;
+      own.total[i] = own.recent[i] = 0.0f;
       const T* from = static_cast<const T*>(call_.query) + token(item, i) * call_.query_stride +
                       head(item, i) * dim_;
       for (int d = 0; d < dim_; d += W)
@@ -666,8 +672,10 @@ class Kernel {
     }
   }
 
-  // Logits of pair i become weights relative to its largest logit so far; visible: how many count.
-  void soften(Scratch& own, int i, int64_t visible, int width, Scales& scales) const {
+  // Logits of pair i become weights relative to its largest logit so far; visible: how many count,
+  // newer: from where on they are added up apart.
+  void soften(Scratch& own, int i, int64_t visible, int64_t newer, int width,
+              Scales& scales) const {
     float* row = own.weights + i * kTileEntries;
     if (visible <= 0) {
       std::memset(row, 0, width * sizeof(float));
@@ -688,25 +696,31 @@ class Kernel {
       X::store(row + v, x);
       sum += x;
     }
+    F recent = {};
+    if (newer < seen)
+      for (int v = 0, from = std::max<int64_t>(newer, 0); v < width; v += W)
+        recent += lane >= from - v ? X::load(row + v) : F{};
     if (largest != own.largest[i]) {
       const float shrink = std::exp(own.largest[i] - largest);
       own.total[i] *= shrink;
+      own.recent[i] *= shrink;
       if (kHasLow) scales.lows[i] *= shrink;
       for (int d = 0; d < dim_; d += W)
         X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) * shrink);
       own.largest[i] = largest;
     }
     own.total[i] += X::total(sum);
+    own.recent[i] += X::total(recent);
   }
 
   float* partial(const Item& item, int part, int i) {
-    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + 2);
+    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + kKept);
   }
 
   void merge(const Item& item) {
     float sums[kMaxHeadDim];
     for (int i = 0; i < item.count; ++i) {
-      float largest = -INFINITY, total = 0.0f;
+      float largest = -INFINITY, total = 0.0f, recent = 0.0f;
       for (int p = 0; p < item.parts; ++p) largest = std::max(largest, partial(item, p, i)[0]);
       std::memset(sums, 0, dim_ * sizeof(float));
       for (int p = 0; p < item.parts; ++p) {
@@ -714,14 +728,18 @@ class Kernel {
         if (kept[1] == 0.0f) continue;  // this part is behind what the query sees
         const float weight = std::exp(kept[0] - largest);
         total += weight * kept[1];
-        for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[2 + d];
+        recent += weight * kept[2];
+        for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[kKept + d];
       }
-      write(item, i, sums, total > 0.0f ? 1.0f / total : 0.0f);
+      write(item, i, sums, total, recent);
     }
   }
 
-  void write(const Item& item, int i, const float* sums, float factor) const {
+  // Weighted values over the total of their weights, of which the newest entries have `recent`.
+  void write(const Item& item, int i, const float* sums, float total, float recent) const {
     const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    const float factor = total > 0.0f ? 1.0f / total : 0.0f;
+    if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
     T* to = static_cast<T*>(call_.out) + place * dim_;
     for (int d = 0; d < dim_; d += W) {
       const int half = d / W % kHalves;

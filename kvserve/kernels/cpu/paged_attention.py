@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_codes
+from kvserve.kernels.checks import check_codes, check_shares
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.shares import Shares
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 _POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_SHARES = ("shares", "recent")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _LEVELS = ("key_scales", "value_scales", "value_lows")
 _FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
@@ -43,7 +45,7 @@ class _Call(ctypes.Structure):
     """``PagedAttention`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_CODES, *_LEVELS)),
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_SHARES, *_CODES, *_LEVELS)),
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
@@ -91,16 +93,19 @@ def paged_attention(
     group: int,
     scale: float,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """Each token against its row's entries up to its ``last``, softmax at ``scale``.
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
-    Returns [T, Hq, D]; zeros where a token sees nothing. ``ValueError`` for shapes it is not built
-    for, ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
+    Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes what each query gave to
+    the newest entries, 0 for such a token. ``ValueError`` for shapes it is not built for,
+    ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
     sequence's. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
+    check_shares(shares, query)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
@@ -113,6 +118,7 @@ def paged_attention(
         chunks.starts.data_ptr(),
         chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
         ctypes.addressof(fault),
+        *((None, None) if shares is None else (x.data_ptr() for x in shares)),
         *_code_pointers(codes),
         *_scale_fields(keys, values),
         *_code_widths(codes),

@@ -19,7 +19,7 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.window_scores import causal_scores, past_scores
+from kvserve.kernels.causal_scores import causal_scores, past_scores
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 from tests.engine.policies.uneven import best, choose, places, tied
 
@@ -48,6 +48,7 @@ def random_observation(
 )
 def test_shorter_lanes_score_as_by_themselves(policy: Policy) -> None:
     obs = random_observation(0)
+    assert isinstance(obs.queries, torch.Tensor)
     absent = torch.tensor([[[0, 3], [25, 20], [1, 0]], [[0, 0], [11, 24], [7, 7]]])
     missing = torch.arange(29) < absent[..., None]
     keys = obs.keys.masked_fill(missing[..., None], torch.nan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserve.engine.policies.parts.arguments import argument
+from kvserve.engine.policies.parts.arguments import argument, require
 
 DEFAULT_GAP = 128
 """Entries between a budget and its threshold."""
@@ -16,6 +16,8 @@ MOST_POOLED = 255
 MOST_LAYERS = 1024
 POOLINGS = ("none", "avg", "max")
 VOTES = ("heads", "group_mean")
+LOGGED = ("auto", "model", "fp8", "int4")
+ATTENTION = ("window", "absolute")
 
 
 def required_budget(help: str, **facts: Any) -> Any:
@@ -55,3 +57,32 @@ def query_reduce(help: str = "which queries are logged", default: str = "heads")
     choices = VOTES if default == VOTES[0] else VOTES[::-1]
     words = {"heads": "all heads", "group_mean": "the mean over each GQA group"}
     return argument(default, f"{help}: {', or '.join(words[c] for c in choices)}", choices=choices)
+
+
+def query_dtype(auto: str = "") -> Any:
+    """``query_dtype``: what a logged number is held as; ``auto`` says more of that choice."""
+    help = (
+        "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 "
+        "bits with a scale each and what absolute attention needs (int4, all heads); auto is "
+        f"{auto}fp8 on a GPU that has it unless the model runs in float32, else the model's dtype"
+    )
+    return argument("auto", help, choices=LOGGED)
+
+
+def attention(default: str | None, window: str, more: str = "") -> Any:
+    """``attention``: what the softmax of a query runs over that scores."""
+    help = (
+        f"what the softmax of a query runs over: {window} (window), or all that it saw (absolute, "
+        f"with query_dtype int4), so that one that looks elsewhere does not vote{more}"
+    )
+    return argument(default, help, choices=ATTENTION)
+
+
+def check_log(policy: Any, *, logs: bool = True) -> None:
+    """Four bits are for a log of all heads, and absolute attention for what is logged with them."""
+    if policy.query_dtype == "int4":
+        allowed = "another unless query_source is log and query_reduce is heads"
+        require(logs and policy.query_reduce == "heads", "query_dtype", "int4", allowed)
+    if policy.attention == "absolute":
+        allowed = "window unless query_dtype is int4, whose log holds what absolute needs"
+        require(policy.logged_dtype == "int4", "attention", "absolute", allowed)
