@@ -42,7 +42,7 @@ FLOORS = {
         ("compression",),
         ("step",),
     ),
-    "kernels": (("",), ("cpu",)),
+    "kernels": (("",), ("cpu",), ("scores",)),
 }
 MOST_FILES = 20
 POLICIES = "kvserve/engine/policies"

@@ -185,8 +185,8 @@ class NewRows:
     """Rows given to n sequences: what they hold before this step's forward.
 
     ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
-    ``log_from [n]`` on, in windows ``log_span [n]`` tokens apart; prompts have ``prompt_lens [n]``
-    tokens; ``last_token [n]`` is the newest known one.
+    ``log_from [n]`` on, for windows that begin ``log_span [n]`` tokens apart; prompts have
+    ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest known one.
     """
 
     requests: tuple[NewRequest, ...]

@@ -74,7 +74,7 @@ class InputBatch(RowArrays):
         )
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
-        self.log_span.fill_(1)
+        self.log_span.fill_(1)  # padded rows are divided by it, too
         self.codes: tuple[Codes, ...] | None = None
         """What attention reads of them, by layer group, where it reads codes itself."""
         self._rows = torch.arange(max_rows, device=device)

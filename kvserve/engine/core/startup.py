@@ -130,7 +130,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
-            log_row(_query_reduction(policy)),
+            log_row(plan.log),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes,

@@ -8,6 +8,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
@@ -77,12 +78,14 @@ def _entries_row(plan: RankPlan) -> Row:
     return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
 
 
-def log_row(reduction: str) -> Row:
+def log_row(log: LogForm) -> Row:
     """How queries are logged, and whose requests that turns away."""
-    state = {"heads": "all heads", "group_mean": "group means"}.get(reduction, reduction)
-    others = [name for name in policy_names() if _logs(name) not in (None, reduction)]
+    numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
+    state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
+    others = [name for name in policy_names() if _logs(name) not in (None, log.reduction)]
     refused = f"; requests for {', '.join(others)} are refused unless they log so too"
-    return "query log", state, "--policy.query_reduce" + (refused if others else "")
+    flags = "--policy.query_reduce, --policy.query_dtype"
+    return "query log", state, flags + (refused if others else "")
 
 
 def _logs(name: str) -> str | None:

@@ -104,7 +104,7 @@ class Admission:
             self._rows.num_computed[at],
             self._blocks.kv_lens[:, at],
             self._blocks.logged_from(at),
-            np.array([seq.trigger.log_span for seq in new], np.int32),
+            np.array([seq.trigger.log_span for seq in new], np.int64),
             known,
         )
 

@@ -17,7 +17,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
