@@ -58,6 +58,7 @@ def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
     peaks, tokens = {}, {}
     for dtype in ("model", "fp8"):
         fields = {"window": 100, "buffer": 4, "ratio": 0.5, "period": 20, "query_dtype": dtype}
+        fields["query_reduce"] = "group_mean"
         policy = {"name": "kara", **fields}
         llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
         params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)

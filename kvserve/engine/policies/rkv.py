@@ -59,6 +59,10 @@ class RKV(Policy):
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "the entries before the window")
 
+    @property
+    def logged_dtype(self) -> str:
+        return common.logged_dtype(self)
+
     def check(self) -> None:
         common.check_log(self)
 

@@ -58,6 +58,10 @@ class SnapKV(BudgetedPolicy):
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "what scope says")
 
+    @property
+    def logged_dtype(self) -> str:
+        return common.logged_dtype(self)
+
     def check(self) -> None:
         super().check()
         common.check_log(self)

@@ -36,11 +36,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
     for batch in _batches(runner, max_tokens):
-        heads, dim = runner.model.part.num_heads, runner.model.part.head_dim
-        q = torch.zeros(
-            len(batch.positions), heads, dim, dtype=runner.cache.dtype, device=runner.batch.device
-        )
-        runner.attention.plan(batch).forward(0, q, runner.cache)
+        _attend(runner, batch)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -57,6 +53,19 @@ def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
             batch = runner.batch.padding(tokens)
             for width in sorted(widths):
                 yield replace(batch, columns=np.array([width]))
+
+
+def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
+    """One layer's attention, also as it is where queries are logged with their shares."""
+    part, device = runner.model.part, runner.batch.device
+    q = torch.zeros(
+        len(batch.positions), part.num_heads, part.head_dim, dtype=runner.cache.dtype, device=device
+    )
+    planned = runner.attention.plan(batch)
+    planned.forward(0, q, runner.cache)
+    if runner.cache.logs_shares:
+        shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+        planned.forward(0, q, runner.cache, shares)
 
 
 def _draw(runner: ModelRunner) -> None:
@@ -108,7 +117,7 @@ def first_event(
     held = np.broadcast_to(due[None, :, None], lanes).copy()
     rows, token_ids = np.arange(events), None
     if policy.recomputed_reduction is not None:
-        span = int((plan.windows * plan.window_len).max())
+        span = int((plan.windows * plan.window_len + plan.num_queries).max())
         token_ids = np.zeros((events, span), np.int32)
     task = ObservationTask(0, rows, rows, plan, held, token_ids)
     left = held - plan.evicted[None, :, None]

@@ -78,11 +78,18 @@ def attention(default: str | None, window: str, more: str = "") -> Any:
     return argument(default, help, choices=ATTENTION)
 
 
+def logged_dtype(policy: Any) -> str:
+    """``query_dtype``, where ``auto`` is what absolute attention needs if that is asked for."""
+    needed = policy.query_dtype == "auto" and policy.attention == "absolute"
+    return "int4" if needed else str(policy.query_dtype)
+
+
 def check_log(policy: Any, *, logs: bool = True) -> None:
     """Four bits are for a log of all heads, and absolute attention for what is logged with them."""
     if policy.query_dtype == "int4":
         allowed = "another unless query_source is log and query_reduce is heads"
         require(logs and policy.query_reduce == "heads", "query_dtype", "int4", allowed)
     if policy.attention == "absolute":
-        allowed = "window unless query_dtype is int4, whose log holds what absolute needs"
-        require(policy.logged_dtype == "int4", "attention", "absolute", allowed)
+        allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+        beside = logs and policy.logged_dtype == "int4" and policy.query_reduce == "heads"
+        require(beside, "attention", "absolute", allowed)
