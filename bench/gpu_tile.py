@@ -27,8 +27,8 @@ from kvserve.kernels import tiles
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
 from kvserve.kernels.tiles import Tile
-from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
 from kvserve.scheduler.layout import Granularity
 
 TABLE = ROOT / "kvserve" / "kernels" / "tiles.py"

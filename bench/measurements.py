@@ -88,6 +88,16 @@ LONG = (
         in_pieces=True,
     ),
     Measurement(
+        "long-uniform",
+        "Answers of 1,500 to 4,500 tokens",
+        "Without the few very long answers of the log-normal ones, which run alone at the end.",
+        "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random "
+        "--input-len 128 --output-len 3000 --random-range-ratio 0.5 --num-prompts 24 "
+        f"--pool-share 0.25 --repeat 3 {flags(LONG_POLICIES[:2])}",
+        minutes=8,
+        in_pieces=True,
+    ),
+    Measurement(
         "long-12000",
         "Answers of 12,000 tokens",
         "",
@@ -140,7 +150,7 @@ LONG = (
         "cpu-peers-long",
         "vLLM's CPU build on the same long answers",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 3",
+        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
         minutes=8,
         module="bench.cpu_peers",
     ),

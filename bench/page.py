@@ -77,13 +77,17 @@ def page() -> str:
 
 
 def readme() -> str:
-    """README.md with today's table of graded long traces between its two marks."""
+    """README.md with today's table of long traces, and its plot, between its two marks."""
     text = README.read_text()
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    rows = [{**row, "title": None} for row in _rows(LONG[0])]
-    table = markdown_table(_SUMMARY, rows) if rows else "Not measured yet."
-    return f"{before}{_BEGIN}{table}\n{_END}{after}"
+    rows = [row for measurement in LONG for row in _rows(measurement)]
+    parts = [markdown_table(_SUMMARY, rows) if rows else "Not measured yet."]
+    graded = PLOTS / LONG[0].name / "accuracy-throughput.png"
+    if graded.exists():
+        parts.append(f"![throughput against accuracy]({graded.relative_to(ROOT)})")
+    lead = "\n\n".join(parts)
+    return f"{before}{_BEGIN}{lead}\n{_END}{after}"
 
 
 def summary() -> list[str]:
@@ -106,7 +110,9 @@ def summary() -> list[str]:
 def _rows(measurement: Measurement) -> list[dict[str, Any]]:
     """What the summary shows of a measurement; the first row has its title."""
     result = measurement.newest()
-    rows = [] if result is None else shortened(result["rows"])
+    if result is None or result["benchmark"] == "sweep":
+        return []
+    rows = shortened(result["rows"])
     for i, row in enumerate(rows):
         held = row.get("mean_held_bytes")
         row["title"] = "" if i else measurement.title

@@ -112,9 +112,7 @@ class Side:
     @classmethod
     def of_vllm(cls) -> Side:
         contestant = Contestant("vllm", "vLLM CPU", "vllm")
-        return cls(
-            contestant, {"engine": contestant.title, "policy": "–", "kv_cache_dtype": "auto"}
-        )
+        return cls(contestant, {"engine": contestant.title, "kv_cache_dtype": "auto"})
 
 
 class LongCase:

@@ -27,7 +27,7 @@ class Served:
         self.url = ""
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, seconds: float = 300.0) -> None:
+    def start(self, seconds: float = 1200.0) -> None:
         self.lines.clear()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvserve", *self.flags],

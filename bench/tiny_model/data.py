@@ -58,7 +58,7 @@ class Batch:
     tasks: list[str]
 
 
-def needle(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def needle(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     """Half the documents use few digits: numbers that begin alike are told apart by name only."""
     questions = rng.randint(1, min(8, max(1, length // 64)))
     units = length - 1 - 16 * questions
@@ -68,7 +68,7 @@ def needle(rng: random.Random, length: int, pool: Sequence[str], alike: bool) ->
     return task_text.needles(rng, units, count, questions, held_out=False, digits=digits)
 
 
-def recall(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def recall(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     asked = rng.randint(2, 24)
     pairs = min(40, (length - 5 - 5 * asked) // 4)
     if pairs < asked:
@@ -76,16 +76,15 @@ def recall(rng: random.Random, length: int, pool: Sequence[str], alike: bool) ->
     return task_text.recall(rng, pairs, asked, held_out=False, pool=pool)
 
 
-def chain(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     most = min(len(pool) // 2 + 8, (length - 16) // 17)
     steps = rng.randint(max(1, most * 2 // 3), most)
-    others = rng.randint(2, 6) if alike else None
-    return task_text.chain(rng, steps, held_out=False, pool=pool, others=others)
+    return task_text.chain(rng, steps, held_out=False, pool=pool)
 
 
-def redundant_chain(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def redundant_chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     """Up to three reports of the state; the task has one."""
-    registers = rng.randint(3, 4) if alike else rng.randint(3, 8 if length > 300 else 5)
+    registers = rng.randint(3, 8 if length > 300 else 5)
     reports = rng.randint(1, 3 if length > 300 else 1)
     most = min(36, (length - 13 - 3 * registers - reports * (2 * registers + 4)) // 35)
     steps = rng.randint(max(1, most * 2 // 3), max(1, most))
@@ -93,14 +92,13 @@ def redundant_chain(rng: random.Random, length: int, pool: Sequence[str], alike:
     return task_text.redundant_chain(rng, registers, steps, after, held_out=False, pool=pool)
 
 
-def long_trace(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def long_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     most = min(len(pool) - 10, (length - 10) // 54)
     lines = rng.randint(max(1, most * 3 // 4), most)
-    others = rng.randint(3, 7) if alike else None
-    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), others=others)
+    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), ambiguous=True)
 
 
-def copy(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def copy(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     count = rng.randint(2, (length - 7) // 2)
     words = "".join(
         rng.choice("0123456789")
@@ -111,7 +109,7 @@ def copy(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> S
     return Sample("copy", (f"Repeat: {words}",), (words,), (words,))
 
 
-def talk(rng: random.Random, length: int, pool: Sequence[str], alike: bool) -> Sample:
+def talk(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     kind = rng.random()
     if kind < 0.4:
         question = rng.choice(GREETINGS) + rng.choice(("", "!", "."))
@@ -135,7 +133,7 @@ def _gibberish(rng: random.Random) -> str:
     return " ".join(words).strip() + rng.choice(("", ".", "?", "!"))
 
 
-BUILDERS: dict[str, Callable[[random.Random, int, Sequence[str], bool], Sample]] = {
+BUILDERS: dict[str, Callable[[random.Random, int, Sequence[str]], Sample]] = {
     "needle": needle,
     "recall": recall,
     "chain": chain,
@@ -159,12 +157,11 @@ class Documents:
         self.hard = np.zeros(len(vocab) + 1, dtype=bool)
         self.hard[[vocab[d] for d in "0123456789"] + [vocab[f"Ġ{n}"] for n in self.pool]] = True
 
-    def batch(self, step: int, length: int, tokens: int, alike: float = 0.0) -> Batch:
-        """`alike`: share of rows whose lines look alike, so that only names tell them apart."""
+    def batch(self, step: int, length: int, tokens: int) -> Batch:
         rng = random.Random(f"train/{self.seed}/{step}/{length}")
         mix = self.recipe.mixes[length]
         tasks = rng.choices(list(mix), weights=list(mix.values()), k=max(1, tokens // length))
-        rows = [self._encode(rng, task, length, alike) for task in tasks]
+        rows = [self._encode(rng, task, length) for task in tasks]
         longest = max(len(row) for row in rows)
         ids = np.full((len(rows), longest + 1), PAD, dtype=np.int64)
         weights = np.zeros((len(rows), longest + 1), dtype=np.float32)
@@ -174,7 +171,7 @@ class Documents:
         positions = np.stack([_positions(rng, longest, self.recipe.reach) for _ in rows])
         return Batch(ids[:, :-1], positions, ids[:, 1:], weights[:, 1:], tasks)
 
-    def _encode(self, rng: random.Random, task: str, length: int, alike: float) -> list[int]:
+    def _encode(self, rng: random.Random, task: str, length: int) -> list[int]:
         messages = []
         if length > 96 and rng.random() < SYSTEM_SHARE:
             text = "You are a helpful assistant."
@@ -182,7 +179,7 @@ class Documents:
                 text = task_text.filler_sentence(rng, rng.choice((6, 7, 11)))
             messages.append({"role": "system", "content": text})
             length -= SYSTEM_UNITS
-        sample = BUILDERS[task](rng, length, self.pool, alike > 0 and rng.random() < alike)
+        sample = BUILDERS[task](rng, length, self.pool)
         for turn, answer in zip(sample.turns, sample.answers, strict=True):
             messages.append({"role": "user", "content": turn})
             messages.append({"role": "assistant", "content": answer})

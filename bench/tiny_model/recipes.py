@@ -10,17 +10,12 @@ Mix = Mapping[str, float]
 class Recipe:
     """`mixes`: shares of tasks by row length; `stages`: lengths in turn; `longer`: lengths beside
     the last stage's and their shares of batches; `latest`: shares of the budget at which a stage
-    ends even if not every task is learnt; `passes`: the accuracies at which they are; `alike`: the
-    share of rows in the last stage whose lines look alike; `grow_at`: the share of the budget at
-    which a layer is added; `reach`: the last position that gaps lead to."""
+    ends even if not every task is learnt; `reach`: the last position that gaps lead to."""
 
     mixes: Mapping[int, Mix]
     stages: tuple[int, ...]
     longer: Mapping[int, float]
     latest: tuple[float, ...]
-    passes: tuple[float, ...]
-    alike: float
-    grow_at: float
     vocab_size: int
     max_positions: int
     reach: int
@@ -52,9 +47,6 @@ TINY = Recipe(
     stages=(96, 128, 256, 640),
     longer={1152: 0.1},
     latest=(0.06, 0.22, 0.42),
-    passes=(0.95, 0.95, 0.95),
-    alike=0.0,
-    grow_at=1.0,
     vocab_size=448,
     max_positions=4096,
     reach=2400,
@@ -71,12 +63,9 @@ TINY_LONG = Recipe(
         2304: {"long-chain": 1.0},
         4736: {"long-chain": 1.0},
     },
-    stages=(96, 128, 256, 640, 640),
+    stages=(96, 128, 256, 640),
     longer={1152: 0.15, 2304: 0.08, 4736: 0.04},
-    latest=(0.05, 0.15, 0.3, 0.6),
-    passes=(0.95, 0.95, 0.95, 0.98),
-    alike=0.6,
-    grow_at=0.77,
+    latest=(0.05, 0.15, 0.3),
     vocab_size=544,
     max_positions=8192,
     reach=5600,

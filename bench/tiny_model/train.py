@@ -19,7 +19,6 @@ from torch import Tensor
 
 from bench.tiny_model.data import Batch, Documents
 from bench.tiny_model.export import export
-from bench.tiny_model.grow import grow
 from bench.tiny_model.model import ModelConfig, TinyLlama
 from bench.tiny_model.muon import Muon
 from bench.tiny_model.recipes import RECIPES
@@ -56,6 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--muon-lr", type=float, default=0.005)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--decay-share", type=float, default=0.6)
+    parser.add_argument("--pass-accuracy", type=float, default=0.95)
     parser.add_argument("--save-every", type=float, default=3.0, help="minutes")
     return parser.parse_args()
 
@@ -106,8 +106,6 @@ class Trainer:
 
     def load(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.args.device)
-        if saved["config"]["num_layers"] > self.model.config.num_layers:
-            self.grow()
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -128,16 +126,6 @@ class Trainer:
         summary = json.dumps(asdict(self.progress), indent=2)
         (self.args.out / "progress.json").write_text(summary + "\n")
 
-    def grow(self) -> None:
-        """One more layer in the middle; the optimizers start anew."""
-        batch = self.documents.batch(self.progress.step, self.recipe.stages[-1], 16384)
-        ids, positions = (
-            torch.from_numpy(array).to(self.args.device) for array in (batch.ids, batch.positions)
-        )
-        self.model = grow(self.model, self.args.layers // 2, ids, positions)
-        self.optimizers = build_optimizers(self.model, self.args)
-        log.info("grown to %d layers", self.model.config.num_layers)
-
     def schedule(self) -> float:
         """Constant after a short warm-up, then linear to zero at the end of the budget."""
         left = 1.0 - self.progress.seconds / (60 * self.args.minutes)
@@ -151,7 +139,7 @@ class Trainer:
         """Most batches have the stage's length, the others an earlier or a longer one."""
         stages, stage = self.recipe.stages, self.progress.stage
         draw = torch.rand(2, generator=torch.Generator().manual_seed(self.progress.step)).tolist()
-        if stages[stage] == stages[-1]:
+        if stage == len(stages) - 1:
             for length, share in self.recipe.longer.items():
                 if draw[0] < share:
                     return length
@@ -188,7 +176,7 @@ class Trainer:
                 progress.accuracy[task] = 0.97 * progress.accuracy.get(task, 0.0) + 0.03 * share
         if progress.stage == len(self.recipe.stages) - 1:
             return
-        learnt = min(progress.accuracy.values()) > self.recipe.passes[progress.stage]
+        learnt = min(progress.accuracy.values()) > self.args.pass_accuracy
         late = progress.seconds > 60 * self.args.minutes * self.recipe.latest[progress.stage]
         if late or (learnt and progress.stage_step > 50):
             log.info("stage %d ends: %s", progress.stage, progress.accuracy)
@@ -199,14 +187,10 @@ class Trainer:
         started = time.process_time() - progress.seconds
         saved = time.time()
         while progress.seconds < 60 * self.args.minutes:
-            late = progress.seconds > 60 * self.args.minutes * self.recipe.grow_at
-            if late and self.model.config.num_layers == self.args.layers:
-                self.grow()
             factor = self.schedule()
             length = self.pick_length()
             tokens = self.args.tokens_per_step * (1 if progress.stage < 2 else 2)
-            alike = self.recipe.alike * (progress.stage == len(self.recipe.stages) - 1)
-            batch = self.documents.batch(progress.step, length, tokens, alike)
+            batch = self.documents.batch(progress.step, length, tokens)
             loss, shares = self.train_step(batch)
             losses += loss
             progress.step += 1

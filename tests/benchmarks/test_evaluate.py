@@ -99,20 +99,20 @@ def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
 def test_every_policy_and_retention_stands_beside_the_full_cache(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--tasks", "recall", "chain", "--num-samples", "2", "--batch", "2")
+    flags = ("--tasks", "recall", "needle-512", "--num-samples", "2", "--batch", "2")
     policies = ("--policy", KARA, "--policy", "none", "--retention", "0.2", "0.6")
     status, saved = bench("eval", *flags, *policies, "--seed", "3")
     rows = saved["rows"]
     assert status == 0
     assert [(row["task"], row["retention"]) for row in rows] == [
-        (task, retention) for task in ("recall", "chain") for retention in (None, 0.2, 0.6)
+        (task, retention) for task in ("recall", "needle-512") for retention in (None, 0.2, 0.6)
     ]
     none, low, high = rows[:3]
     assert none["policy"] == "none" and none["held_over_logical_at_end"] == 1.0
     assert low["held_over_logical_at_end"] < high["held_over_logical_at_end"] < 1.0
     assert low["compactions_per_request"] > 0 and low["requests_compacted"] == 2
     assert all(row["n"] == 2 and row["seed"] == 3 for row in rows)
-    # 24 tokens never fill a window of 32.
+    # 8 tokens a turn never fill a window of 32.
     assert rows[4]["compactions_per_request"] == 0 and rows[4]["held_over_logical_at_end"] == 1.0
     shown = capsys.readouterr().out.splitlines()
     assert sum("never reached" in line for line in shown) == 2

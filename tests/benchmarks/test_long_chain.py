@@ -16,9 +16,9 @@ RECAP = re.compile(r"(\w+): (\w+) (\w+) (\w+)$")
 
 def program_of(sample: Sample) -> tuple[dict[str, int], list[str], str]:
     """Given values, lines and the name asked for."""
-    first, second, *lines, asked = sample.turns[0].removeprefix("Explain ").split("; ")
-    given = {piece[:-1]: int(piece[-1]) for piece in (first, second)}
-    return given, lines, asked.removeprefix("Find ")
+    *pieces, asked = sample.turns[0].removeprefix("Explain ").split("; ")
+    given = {piece[:-1]: int(piece[-1]) for piece in pieces if piece[-1].isdigit()}
+    return given, pieces[len(given) :], asked.removeprefix("Find ")
 
 
 def work_out(sample: Sample) -> str:
@@ -65,7 +65,7 @@ def test_names_stand_for_one_thing_each() -> None:
     for sample in make_samples("long-chain-4000", 10, seed=5):
         given, lines, _ = program_of(sample)
         names = [*given, *(UNIT.findall(line)[0] for line in lines)]
-        assert len(set(names)) == len(names) == 90 and set(names) <= set(ALL_NAMES)
+        assert len(set(names)) == len(names) == 98 and set(names) <= set(ALL_NAMES)
 
 
 def every_need(task: str, count: int = 60) -> list[Needs]:
@@ -76,8 +76,8 @@ def every_need(task: str, count: int = 60) -> list[Needs]:
 def test_less_than_a_quarter_of_a_trace_is_needed_again(task: str) -> None:
     for each in every_need(task):
         assert each.kept < each.needed
-        assert 0.1 < len(each.needed) / each.tokens < 0.15
-        assert 0.015 < len(each.kept) / each.tokens < 0.045
+        assert 0.1 < len(each.needed) / each.tokens < 0.25
+        assert 0.02 < len(each.kept) / each.tokens < 0.06
 
 
 def test_needed_tokens_are_enough_to_answer() -> None:
@@ -95,16 +95,42 @@ def test_needed_tokens_are_enough_to_answer() -> None:
         assert f"{asked}{seen[asked]}" == sample.finals[0]
 
 
-def test_some_values_are_never_asked_for_again() -> None:
+def sums_of(sample: Sample) -> dict[str, tuple[str, str]]:
+    """Operands of every sum by the sum's name, in the program's order."""
+    matches = [match for line in program_of(sample)[1] if (match := SUM.match(line))]
+    return {match[1]: (match[2], match[3]) for match in matches}
+
+
+def test_some_values_do_not_bear_on_the_answer() -> None:
     for sample in make_samples("long-chain-4000", 10, seed=8):
-        _, lines, asked = program_of(sample)
-        sums = [match.groups() for line in lines if (match := SUM.match(line))]
-        used = {name for line in lines for name in UNIT.findall(line)[1:]}
-        dead = {s[0] for s in sums} - {name.strip() for name in used} - {asked}
+        sums, bearing = sums_of(sample), {program_of(sample)[2]}
+        for name in reversed(sums):
+            if name in bearing:
+                bearing.update(sums[name])
+        dead = [name for name in sums if name not in bearing]
         assert 0.05 < len(dead) / len(sums) < 0.4
 
 
-@pytest.mark.parametrize(("task", "beyond"), [("long-chain-2000", 3), ("long-chain-4000", 9)])
+@pytest.mark.parametrize("task", SIZES)
+def test_a_line_is_told_by_its_names(task: str) -> None:
+    for sample in make_samples(task, 20, seed=9):
+        leads = [operands[0] for operands in sums_of(sample).values()]
+        assert len(set(leads)) == len(leads)
+        recaps = [
+            match.groups()[1:] for line in program_of(sample)[1] if (match := RECAP.match(line))
+        ]
+        recalled = [name for recap in recaps for name in recap]
+        assert len(set(recalled)) == len(recalled)
+
+
+def test_training_draws_ambiguous_programs_too() -> None:
+    sample = long_chain(random.Random(1), 30, held_out=False, ambiguous=True)
+    leads = [operands[0] for operands in sums_of(sample).values()]
+    assert len(set(leads)) < len(leads)
+    assert sample.answers[0] == work_out(sample)
+
+
+@pytest.mark.parametrize(("task", "beyond"), [("long-chain-2000", 2), ("long-chain-4000", 5)])
 def test_a_window_of_recent_tokens_misses_values(task: str, beyond: int) -> None:
     """A quarter of the trace, kept as its latest tokens, lacks some value in every sample."""
     for each in every_need(task):
@@ -116,13 +142,13 @@ def test_look_backs_have_every_length() -> None:
     shares = {
         limit: sum(d > limit for d in distances) / len(distances) for limit in (64, 256, 1000, 2000)
     }
-    assert shares[64] > 0.45 and shares[256] > 0.3 and shares[1000] > 0.1 and shares[2000] > 0.005
+    assert shares[64] > 0.45 and shares[256] > 0.3 and shares[1000] > 0.03 and shares[2000] > 0.002
     assert sum(d < 40 for d in distances) / len(distances) > 0.3
 
 
 def test_held_out_orders_are_kept_from_training() -> None:
     def order(sample: Sample) -> bool:
-        first, second = (ALL_NAMES.index(name) for name in program_of(sample)[0])
+        first, second, *_ = (ALL_NAMES.index(name) for name in program_of(sample)[0])
         return (3 * first + second) % 8 == 0
 
     rng = random.Random(0)

@@ -16,8 +16,10 @@ from kvserve.benchmarks.measuring.measure import play
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.benchmarks.simulator.simulator import Simulation
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
+from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
@@ -146,7 +148,8 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     measured = play(llm.engine, workload).figures
     made = make_policy(policy)
     layout = KVLayout(2, 2, 8, 4)
-    log_tokens = 4 if made.query_reduction == "heads" else 8
+    form = LogForm(4, "int4" if policy["name"] == "kara" else "model")
+    log_tokens = form.block_tokens(layout, entry_format("auto", 4), 4)
     blocks = {"num_blocks": 111, "num_host_blocks": 110, "log_block_tokens": log_tokens}
     scheduler = Scheduler(layout, **blocks, **settings)  # type: ignore[arg-type]
     lengths = np.full(12, 16), np.full(12, 96)

@@ -100,7 +100,7 @@ def test_lengths_from_a_file_and_a_model_from_a_directory(tmp_path: Path, model_
     [
         ((), "one of the arguments --model --shape is required"),
         (("--shape", "llama"), "--shape: invalid choice"),
-        (("--window", "8"), "--buffer: policy kara: buffer must be below window (8)"),
+        (("--window", "8"), "--buffer: policy kara: buffer must be an integer below window (8)"),
         (("--ratio", "1.5"), "--ratio: '1.5' is not a number in (0, 1]"),
         (("--bandwidth", "0"), "--bandwidth: must be above 0"),
         (("--len-sigma", "-1"), "--len-sigma: '-1' is not a number >= 0"),
@@ -156,10 +156,11 @@ def test_notes_name_policies_that_are_simulated_as_even() -> None:
     ("policy", "queries"),
     [
         ("none", Queries("none")),
-        ("kara", Queries("log", 8)),
+        ("kara", Queries("log", 32)),
+        ({"name": "kara", "query_reduce": "group_mean"}, Queries("log", 8)),
         ({"name": "kara", "query_reduce": "heads", "query_stride": 8}, Queries("log", 32, 1 / 8)),
-        ({"name": "kara", "query_source": "recompute"}, Queries("recompute", 8)),
-        ({"name": "kara", "queries": "buffer"}, Queries("log", 8, 32 / 512)),
+        ({"name": "kara", "query_source": "recompute"}, Queries("recompute", 32)),
+        ({"name": "kara", "queries": "buffer"}, Queries("log", 32, 32 / 512)),
         ({"name": "kara", "preset": "paper"}, Queries("recompute", 32)),
         ({"name": "snapkv", "budget": 64}, Queries("log", 32)),
         ({"name": "keydiff", "budget": 64}, Queries("none")),

@@ -100,7 +100,7 @@ class Recorder:
             self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
         layout = self._runner.cache.layout
         back = {task.row for task in output.swap_ins}
-        for seq in output.admitted.sequences:
+        for seq in output.admitted.requests:
             self._owner[seq.row] = seq.seq_id
             if seq.row in back:
                 continue

@@ -18,8 +18,8 @@ from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.window_scores import window_scores_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")

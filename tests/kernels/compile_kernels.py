@@ -46,9 +46,9 @@ from kvserve.kernels.quantized_triton import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.window_scores import window_scores_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)

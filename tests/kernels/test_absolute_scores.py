@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.causal_scores import (
+from kvserve.kernels.cpu import window_scores as compiled
+from kvserve.kernels.int4_log import Int4Queries, quantize
+from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     causal_scores,
     over_group,
     past_scores,
 )
-from kvserve.kernels.cpu import window_scores as compiled
-from kvserve.kernels.int4_log import Int4Queries, quantize
-from kvserve.kernels.window_scores import (
+from kvserve.kernels.scores.window_scores import (
     AGGREGATES,
     GROUP_AGGREGATES,
-    Seen,
     window_scores_torch,
     window_scores_triton,
 )
+from kvserve.kernels.seen import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3
@@ -128,7 +128,7 @@ def views(query: Int4Queries, window: int, n: int, later: int) -> list[Seen | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("aggregate", "group_aggregate"), COMBINATIONS)
 def test_compiled(
-    aggregate: str, group_aggregate: str, dtype: torch.dtype, shape: tuple[int, ...]
+    aggregate: str, group_aggregate: str, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
     _, window, n, later, _ = shape
     q, k = case(*shape, dtype)
@@ -156,7 +156,9 @@ def test_threads_change_nothing() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize(("aggregate", "group_aggregate"), COMBINATIONS)
-def test_triton(aggregate: str, group_aggregate: str, shape: tuple[int, ...]) -> None:
+def test_triton(
+    aggregate: str, group_aggregate: str, shape: tuple[int, int, int, int, int]
+) -> None:
     _, window, n, later, _ = shape
     q, k = case(*shape)
     for seen in views(q, window, n, later):
@@ -205,11 +207,11 @@ def test_earlier_entries(reduce: str, missing: int) -> None:
             q[h * group + member, i], there, own, i + 1
         )
         probs[h, member, i, int(gone[h].sum()) :] = given[unseen : own - i]
-    given = keys[:, unseen:], SCALE
+    seen = keys[:, unseen:], SCALE
     absent = gone if missing else None
-    found = causal_scores(q, *given, reduce, absent, shares)
+    found = causal_scores(q, *seen, reduce, absent, shares)
     torch.testing.assert_close(found, over_group(probs.mean(2), reduce, 1))
-    found = past_scores(q, *given, reduce, absent, shares)
+    found = past_scores(q, *seen, reduce, absent, shares)
     torch.testing.assert_close(found, over_group(probs, reduce, 1).mean(1))
-    by_head = causal_scores(q, *given, "none", absent, shares)
+    by_head = causal_scores(q, *seen, "none", absent, shares)
     torch.testing.assert_close(by_head, probs.mean(2).flatten(0, 1))

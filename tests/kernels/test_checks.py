@@ -18,8 +18,8 @@ from kvserve.kernels.gather_kv import (
     gather_queries_torch,
 )
 from kvserve.kernels.sample_tokens import sample_tokens
+from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
 from kvserve.kernels.tiles import SORTED_ROWS
-from kvserve.kernels.window_scores import window_scores, window_scores_torch
 
 
 class OnCuda(torch.Tensor):

@@ -140,7 +140,7 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
     server.complete(["a", "b"], max_tokens=20, kv_policy="kara")
     server.chat("a", max_tokens=4, stream=True)
-    server.complete("a" * 600)
+    server.complete([97] * 600)
     values = scrape(server)
     assert values["kvserve:request_success_total|length"] == 3
     assert values["kvserve:request_success_total|abort"] == 0

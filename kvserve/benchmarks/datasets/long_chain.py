@@ -2,10 +2,10 @@
 
 Every line of the program is six tokens and one paragraph of the trace. A sum states its operands
 and its result, says whether it passed ten, checks the result once more from its definition and
-talks a little; a recap restates three earlier values. Names are assigned once. A sum in five is a
-dead end: its value is never asked for again. Of the others the last one is always an operand, and
-the other operand is drawn by how long ago it was last mentioned, so look-backs reach from a few
-tokens to the whole trace.
+talks a little; a recap restates three earlier sums. Names are assigned once. A sum in five is a
+dead end that does not bear on the answer. Every other adds the last of its kind to an older value,
+drawn by how long ago it was last mentioned, so look-backs reach from a few tokens to most of the
+trace. No value leads two sums or stands in two recaps: a line is told by the names it begins with.
 """
 
 import random
@@ -40,7 +40,6 @@ LONG_WORDS = tuple(
 DEAD_SHARE = 0.2
 RECAP_SHARE = 0.15
 RECAP_SIZE = 3
-FIRST_VALUES = 2
 
 
 @dataclass(frozen=True)
@@ -67,42 +66,66 @@ def long_chain(
     held_out: bool,
     task: str = "long-chain",
     names: tuple[str, ...] = ALL_NAMES,
-    others: int | None = None,
+    given: int = 2,
+    ambiguous: bool = False,
 ) -> Sample:
-    """A program of that many lines over two given values, worked out paragraph by paragraph.
-
-    `others`: draw operands and recaps from the first so many values alone, and recaps three times
-    as often, so that lines look alike (the tasks: None).
-    """
-    drawn = draw_names(rng, lines + FIRST_VALUES, held_out, names)
-    values = {name: rng.randrange(10) for name in drawn[:FIRST_VALUES]}
-    given = [f"{name}{value};" for name, value in values.items()]
-    program = draw_program(rng, drawn, others)
+    """A program of that many lines over `given` values, worked out paragraph by paragraph."""
+    drawn = draw_names(rng, lines + given, held_out, names)
+    values = {name: rng.randrange(10) for name in drawn[:given]}
+    stated = [f"{name}{value};" for name, value in values.items()]
+    draw = draw_ambiguous if ambiguous else draw_program
+    program = draw(rng, drawn[:given], drawn[given:])
     trace = [paragraph(line, values) for line in program]
     final = program[-1].name
-    turn = f"Explain {' '.join(given)} {' '.join(line.text() for line in program)} Find {final}"
+    turn = f"Explain {' '.join(stated)} {' '.join(line.text() for line in program)} Find {final}"
     answer = f"{' '.join(trace)} answer {final}{values[final]}"
     return Sample(task, (turn,), (answer,), (f"{final}{values[final]}",))
 
 
-def draw_program(rng: random.Random, names: list[str], others: int | None = None) -> list[Line]:
-    """Lines for all names but the first two; the last line is a sum whose value is asked for."""
-    mentioned = list(names[:FIRST_VALUES])  # live names, the longest unmentioned first
-    head, program = mentioned[-1], []
-    recap_share = RECAP_SHARE if others is None else 3 * RECAP_SHARE
-    few = set(names[:others])
-    for i, name in enumerate(names[FIRST_VALUES:], start=FIRST_VALUES + 1):
+def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
+    """Lines for all names; the last is a sum whose value is asked for.
+
+    A value leads one sum at most and stands in one recap at most, so a line is told by its names.
+    Dead ends are led by dead values once there are some.
+    """
+    unled: list[str] = list(given)  # the longest unmentioned first
+    unrecalled: list[str] = []
+    dead: list[str] = []
+    head, program = given[-1], []
+    for i, name in enumerate(names, start=1):
         last = i == len(names)
-        if not last and len(mentioned) > RECAP_SIZE and rng.random() < recap_share:
-            known = [n for n in mentioned if n in few]
-            recalled = tuple(
-                rng.sample(known if len(known) >= RECAP_SIZE else mentioned, RECAP_SIZE)
-            )
+        if not last and len(unrecalled) > RECAP_SIZE and rng.random() < RECAP_SHARE:
+            recalled = tuple(rng.sample(unrecalled, RECAP_SIZE))
+            program.append(Line(name, recalled))
+            unrecalled = [n for n in unrecalled if n not in recalled]
+            _mention(unled, recalled)
+            continue
+        ends = not last and len(unled) > 2 and rng.random() < DEAD_SHARE
+        other = dead.pop() if ends and dead else _draw_old(rng, [n for n in unled if n != head])
+        unled = [n for n in unled if n != other]
+        _mention(unled, (head,))
+        program.append(Line(name, (other, head), ends))
+        if ends:
+            dead.append(name)
+            continue
+        unled.append(name)
+        unrecalled.append(name)
+        head = name
+    return program
+
+
+def draw_ambiguous(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
+    """As `draw_program` does, but values lead and stand in recaps as often as they are drawn."""
+    mentioned = list(given)
+    head, program = mentioned[-1], []
+    for i, name in enumerate(names, start=1):
+        last = i == len(names)
+        if not last and len(mentioned) > RECAP_SIZE and rng.random() < RECAP_SHARE:
+            recalled = tuple(rng.sample(mentioned, RECAP_SIZE))
             program.append(Line(name, recalled))
             _mention(mentioned, recalled)
             continue
-        older = [n for n in mentioned if n != head]
-        other = _draw_old(rng, [n for n in older if n in few] or older)
+        other = _draw_old(rng, [n for n in mentioned if n != head])
         dead = not last and rng.random() < DEAD_SHARE
         program.append(Line(name, (other, head), dead))
         _mention(mentioned, (other, head))
@@ -121,8 +144,9 @@ def _draw_old(rng: random.Random, names: list[str]) -> str:
 
 def _mention(mentioned: list[str], names: tuple[str, ...]) -> None:
     for name in names:
-        mentioned.remove(name)
-        mentioned.append(name)
+        if name in mentioned:
+            mentioned.remove(name)
+            mentioned.append(name)
 
 
 def paragraph(line: Line, values: dict[str, int]) -> str:

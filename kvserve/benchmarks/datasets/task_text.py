@@ -154,23 +154,14 @@ def recall(
     return Sample("recall", (f"{listing} Find {' '.join(wanted)}",), (answer,), (answer,))
 
 
-def chain(
-    rng: random.Random,
-    steps: int,
-    held_out: bool,
-    pool: Sequence[str] = NAMES,
-    others: int | None = None,
-) -> Sample:
-    """Sums modulo 10: each step adds the step before to some earlier value, all names distinct.
-
-    `others`: how many of the first values are drawn as the earlier one (default: all).
-    """
+def chain(rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES) -> Sample:
+    """Sums modulo 10: each step adds the step before to some earlier value, all names distinct."""
     names = draw_names(rng, steps + 2, held_out, pool)
     values = {name: rng.randrange(10) for name in names[:2]}
     program = [f"{name}{values[name]};" for name in names[:2]]
     trace = []
     for i in range(2, len(names)):
-        name, before, other = names[i], names[i - 1], rng.choice(names[: i - 1][:others])
+        name, before, other = names[i], names[i - 1], rng.choice(names[: i - 1])
         values[name] = (values[other] + values[before]) % 10
         program.append(f"{name}= {other}+ {before};")
         trace.append(

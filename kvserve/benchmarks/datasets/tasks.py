@@ -61,13 +61,13 @@ def _needle_task(units: int) -> Task:
     )
 
 
-def _long_task(tokens: int, lines: int) -> Task:
+def _long_task(tokens: int, lines: int, given: int) -> Task:
     name = f"long-chain-{tokens}"
     return Task(
         name,
         f"{lines} lines of sums modulo 10 and recaps, checked and talked over in {tokens} tokens",
         tokens + tokens // 8,
-        lambda rng: long_chain(rng, lines, held_out=True, task=name),
+        lambda rng: long_chain(rng, lines, held_out=True, task=name, given=given),
         final_marker="answer",
     )
 
@@ -94,9 +94,9 @@ TASKS: dict[str, Task] = {
             ),
             final_marker="answer",
         ),
-        _long_task(1000, lines=22),
-        _long_task(2000, lines=44),
-        _long_task(4000, lines=88),
+        _long_task(1000, lines=22, given=6),
+        _long_task(2000, lines=44, given=8),
+        _long_task(4000, lines=88, given=10),
         Task(
             "recall",
             "16 names with two-digit values, all asked back in another order",

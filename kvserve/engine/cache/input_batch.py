@@ -22,12 +22,31 @@ from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.output import (
+    CompactionTask,
+    NewRequest,
+    SchedulerOutput,
+    TableUpdate,
+)
+from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 
-class InputBatch:
+class InputBatch(RowArrays):
     """Persistent rows. ``apply`` takes in a message, ``build`` makes the forward's arguments."""
+
+    kv_lens: Tensor = per_group("kv_lens")
+    coded: Tensor = per_group()
+    num_vectors: Tensor = per_group()
+    block_tables: Tensor = per_group(None)
+    """This and the following ones: what they name comes as updates."""
+    log_tables: Tensor = per_group(None)
+    index_tables: Tensor = per_group(None)
+    vector_tables: Tensor = per_group(None)
+    num_computed: Tensor = per_row("num_computed")
+    prompt_lens: Tensor = per_row("prompt_lens")
+    last_token: Tensor = per_row("last_token")
+    log_from: Tensor = per_row("log_from")
+    log_span: Tensor = per_row("log_span")
 
     def __init__(
         self,
@@ -43,23 +62,21 @@ class InputBatch:
         self.layout = layout
         self.device = device
         self.log_block_tokens = log_block_tokens
-        self.block_tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
-        self.log_tables = torch.zeros(log_shape, dtype=torch.int32, device=device)
-        self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
-        # Index tables, vector tables, entries coded and vectors held; empty where nothing is coded.
+        # Index and vector tables are empty where nothing is coded.
         none = (*table_shape[:3], 0)
         index, vectors = code_shapes or (none, none)
-        self.index_tables = torch.zeros(index, dtype=torch.int32, device=device)
-        self.vector_tables = torch.zeros(vectors, dtype=torch.int32, device=device)
-        self.coded = torch.zeros_like(self.kv_lens)
-        self.num_vectors = torch.zeros_like(self.kv_lens)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.block_tables, self.log_tables, self.index_tables, self.vector_tables = (
+            zeros(shape, torch.int32) for shape in (table_shape, log_shape, index, vectors)
+        )
+        self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
+        self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
+        self.log_span.fill_(1)  # padded rows are divided by it, too
         self.codes: tuple[Codes, ...] | None = None
         """What attention reads of them, by layer group, where it reads codes itself."""
-        self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.log_span = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._scores = torch.zeros(0)
@@ -71,30 +88,23 @@ class InputBatch:
         self._swap(output.row_swaps)
         self._park_scores(output)
         new = output.admitted
-        if new.sequences:
-            rows = self._long([seq.row for seq in new.sequences])
-            prompts = [seq.num_prompt_tokens for seq in new.sequences]
-            self.prompt_lens[rows] = self._long(prompts)
-            self.kv_lens[:, rows] = self._long(new.kv_lens)
-            self.coded[:, rows] = self.num_vectors[:, rows] = 0
-            self.num_computed[rows] = self._long(new.num_computed)
-            self.log_from[rows] = self._long(new.log_from)
-            self.log_span[rows] = self._long([seq.trigger.log_span for seq in new.sequences])
-            self.last_token[rows] = self._long(new.last_token)
-            self.sampling.set_rows(new.sequences)
+        if new.requests:
+            rows = self._long([request.row for request in new.requests])
+            self.begin_rows(rows, new, self._long)
+            self.sampling.set_rows(new.requests)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
 
-    def unfit(self, sequences: Iterable[Sequence]) -> list[int]:
+    def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
         """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
         found = []
-        for seq in sequences:
+        for request in requests:
             try:
-                self.sampling.set_rows((seq,))
+                self.sampling.set_rows((request,))
             except Exception:
-                found.append(seq.seq_id)
+                found.append(request.seq_id)
         return found
 
     def kept_scores(self, count: int) -> Tensor | None:
@@ -319,15 +329,9 @@ class InputBatch:
             order[a], order[b] = order[b], order[a]
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
-        kept_scores = [self._scores] if self._scores.numel() else []
-        counters = (
-            *(self.num_computed, self.prompt_lens, self.last_token),
-            *(self.log_from, self.log_span),
-        )
-        for by_row in (*counters, *kept_scores):
-            by_row[to] = by_row[source]
-        for by_group in (*self.code_tables, self.kv_lens):
-            by_group[:, to] = by_group[:, source]
+        self.move_rows(to, source)
+        if self._scores.numel():
+            self._scores[to] = self._scores[source]
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

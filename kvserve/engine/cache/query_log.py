@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import StoreInt4, StoreQueries
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.kernels.causal_scores import Queries
 from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.int4_log import gather_int4, int4_bytes, int4_log
+from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.layout import KVLayout
 
 
@@ -96,8 +96,8 @@ class QueryLog:
             assert shares is not None, "attention was asked for them"
             self._store_int4(self.blocks, layer, slots, q, shares)
 
-    def read(self, slots: Tensor, layers: Tensor) -> Queries:
-        """Queries of ``slots [L', heads, S]`` of ``layers [L']``: [L', heads, S, D].
+    def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
+        """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
 
         Those in 4 bits and e4m3 numbers stay as they are: who computes widens them.
         """

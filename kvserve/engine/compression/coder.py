@@ -19,7 +19,6 @@ from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.windows import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
@@ -68,21 +67,22 @@ class Found:
 class Coder:
     """Carries out the events of policies with a codebook on one cache."""
 
-    def __init__(
-        self, cache: KVCache, store: CodeStore, compressor: Compressor, *, overlaps: bool
-    ) -> None:
+    def __init__(self, cache: KVCache, store: CodeStore, compressor: Compressor) -> None:
         self._cache = cache
         self._store = store
         self._compressor = compressor
-        self.found: PendingSelections[tuple[Found, int]] = PendingSelections(overlaps=overlaps)
-        """By sequence: what was observed with it, and which of these it is."""
 
-    def observe(self, task: ObservationTask, policy: SpindleKV, tables: CodeTables) -> Tensor:
-        """Entries kept (or coded in addition) and the vectors they need: [LG, E, R, 2]."""
+    def observe(
+        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+    ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
+        """Entries kept (or coded in addition) and the vectors they need: [LG, E, R, 2].
+
+        And by sequence what was found together with it, and which of these it is.
+        """
         lanes = self._cache.layout.num_layers, self._cache.layout.num_kv_heads
         device = self._cache.kv.device
         result = torch.zeros(len(task.rows), *lanes, 2, dtype=torch.int64, device=device)
-        afresh = task.plan.window_len > 0
+        afresh, by_sequence = task.plan.window_len > 0, dict[int, tuple[Found, int]]()
         for kind in (True, False):
             at = np.flatnonzero(afresh == kind)
             if not len(at):
@@ -90,16 +90,12 @@ class Coder:
             part = task.part(at)
             entries, heads, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
             found, vectors = self._encode(part, policy, entries, heads, coded, tables)
-            self.found.add({seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())})
+            by_sequence |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
-        return torch.stack([groups_of(x, self._cache.layout) for x in result.unbind(-1)], dim=-1)
+        return groups_of(result, self._cache.layout), by_sequence
 
-    def run(
-        self,
-        task: CompactionTask,
-        found: dict[int, tuple[Found, int]],
-    ) -> None:
+    def run(self, task: CompactionTask, found: dict[int, tuple[Found, int]]) -> None:
         """Write codes, and the raw entries of rows that begin afresh."""
         by_batch: dict[int, list[int]] = {}
         for e, seq in enumerate(task.seq_ids.tolist()):
@@ -116,11 +112,11 @@ class Coder:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """A row's kept entries and who attends to them [E, L, H, N] (``None``: everybody), how many
         there are, and how many can be coded."""
-        counts, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
+        lens, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
         found = [kept[seq] for seq in task.seq_ids.tolist()]
         entries = _padded([each.entries for each in found])
         heads = [each.heads for each in found if each.heads is not None]
-        lens, size = counts.transpose(0, 1), self._cache.layout.block_size
+        size = self._cache.layout.block_size
         return entries, _padded(heads) if heads else None, lens, lens // size * size
 
     def _tail(

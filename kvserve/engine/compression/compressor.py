@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.moves import MovePlan, groups_of, lanes_of, plan_moves
+from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import (
     Windows,
@@ -29,7 +29,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.causal_scores import Queries
+from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -45,6 +45,26 @@ class Kept:
 
     entries: Tensor
     heads: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the ``events [E']`` of a task, alike in shape, will keep of the sequences ``seq_ids``.
+
+    ``entries [E', L, Hkv, C]``, of which ``counts [E', L, Hkv]`` count; ``heads`` as the entries.
+    """
+
+    events: IntArray
+    seq_ids: IntArray
+    entries: Tensor
+    counts: Tensor
+    heads: Tensor | None
+
+    def by_sequence(self) -> dict[int, Kept]:
+        """What each sequence keeps."""
+        heads = [None] * len(self.seq_ids) if self.heads is None else self.heads
+        each = zip(self.seq_ids.tolist(), self.entries, heads, strict=True)
+        return {seq: Kept(entries, who) for seq, entries, who in each}
 
 
 class Compressor:
@@ -92,58 +112,58 @@ class Compressor:
             chosen = (part.plan.windows * part.plan.keep)[:, None, None]
             self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
-    def observe(
+    def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
-    ) -> tuple[Tensor, dict[int, Kept]]:
-        """What uneven events will keep: counts [LG, E, R], and entries by sequence.
-
-        Of a policy that keeps blocks, their columns [LG, E, R, K] (-1 behind the last) for counts.
-        """
-        cache = self._cache
-        kept: dict[int, Kept] = {}
-        lanes = len(task.rows), cache.layout.num_layers, cache.layout.num_kv_heads
-        size = cache.layout.block_size
-        most = [int(-(-task.plan.keep.max() // size))] if policy.keeps_blocks else []
-        result = torch.full((*lanes, *most), -1, dtype=torch.int64, device=cache.kv.device)
+    ) -> Iterator[Choice]:
+        """What events will keep whose scores decide how much, events of a shape together."""
+        layout = self._cache.layout
         sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
         for part, at in _by_shape(task, *sizes):
             places = policy.query_places(int(part.plan.num_queries[0]))
-            windows, length = Windows.of_uneven(part, places, cache.layout), int(part.plan.keep[0])
+            windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
             leaders, where = self._leaders(policy)
             for some, observed in self._observed(
                 windows, policy, leaders, block_tables, log_tables
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
-                indices, kept_counts = self._own(policy, found.indices, found.counts)
-                self._group.add_to_fingerprint(kept_counts)
-                entries = _long(windows.entries[some], indices)[..., None]
-                chosen = _led(indices, where) + entries
-                if policy.keeps_blocks:
-                    columns = chosen[..., ::size] // size
-                    result[_long(at[some], result), ..., : columns.shape[-1]] = columns
-                else:
-                    result[_long(at[some], result)] = _led(kept_counts, where)
-                heads = [None] * len(chosen) if found.heads is None else _led(found.heads, where)
-                each = zip(part.seq_ids[some].tolist(), chosen, heads, strict=True)
-                kept |= {seq: Kept(entries, who) for seq, entries, who in each}
-        return groups_of(result, cache.layout), kept
+                indices, counts = self._own(policy, found.indices, found.counts)
+                self._group.add_to_fingerprint(counts)
+                entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
+                heads = None if found.heads is None else _led(found.heads, where)
+                yield Choice(at[some], part.seq_ids[some], entries, _led(counts, where), heads)
+
+    def observe(
+        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+    ) -> tuple[Tensor, dict[int, Kept]]:
+        """All ``choices``: counts [E, L, Hkv], and entries by sequence."""
+        layout, kept = self._cache.layout, dict[int, Kept]()
+        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
+        counts = torch.zeros(lanes, dtype=torch.int64, device=self._cache.kv.device)
+        for choice in self.choices(task, policy, block_tables, log_tables):
+            counts[_long(choice.events, counts)] = choice.counts
+            kept |= choice.by_sequence()
+        return counts, kept
 
     def run_observed(
-        self,
-        task: CompactionTask,
-        policy: Policy,
-        found: Mapping[int, Kept],
-        block_tables: Tensor,
+        self, task: CompactionTask, found: Mapping[int, Kept], block_tables: Tensor
     ) -> None:
-        """Carry out events with the entries that ``observe`` found in the step before."""
-        layout = self._cache.layout
+        """Carry out events with the entries that ``choices`` found in a step before."""
+        for part, kept, counts in self._of_observed(task, found):
+            self._move(part, plan_moves(part, kept, counts, self._cache.layout), block_tables)
+
+    def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
+        """As ``run_observed``, for events that move nothing: followers are told."""
+        for part, kept, counts in self._of_observed(task, found):
+            self.tell(part, kept, counts)
+
+    def _of_observed(
+        self, task: CompactionTask, found: Mapping[int, Kept]
+    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
+        """Events of a shape, the entries they keep [E', L, Hkv, C], and how many of these exist."""
         for part, _ in _by_shape(task, uneven_lengths(task)):
             kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
-            chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
-            if policy.keeps_blocks:
-                self.tell(part, kept, chosen)
-            else:
-                self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+            held = lanes_of(part.new_lens, self._cache.layout)
+            yield part, kept, held - part.plan.region_start[:, None, None]
 
     def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
         """Let followers know what rows hold whose entries need no move: ``kept [E, L, Hkv, C]``."""

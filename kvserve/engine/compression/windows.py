@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.causal_scores import Queries
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout

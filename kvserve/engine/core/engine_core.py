@@ -168,7 +168,7 @@ class EngineCore:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
         refused = self._end_failed_grammars(output, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
-        finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
+        finished = self.scheduler.update(output, result.token_ids, result.scores)
         outputs = self._tokens_of(output, result, gets)
         return replace(
             outputs,
@@ -344,7 +344,7 @@ class EngineCore:
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""
         now = time.monotonic()
-        for seq in output.admitted.sequences:
+        for seq in output.admitted.requests:
             since = self._waiting_since.pop(seq.seq_id, None)
             if since is not None:
                 self._queued_seconds[seq.seq_id] = now - since

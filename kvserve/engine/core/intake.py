@@ -16,6 +16,8 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGr
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
+from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
@@ -65,8 +67,7 @@ class Intake:
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self._policies.id_of(policy, others),
             trigger=policy.event_trigger,
-            uneven=policy.granularity is not Granularity.MODEL,
-            keeps_blocks=policy.keeps_blocks,
+            event_kind=event_kind(policy),
             prunes_prompt=prunes,
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
@@ -159,6 +160,17 @@ class Intake:
             return None
         matcher = matcher or self._grammars.compile(wanted)
         return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
+
+
+def event_kind(policy: Policy) -> EventKind:
+    """What decides how much a policy's events keep."""
+    if isinstance(policy.event_trigger, Pruned):
+        return EventKind.PRUNED
+    if isinstance(policy.event_trigger, QuantizeTrigger):
+        return EventKind.CODED
+    if policy.keeps_blocks:
+        return EventKind.BLOCKS
+    return EventKind.EVEN if policy.granularity is Granularity.MODEL else EventKind.UNEVEN
 
 
 def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:

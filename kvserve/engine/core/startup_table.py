@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.causal_scores import (
+from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     Queries,
     causal_scores,
     past_scores,
     received_mass,
 )
-from kvserve.kernels.key_similarity import anchor_similarity, redundancy
-from kvserve.kernels.pooling import POOLINGS, pool_scores
-from kvserve.kernels.window_scores import AGGREGATES, GROUP_AGGREGATES, Seen, window_scores
+from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
+from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
+from kvserve.kernels.scores.window_scores import AGGREGATES, GROUP_AGGREGATES, window_scores
+from kvserve.kernels.seen import Seen
 
 __all__ = [
     "AGGREGATES",

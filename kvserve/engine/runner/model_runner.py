@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,8 @@ from torch import Tensor
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.coder import Coder
-from kvserve.engine.compression.compressor import Compressor, Kept
-from kvserve.engine.compression.moves import lanes_of
-from kvserve.engine.compression.observed import PendingSelections
+from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.event_runner import EventRunner, ScoredEvents
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -25,15 +22,14 @@ from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
 from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput
+from kvserve.scheduler.event import Scores, answer
+from kvserve.scheduler.output import SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
 _SCORED_AT_ONCE = 256
@@ -45,8 +41,8 @@ class ModelRunnerOutput:
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
-    kept_counts: list[IntArray]
-    """``[LG, E, R]`` for each of ``SchedulerOutput.observations``."""
+    scores: list[Scores]
+    """The answer to each of ``SchedulerOutput.observations``."""
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
@@ -57,7 +53,7 @@ class ModelRunnerOutput:
 class LaunchedStep:
     """A step in flight: what it leaves on the device, on its way to the host."""
 
-    kept_counts: list[Tensor]
+    events: ScoredEvents
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same, where this step had events."""
@@ -70,7 +66,8 @@ class LaunchedStep:
 
     def send(self, device: str) -> None:
         """Start the copy to the host, behind this step on ``device`` and before the next one."""
-        tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
+        tensors = [scores for _, scores in self.events]
+        tensors += [] if self.sampled is None else self.sampled.tensors
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
         self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
@@ -87,7 +84,7 @@ class LaunchedStep:
                 "the tensor-parallel ranks no longer hold the same entries, so their answers would "
                 "be wrong; please report it"
             )
-        counts = [next(arrays) for _ in self.kept_counts]
+        scores = [answer(kind, next(arrays)) for kind, _ in self.events]
         token_ids: IntArray = np.zeros(0, np.int32)
         logprobs = None
         if self.sampled is not None:
@@ -102,7 +99,7 @@ class LaunchedStep:
             grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
         self.grammars = []  # those of sequences that have ended are freed before the next step
-        return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds, failed)
+        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
 
 
 @dataclass(slots=True)
@@ -149,12 +146,10 @@ class ModelRunner:
         """By ``CompactionTask.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
-        self.coder: Coder | None = None
-        if cache.codes is not None:
-            self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
-        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._found: PendingSelections[Kept] = PendingSelections(overlaps=overlaps)
-        """Entries that events keep, by sequence."""
+        prefill = PrunedPrefill(model, cache, batch, attention, group)
+        self._events = EventRunner(
+            cache, batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
+        )
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
@@ -181,14 +176,14 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        step = LaunchedStep(*self._run_events(output), self.group.agree())
+        step = LaunchedStep(*self._events.run(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
         try:
             self.batch.apply(output)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            culprits = self.batch.unfit(output.admitted.sequences)
+            culprits = self.batch.unfit(output.admitted.requests)
             raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
         if output.num_tokens:
             self._forward(output, step)
@@ -242,10 +237,7 @@ class ModelRunner:
         positions: Tensor,
     ) -> SampledTokens:
         """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
-        step.grammars = [
-            (int(place), output.sampled[place].sampling.grammar)
-            for place in self.batch.sampling.with_grammar(rows)
-        ]
+        step.grammars = self.batch.sampling.grammars(rows)
         allowed = None
         if step.grammars:
             if self._last is not None:
@@ -273,10 +265,8 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            policy = self.policies[task.policy_id]
-            last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
+            last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
             hidden.append(last)
-            self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
         return torch.cat(hidden)
 
     def _score_prompts(
@@ -296,59 +286,6 @@ class ModelRunner:
                 tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
-
-    def _run_events(self, output: SchedulerOutput) -> tuple[list[Tensor], Stopwatch | None]:
-        """Carry out compactions, then observe what later ones will keep: counts per task."""
-        found = self._found.take()
-        coded = {} if self.coder is None else self.coder.found.take()
-        if not (output.compactions or output.observations):
-            return [], None
-        watch, counts = Stopwatch(self.batch.device), list[Tensor]()
-        for task in output.compactions:
-            with _blaming(task.seq_ids.tolist()):
-                self._compact(task, found, coded)
-        for events in output.observations:
-            with _blaming(events.seq_ids.tolist()):
-                counts.append(self._observe(events))
-        watch.stop()
-        return counts, watch
-
-    def _compact(self, task: CompactionTask, found: dict[int, Kept], coded: dict[int, Any]) -> None:
-        """Carry out events of one policy; ``found`` and ``coded`` in the step before."""
-        policy = self.policies[task.policy_id]
-        tables = self.batch.block_tables, self.batch.log_tables
-        if task.codes is not None:
-            assert self.coder is not None
-            self.coder.run(task, coded)
-        elif policy.granularity is Granularity.MODEL:
-            scores = self.batch.kept_scores(policy.kept_scores)
-            self.compressor.run(task, policy, *tables, scores)
-        else:
-            self.compressor.run_observed(task, policy, found, tables[0])
-        self.batch.after_compaction(task)
-        self.batch.add_to_fingerprint(task.rows, self.group)
-
-    def _observe(self, events: ObservationTask) -> Tensor:
-        """Observe events of one policy; returns their counts."""
-        policy = self.policies[events.policy_id]
-        if writes_codes(policy):
-            assert self.coder is not None
-            return self.coder.observe(events, policy, self.batch.code_tables)
-        tables = self.batch.block_tables, self.batch.log_tables
-        kept_counts, kept = self.compressor.observe(events, policy, *tables)
-        self._found.add(kept)
-        return kept_counts
-
-
-@contextmanager
-def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
-    """What fails here concerns these sequences alone; memory is everybody's."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
-        raise
-    except Exception as error:
-        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error
 
 
 def _logprobs(

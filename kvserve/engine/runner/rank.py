@@ -304,15 +304,14 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
 def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:
     """A message without what only the first rank needs: the sampled sequences and their rules."""
     if isinstance(message, SchedulerOutput):
-        sequences = tuple(
+        requests = tuple(
             replace(
-                seq,
-                token_ids=seq.token_ids[:0],
-                column_hashes=[],
-                sampling=replace(seq.sampling, rules=None, grammar=None),
+                request,
+                token_ids=request.token_ids[:0],
+                sampling=replace(request.sampling, rules=None, grammar=None),
             )
-            for seq in message.admitted.sequences
+            for request in message.admitted.requests
         )
-        admitted = replace(message.admitted, sequences=sequences)
+        admitted = replace(message.admitted, requests=requests)
         message = replace(message, admitted=admitted, sampled=())
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.policies.base import Policy, PruningPolicy
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
@@ -35,11 +36,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
     for batch in _batches(runner, max_tokens):
-        heads, dim = runner.model.part.num_heads, runner.model.part.head_dim
-        q = torch.zeros(
-            len(batch.positions), heads, dim, dtype=runner.cache.dtype, device=runner.batch.device
-        )
-        runner.attention.plan(batch).forward(0, q, runner.cache)
+        _attend(runner, batch)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -58,21 +55,34 @@ def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
                 yield replace(batch, columns=np.array([width]))
 
 
+def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
+    """One layer's attention, also as it is where queries are logged with their shares."""
+    part, device = runner.model.part, runner.batch.device
+    q = torch.zeros(
+        len(batch.positions), part.num_heads, part.head_dim, dtype=runner.cache.dtype, device=device
+    )
+    planned = runner.attention.plan(batch)
+    planned.forward(0, q, runner.cache)
+    if runner.cache.logs_shares:
+        shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+        planned.forward(0, q, runner.cache, shares)
+
+
 def _draw(runner: ModelRunner) -> None:
     """Tokens for one row and for all, with filters and without."""
     device = runner.batch.device
     hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
-    logits = runner.model.logits(hidden)
     for count in {1, len(runner.batch.last_token)}:
         rows = torch.arange(count, device=device)
+        logits = runner.model.logits(hidden.expand(count, -1))
         for filtered in (False, True):
-            runner.batch.sampling.draw(logits.expand(count, -1), rows, rows, filtered=filtered)
+            runner.batch.sampling.draw(logits, rows, rows, filtered=filtered)
 
 
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
     """The first event of rows that hold nothing but the null block."""
     layout = runner.cache.layout
-    if writes_codes(policy) or isinstance(policy, PruningPolicy):
+    if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
         return  # what these run is torch's, and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:
@@ -107,7 +117,7 @@ def first_event(
     held = np.broadcast_to(due[None, :, None], lanes).copy()
     rows, token_ids = np.arange(events), None
     if policy.recomputed_reduction is not None:
-        span = int((plan.windows * plan.window_len).max())
+        span = int((plan.windows * plan.window_len + plan.num_queries).max())
         token_ids = np.zeros((events, span), np.int32)
     task = ObservationTask(0, rows, rows, plan, held, token_ids)
     left = held - plan.evicted[None, :, None]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
-
-if TYPE_CHECKING:
-    from kvserve.kernels.window_scores import Seen
+from kvserve.kernels.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
 _AGGREGATES = ("sum", "sum_squares", "max")
@@ -58,7 +55,7 @@ def window_scores(
     group_aggregate: str = "mean",
     seen: Seen | None = None,
 ) -> Tensor:
-    """As ``kvserve.kernels.window_scores``, whose ``window_scores_torch`` is the reference."""
+    """As ``kernels.scores.window_scores``, whose ``window_scores_torch`` is the reference."""
     *lead, heads, window, _ = query.shape
     kv_heads, held, dim = key.shape[-3:]
     length = held if seen is None else held - seen.later

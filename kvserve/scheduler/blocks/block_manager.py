@@ -14,15 +14,19 @@ from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks, TableUpdate
+from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 
-class BlockManager:
+class BlockManager(RowArrays):
     """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held.
 
     ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not);
     ``code_scratch``: whether these are rebuilt in blocks of the pool before a layer attends.
     """
+
+    kv_lens: IntArray = per_group()
+    _log_from: IntArray = per_row()
 
     def __init__(
         self,
@@ -41,8 +45,8 @@ class BlockManager:
         self.log_block_tokens = log_block_tokens
         self.kv = BlockTable(pool, layout, max_rows, layout.block_size, max_model_len)
         self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
-        self.kv_lens: IntArray = np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32)
-        self._log_from: IntArray = np.full(max_rows, NOT_LOGGING, np.int32)
+        self.make_by_group(lambda: np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32))
+        self.make_by_row(lambda fields: np.full((fields, max_rows), NOT_LOGGING, np.int32))
         self.codes: CodeTables | None = None
         if code_slots:
             self.codes = CodeTables(
@@ -90,6 +94,15 @@ class BlockManager:
         copy_start = start.copy()
         np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
         return copy_start
+
+    def written(self, rows: IntArray, copy_start: IntArray, end: IntArray) -> IntArray:
+        """Blocks of entries ``[copy_start [n], end [LG, n, R])``: ``[LG, n, R, .]``, padded."""
+        size = self.layout.block_size
+        first = copy_start // size
+        width = int((-(-end.max(axis=(0, 2)) // size) - first).max())
+        columns = np.minimum(first[:, None] + np.arange(width), self.kv.blocks.shape[3] - 1)
+        # Advanced axes come first: [n, width, LG, R] -> [LG, n, R, width].
+        return self.kv.blocks[:, rows[:, None], :, columns].transpose(2, 0, 3, 1)
 
     def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
         """For how many of the rows, in order, ``make_private`` would find its blocks."""
@@ -235,21 +248,22 @@ class BlockManager:
     def restore_row(
         self,
         row: int,
-        kv_lens: IntArray,
+        lengths: dict[str, IntArray],
         columns: IntArray,
-        log_from: int,
         log_first: int,
         log_end: int,
     ) -> None:
-        """Begin an empty row with shared ``columns`` and fresh blocks for the rest it held."""
+        """Begin an empty row with shared ``columns`` and fresh blocks for the rest it held.
+
+        ``lengths`` are what ``park_row`` has returned.
+        """
         at = np.array([row])
         self.start_row(row)
         self.kv.adopt(row, columns)
-        self.kv.extend(at, kv_lens[:, None])
+        self.kv.extend(at, lengths["kv_lens"][:, None])
         self.log.start(row, log_first)
         self.log.extend(at, np.array(log_end * self.log_block_tokens))
-        self.kv_lens[:, row] = kv_lens
-        self._log_from[row] = log_from
+        self.restore_fields(row, lengths)
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
@@ -267,8 +281,7 @@ class BlockManager:
         self.log.swap(a, b)
         if self.codes is not None:
             self.codes.swap(a, b)
-        self.kv_lens[:, [a, b]] = self.kv_lens[:, [b, a]]
-        self._log_from[[a, b]] = self._log_from[[b, a]]
+        self.move_rows([a, b], [b, a])
 
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""

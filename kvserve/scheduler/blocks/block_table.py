@@ -14,14 +14,20 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
+from kvserve.scheduler.row_schema import RowArrays, per_group
 
 Rows = IntArray | slice
 """Which rows: their numbers, or a slice of all, which costs no copy."""
 NO_UPDATE = TableUpdate(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
-class BlockTable:
+class BlockTable(RowArrays):
     """``blocks [LG, max_rows, R, M]`` with ``first`` and ``end`` ``[LG, max_rows, R]``."""
+
+    first: IntArray = per_group()
+    end: IntArray = per_group()
+    _synced: IntArray = per_group()
+    """The runner has seen the entries before this column."""
 
     def __init__(
         self, pool: BlockPool, layout: KVLayout, max_rows: int, block_tokens: int, max_tokens: int
@@ -33,9 +39,7 @@ class BlockTable:
             -(-max_tokens // block_tokens),
         )
         self.blocks: IntArray = np.zeros((*shape, columns), np.int32)
-        self.first: IntArray = np.zeros(shape, np.int32)
-        self.end: IntArray = np.zeros(shape, np.int32)
-        self._synced: IntArray = np.zeros(shape, np.int32)
+        self.make_by_group(lambda: np.zeros(shape, np.int32))
         self._lanes: IntArray = np.arange(self.end.size).reshape(shape)
 
     def start(self, row: int, column: int) -> None:
@@ -154,8 +158,7 @@ class BlockTable:
         """Exchange two rows."""
         longest = int(max(self.end[:, a].max(), self.end[:, b].max()))
         self.blocks[:, [a, b], :, :longest] = self.blocks[:, [b, a], :, :longest]
-        for array in (self.first, self.end, self._synced):
-            array[:, [a, b]] = array[:, [b, a]]
+        self.move_rows([a, b], [b, a])
 
     def take_update(self, num_rows: int) -> TableUpdate:
         """Entries set since the last call, for the first ``num_rows`` rows."""

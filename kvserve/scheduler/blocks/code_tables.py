@@ -17,6 +17,7 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks
+from kvserve.scheduler.row_schema import RowArrays, per_group
 
 SLOT_BYTES = 16
 """Two references, two scales, a position, a distance, and who attends."""
@@ -38,12 +39,15 @@ class Coding:
     afresh: bool
 
 
-class CodeTables:
+class CodeTables(RowArrays):
     """Index and vector tables of all rows; ``coded`` entries and ``num_vectors`` of each lane.
 
     Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block. ``scratch``: whether
     codes are rebuilt.
     """
+
+    coded: IntArray = per_group()
+    num_vectors: IntArray = per_group()
 
     def __init__(
         self,
@@ -63,8 +67,7 @@ class CodeTables:
         self.index = BlockTable(pool, layout, max_rows, slots_per_block, max_model_len)
         self.vectors = BlockTable(pool, layout, max_rows, self.vectors_per_block, 2 * max_model_len)
         shape = (layout.layer_groups, max_rows, layout.rows)
-        self.coded: IntArray = np.zeros(shape, np.int32)
-        self.num_vectors: IntArray = np.zeros(shape, np.int32)
+        self.make_by_group(lambda: np.zeros(shape, np.int32))
 
     def start_row(self, row: int) -> None:
         """An empty row."""
@@ -82,8 +85,7 @@ class CodeTables:
         """Exchange two rows."""
         self.index.swap(a, b)
         self.vectors.swap(a, b)
-        for array in (self.coded, self.num_vectors):
-            array[:, [a, b]] = array[:, [b, a]]
+        self.move_rows([a, b], [b, a])
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that codes take of each row, less those that its lanes' tables share."""
@@ -95,15 +97,22 @@ class CodeTables:
         return held - twice
 
     def plan(
-        self, row: int, kv_lens: IntArray, found: IntArray, afresh: bool, raw_fallback: bool
+        self,
+        row: int,
+        kv_lens: IntArray,
+        entries: IntArray,
+        vectors: IntArray,
+        *,
+        afresh: bool,
+        raw_fallback: bool,
     ) -> Coding:
         """What to hold as codes of a row, given what was observed.
 
-        found: ``[LG, R, 2]``, entries kept (``afresh``) or to be coded in addition, and the vectors
-        they need. With ``raw_fallback`` a lane stays raw for good if its codes would take as many
-        blocks as its entries, and so do all lanes of a head that do not save the scratch they need.
+        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition, and need so many new
+        ``vectors [LG, R]``. With ``raw_fallback`` a lane stays raw for good if its codes would take
+        as many blocks as its entries, and so do all lanes of a head that do not save the scratch
+        they need.
         """
-        entries, vectors = found[..., 0], found[..., 1]
         if not afresh:
             coded = self.coded[:, row] + entries
             return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)

@@ -1,4 +1,4 @@
-"""Events: who is due, what it takes of lengths and blocks, and when the next one comes."""
+"""Who compresses in which step: the order of events, and what a step has room for."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, chosen
+from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
+from kvserve.scheduler.compression.engine_wide import EngineWideDates
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.output import CodeBlocks, CompactionTask, ObservationTask
-from kvserve.scheduler.periodic import EngineWide
-from kvserve.scheduler.pruning import Pruned
+from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
+from kvserve.scheduler.compression.lives import EventLives, OpenEvent
+from kvserve.scheduler.event import EventKind, Scores
+from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
+from kvserve.scheduler.trigger import Trigger
 
 
 class CompressionScheduler:
-    """Books the events of all rows; lengths and blocks are exact as soon as one is booked.
+    """Takes events through their lives (``EventState``), those of all rows at once.
 
     The events of a step observe at most ``max_observed`` queries, one event aside; those that free
-    most go first, the oldest on ties. Who has to wait sits the step out. With a ``gate``, optional
-    events that do not pay are left out until their next date.
+    most go first, the oldest on ties. Lengths and blocks are exact as soon as one is scheduled. Who
+    has to wait is skipped this step. With a ``gate``, optional events that do not pay are left out
+    until their next date. What an event does to blocks and lengths is its kind's (``HANDLERS``).
     """
 
     def __init__(
@@ -37,138 +39,83 @@ class CompressionScheduler:
     ) -> None:
         self.rows = rows
         self.blocks = blocks
+        self.gate = gate
+        self.lives = EventLives()
         self.compactions = 0
         self.early_compactions = 0
         self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
-        self._starved: tuple[int, int] | None = None
-        """The first (by priority, then arrival: the last to make way) whose codes found no blocks,
-        until its event or that of one before it is booked.
-        """
         self._max_observed = max_observed
-        self.gate = gate
+        self._engine_wide = EngineWideDates(rows)
         self._triggers: dict[int, Trigger] = {}
-        self._steps_since: dict[int, int] = {}
-        self._uneven: set[int] = set()
-        self._keeps_blocks: set[int] = set()
-        self._observing: set[int] = set()
-        """Sequences whose counts are on their way to the host."""
-        self._counts: dict[tuple[int, int], IntArray] = {}
-        """``[LG, R]`` entries that events just observed will keep, by sequence and first query.
-
-        The query tells an event from an earlier one: a sequence may lose its cache, and begin
-        anew, in the very step that observes it.
+        self._kinds: dict[int, EventKind] = {}
+        self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
+        self._blocked: tuple[int, int] | None = None
+        """The first (by priority, then arrival: the last to be preempted) that found no blocks for
+        an event whose kind holds back what comes free, until its event or that of one before it is
+        scheduled.
         """
 
     def register(self, seq: Sequence) -> None:
-        """Know the trigger of a sequence's policy."""
-        policy_id = seq.policy_id
-        if self._triggers.get(policy_id) != seq.trigger:
-            self._steps_since.pop(policy_id, None)
-        self._triggers[policy_id] = seq.trigger
-        for policies, belongs in (
-            (self._uneven, seq.uneven),
-            (self._keeps_blocks, seq.keeps_blocks),
-        ):
-            policies.discard(policy_id)
-            if belongs:
-                policies.add(policy_id)
-        if isinstance(seq.trigger, EngineWide):
-            self._steps_since.setdefault(policy_id, 0)
+        """Know the trigger of a sequence's policy, and the kind of its events."""
+        self._triggers[seq.policy_id] = seq.trigger
+        self._kinds[seq.policy_id] = seq.event_kind
+        self._engine_wide.register(seq.policy_id, seq.trigger)
 
-    def take_engine_wide(self) -> None:
-        """Make rows due whose trigger counts the engine's steps."""
-        rows = self.rows
-        for policy_id in self._steps_since:
-            trigger = self._triggers[policy_id]
-            assert isinstance(trigger, EngineWide)
-            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
-            if not len(at):
-                continue
-            self._steps_since[policy_id] += 1
-            if self._steps_since[policy_id] % trigger.period:
-                continue
-            at = at[trigger.eligible(self._row_state(at))]
-            at = at[rows.arrival[at].argsort()][: trigger.most]
-            rows.next_event[at] = rows.num_computed[at]
-            if len(at):
-                self._steps_since[policy_id] = 0
+    @property
+    def blocked_on_blocks(self) -> bool:
+        """Whether an event that writes codes finds no blocks: what comes free is for it."""
+        return self._blocked is not None
+
+    # ---- due ---------------------------------------------------------------------------------
 
     def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
-        """Book events that are due.
+        """Schedule events that are due.
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
         """
+        self._engine_wide.make_due()
         waiting = self._waiting()
-        if not any(self._rank(row) == self._starved for row in waiting):
-            self._starved = None  # it has made way itself, or ended
-        plans = self._plans(self._due(waiting))
-        self._counts.clear()  # what cannot be booked now is observed again
+        if not any(self._rank(row) == self._blocked for row in waiting):
+            self._blocked = None  # it was preempted itself, or has ended
+        candidates = self._candidates(self._due(waiting))
+        self.lives.close_scored()  # what cannot be scheduled now is scored again
         if self.gate is not None:
-            plans = self._that_pay(self.gate, plans, entries_that_fit)
-        return self._schedule(plans, self._max_observed)
+            candidates = self._that_pay(self.gate, candidates, entries_that_fit)
+        return self._schedule(candidates, self._max_observed)
 
     def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
-        """Book events ahead of their time or budget, until ``missing`` blocks come free."""
+        """Schedule events ahead of their time or budget, until ``missing`` blocks come free."""
         rows = self.rows
         at = rows.decoding_next()
         willing = [
-            part[trigger.can_compress_early(self._row_state(part))]
+            part[trigger.can_compress_early(rows.state(part))]
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
-        plans = [
-            p
-            for p in self._plans(np.concatenate([self._due(self._waiting()), *willing]))
-            if p.known
-        ]
-        freed = np.concatenate([np.zeros(0, int), *(plan.blocks_freed for plan in plans)])
+        at = np.concatenate([self._due(self._waiting()), *willing])
+        candidates = [events for events in self._candidates(at) if events.known]
+        freed = np.concatenate([np.zeros(0, int), *(events.blocks_freed for events in candidates)])
         order = (-freed).argsort(kind="stable")
         enough = int(np.searchsorted(freed[order].cumsum(), missing))
         wanted = np.zeros(len(freed), bool)
         wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
         before = self.compactions
-        booked = self._schedule(chosen(plans, wanted), None)
+        scheduled = self._schedule(list(some_of(candidates, wanted)), None)
         self.early_compactions += self.compactions - before
-        return tuple(replace(task, early=True) for task in booked.compactions)
-
-    def take_counts(self, tasks: tuple[ObservationTask, ...], counts: Iterable[IntArray]) -> None:
-        """What observed events will leave, for each task.
-
-        Counts ``[LG, E, R]``, or kept columns ``[LG, E, R, K]`` (-1 behind the last).
-        """
-        self.forget_observed(tasks)
-        for task, found in zip(tasks, counts, strict=True):
-            events = zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)
-            self._counts |= zip(events, np.moveaxis(found, 1, 0), strict=True)
-
-    def forget_observed(self, tasks: tuple[ObservationTask, ...]) -> None:
-        """Wait no longer for what these have observed."""
-        for task in tasks:
-            self._observing.difference_update(task.seq_ids.tolist())
-
-    @property
-    def blocked_on_blocks(self) -> bool:
-        """Whether an event that writes codes finds no blocks: what comes free is for it."""
-        return self._starved is not None
-
-    @property
-    def observing(self) -> bool:
-        """Whether some row waits for counts that are on their way."""
-        return bool(self._observing)
+        return tuple(replace(task, early=True) for task in scheduled.compactions)
 
     def prune(self, row: int) -> CompactionTask:
-        """Book the event of a row whose prompt is computed in this step, and pruned on the way."""
-        rows, layout, at = self.rows, self.blocks.layout, np.array([row], np.int32)
-        policy_id, num_prompt = int(rows.policy_id[row]), int(rows.num_prompt[row])
-        trigger = self._triggers[policy_id]
-        assert isinstance(trigger, Pruned)
-        plan, old = self._plan(policy_id, at)
-        lengths = np.array(trigger.prompt_lengths(num_prompt, layout.num_layers), np.int32)
-        new = np.broadcast_to(lengths[:, None, None], old.shape).copy()
-        task = self._compact(EventCandidates(policy_id, at, plan, old, new, True, True, layout))
-        return replace(task, token_ids=rows.token_ids[at, :num_prompt])
+        """Schedule the event of a row whose prompt is computed in this step, and pruned there."""
+        at, num_prompt = np.array([row], np.int32), int(self.rows.num_prompt[row])
+        handler = self._handlers[EventKind.PRUNED]
+        assert isinstance(handler, PrunedEvents)
+        event = handler.in_prompt(self._due_events(int(self.rows.policy_id[row]), at), num_prompt)
+        taken = handler.take_blocks(event)
+        assert taken is not None
+        task = self._scheduled(event, taken)
+        return replace(task, token_ids=self.rows.token_ids[at, :num_prompt])
 
     def _waiting(self) -> IntArray:
         """Rows with an event to come before they go on."""
@@ -179,83 +126,52 @@ class CompressionScheduler:
         return at
 
     def _due(self, at: IntArray) -> IntArray:
-        """Those of the rows ``at`` whose counts are not on their way."""
-        if not self._observing:
+        """Those of the rows ``at`` whose scores are not on their way."""
+        if not self.lives.scoring:
             return at
-        return at[[self.rows.owner(row).seq_id not in self._observing for row in at]]
+        return at[[not self.lives.is_scoring(self.rows.owner(row).seq_id) for row in at]]
 
-    def _plans(self, at: IntArray) -> list[EventCandidates]:
+    def _candidates(self, at: IntArray) -> list[EventCandidates]:
         """What events of rows ``at`` would do now, policy by policy."""
-        plans = []
+        candidates = []
         for policy_id in np.unique(self.rows.policy_id[at]).tolist():
-            part = at[self.rows.policy_id[at] == policy_id]
-            if policy_id in self._uneven:
-                plans += self._uneven_plans(policy_id, part)
-            else:
-                plan, old = self._plan(policy_id, part)
-                new = old - plan.evicted[None, :, None]
-                plans.append(
-                    EventCandidates(
-                        policy_id, part, plan, old, new, False, True, self.blocks.layout
-                    )
-                )
-        return plans
+            due = self._due_events(policy_id, at[self.rows.policy_id[at] == policy_id])
+            candidates += self._handlers[due.kind].outcomes(due, self._scored)
+        return candidates
 
-    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[EventCandidates]:
-        """Events that were observed in the step before, and those that have to be."""
-        plan, old = self._plan(policy_id, at)
-        owners = [self.rows.owner(row).seq_id for row in at]
-        events = list(zip(owners, plan.query_start.tolist(), strict=True))
-        known, new = np.array([event in self._counts for event in events]), old.copy()
-        columns, trigger = None, self._triggers[policy_id]
-        if isinstance(trigger, QuantizeTrigger):
-            assert self.blocks.codes is not None
-            columns = np.empty(len(events), object)
-            for i in np.flatnonzero(known):
-                afresh, found = bool(plan.window_len[i]), self._counts[events[i]]
-                columns[i] = self.blocks.codes.plan(
-                    int(at[i]), old[:, i], found, afresh, trigger.raw_fallback
-                )
-                new[:, i] = columns[i].kv_lens
-        elif policy_id in self._keeps_blocks:
-            columns = np.empty(len(events), object)
-            for place, event in enumerate(events):
-                columns[place] = self._counts.get(event)
-            new[:, known] = plan.keep[known, None]
-        else:
-            for i in np.flatnonzero(known):
-                new[:, i] = self._counts[events[i]] + plan.region_start[i]
-        both = EventCandidates(
-            policy_id, at, plan, old, new, True, True, self.blocks.layout, columns
-        )
-        return [replace(both.part(known == done), known=done) for done in (True, False)]
+    def _scored(self, due: EventCandidates) -> list[OpenEvent | None]:
+        """Which of the ``due`` events have been scored, each with its scores."""
+        starts = zip(due.at.tolist(), due.plan.query_start.tolist(), strict=True)
+        return [self.lives.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
 
-    def _plan(self, policy_id: int, at: IntArray) -> tuple[EvictionSpec, IntArray]:
-        state = self._row_state(at)
-        plan = self._triggers[policy_id].plan(state)
+    def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
+        """Events of one policy's rows; nothing is known of what they leave."""
+        trigger, state = self._triggers[policy_id], self.rows.state(at)
+        plan, old = trigger.plan(state), self.blocks.kv_lens[:, at]
         if not plan.is_within(state.kv_len).all():
             raise ValueError("an event would take entries that are not there")
-        return plan, self.blocks.kv_lens[:, at]
+        kind, layout = self._kinds[policy_id], self.blocks.layout
+        return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
 
     def _that_pay(
-        self, gate: BreakEvenGate, plans: list[EventCandidates], entries_that_fit: int
+        self, gate: BreakEvenGate, candidates: list[EventCandidates], entries_that_fit: int
     ) -> list[EventCandidates]:
         """Put off optional events that would not earn back what they cost."""
         rows, passed = self.rows, []
-        for plan in plans:
-            period = self._triggers[plan.policy_id].optional_period
+        for events in candidates:
+            period = events.trigger.optional_period
             if not period:
-                passed.append(plan)
+                passed.append(events)
                 continue
-            at = plan.at
+            at = events.at
             # Nobody knows how long a sequence goes on: take it for as long as it has gone.
             generated = rows.num_tokens[at] - rows.num_prompt[at]
             left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
-            pays = gate.pays(plan.plan.evicted, plan.plan.observed, left, entries_that_fit)
+            pays = gate.pays(events.plan.evicted, events.plan.observed, left, entries_that_fit)
             pays |= np.array([self._happened(row) for row in at], bool)
             rows.next_event[at[~pays]] += period
             self.skipped += int(np.count_nonzero(~pays))
-            passed.append(plan.part(pays))
+            passed.append(events.part(pays))
         return passed
 
     def _happened(self, row: int) -> bool:
@@ -263,127 +179,107 @@ class CompressionScheduler:
         recorded = self.rows.owner(row).events
         return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
 
-    def _schedule(self, plans: list[EventCandidates], max_observed: int | None) -> ScheduledEvents:
-        """Book the events that fit a step and find their blocks; a task for each policy."""
+    # ---- scoring -----------------------------------------------------------------------------
+
+    def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
+        """A step has come back, with ``scores`` of each of ``output.observations``."""
+        for task, answered in zip(output.observations, scores, strict=True):
+            self.lives.take_scores(task, answered)
+        self.lives.apply((*output.compactions, *output.pruned))
+
+    def give_up(self, output: SchedulerOutput) -> None:
+        """A step has failed; what it was to score or to carry out is due again."""
+        self.lives.give_up(output.observations, (*output.compactions, *output.pruned))
+
+    def _observation(self, events: EventCandidates) -> ObservationTask:
+        """What the runner has to know of events to score them."""
+        owners = np.array([self.rows.owner(row).seq_id for row in events.at])
+        tokens = None
+        if not events.trigger.logs:
+            tokens = self.rows.tokens_from(events.at, events.plan.query_start)
+        return ObservationTask(
+            events.policy_id, events.at, owners, events.plan, events.old, tokens, kind=events.kind
+        )
+
+    # ---- scheduled ---------------------------------------------------------------------------
+
+    def _schedule(
+        self, candidates: list[EventCandidates], max_observed: int | None
+    ) -> ScheduledEvents:
+        """Schedule the events that fit a step and find their blocks; a task for each policy."""
         compactions: list[CompactionTask] = []
         observations: list[ObservationTask] = []
-        if not any(len(plan.at) for plan in plans):
+        if not any(len(events.at) for events in candidates):
             return ScheduledEvents()
-        freed = np.concatenate([self._freed(plan) for plan in plans])
-        observed = np.concatenate([plan.observed for plan in plans])
-        at = np.concatenate([plan.at for plan in plans])
-        order = np.lexsort((self.rows.arrival[at], self.rows.priority[at], -freed))
+        order = self._order(candidates)
         fits = np.ones(len(order), bool)
         if max_observed is not None:
+            observed = np.concatenate([events.observed for events in candidates])
             fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
-        for plan in chosen(plans, fits):
-            ranks = self.rows.arrival[plan.at], self.rows.priority[plan.at]
-            best = plan.part(np.lexsort((*ranks, -self._freed(plan))))
-            if not plan.known:
+        for events in some_of(candidates, fits):
+            best = events.part(self._order([events]))
+            if best.known:
+                compactions += self._find_blocks(best)
+            else:
                 observations.append(self._observation(best))
-                self._observing.update(observations[-1].seq_ids.tolist())
-                continue
-            if isinstance(self._triggers[plan.policy_id], QuantizeTrigger):
-                compactions += self._code(best)
-                continue
-            count = len(best.at)
-            if best.columns is None:
-                count = self.blocks.affordable(best.at, best.plan.region_start, best.new)
-            if count:
-                compactions.append(self._compact(best.part(slice(count))))
+                self.lives.start_scoring(observations[-1])
         if not (compactions or observations or fits.all()):
             # Those that went first find no blocks: they must not keep the others waiting.
-            return self._schedule(chosen(plans, ~fits), max_observed)
+            return self._schedule(list(some_of(candidates, ~fits)), max_observed)
         return ScheduledEvents(tuple(compactions), tuple(observations))
 
+    def _order(self, candidates: list[EventCandidates]) -> IntArray:
+        """Events of all ``candidates``, numbered in a row: who goes first stands in front."""
+        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
+        at = np.concatenate([events.at for events in candidates])
+        return np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
+
     def _rank(self, row: int) -> tuple[int, int]:
-        """Of two rows the higher one makes way."""
+        """Of two rows the higher one is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
-    def _freed(self, plan: EventCandidates) -> IntArray:
-        """What events go by. Those that write codes evict little and come first, the oldest first:
-        behind newer ones that evict, an old one might wait for ever.
-        """
-        if isinstance(self._triggers[plan.policy_id], QuantizeTrigger):
-            return np.full(len(plan.at), NO_EVENT)
-        return plan.plan.evicted
+    def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
+        """Schedule as many events, in order, as find their blocks."""
+        handler = self._handlers[events.kind]
+        taken = handler.take_blocks(events)
+        if handler.holds_back:
+            first = self._rank(events.at[0])
+            if taken is None:
+                self._blocked = min(first, self._blocked or first)
+            elif self._blocked is not None and first <= self._blocked:
+                self._blocked = None
+        return [] if taken is None else [self._scheduled(events, taken)]
 
-    def _observation(self, plan: EventCandidates) -> ObservationTask:
-        owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
-        trigger = self._triggers[plan.policy_id]
-        tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
-        return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
-
-    def _code(self, plan: EventCandidates) -> list[CompactionTask]:
-        """Book, one after the other, as many events that write codes as there are blocks for."""
-        assert plan.columns is not None
-        released, codes = self.blocks.code(plan.at, plan.columns)
-        first = self._rank(plan.at[0])
-        if codes is None:
-            self._starved = min(first, self._starved or first)
-            return []
-        if self._starved is not None and first <= self._starved:
-            self._starved = None
-        done = plan.part(slice(len(released)))
-        return [self._booked(done, np.zeros_like(done.at), released, codes)]
-
-    def _compact(self, plan: EventCandidates) -> CompactionTask:
-        """Book events; lengths and blocks are exact at once."""
-        blocks, at, new = self.blocks, plan.at, plan.new
-        if plan.columns is None:
-            copy_start = blocks.make_private(at, plan.plan.region_start, new)
-            released = blocks.truncate(at, new)
-        else:
-            copy_start = new.max(axis=(0, 2))  # nothing is copied
-            kept = zip(at.tolist(), plan.columns, new.transpose(1, 0, 2), strict=True)
-            released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
-        return self._booked(plan, copy_start, released)
-
-    def _booked(
-        self,
-        plan: EventCandidates,
-        copy_start: IntArray,
-        released: IntArray,
-        codes: CodeBlocks | None = None,
-    ) -> CompactionTask:
+    def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
         """Events whose blocks are found, as a task; their rows' counters are those after it."""
-        rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
-        at, new = plan.at, plan.new
-        observed = self._observation(plan)
+        done = events.part(slice(len(taken.released)))
+        rows, blocks, at, new = self.rows, self.blocks, done.at, done.new
+        observed = self._observation(done)
         rows.num_unmodified_tokens[at] = np.minimum(
-            rows.num_unmodified_tokens[at], plan.plan.region_start
+            rows.num_unmodified_tokens[at], done.plan.region_start
         )
-        rows.first_uncompressed_pos[at] = plan.plan.first_uncompressed_pos
-        log_from = self.schedule_next_event(plan.policy_id, at)
+        rows.first_uncompressed_pos[at] = done.plan.first_uncompressed_pos
+        log_from = self.schedule_next_event(done.policy_id, at)
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
             if not recorded or position > recorded[-1]:
                 recorded.append(position)
-        rows.blocks_released[at] += released
-        self.blocks_released += int(released.sum())
-        self.tokens_evicted += int((plan.old - new).sum()) // blocks.layout.groups
-        first = copy_start // size
-        width = int((-(-new.max(axis=(0, 2)) // size) - first).max())
-        columns = np.minimum(first[:, None] + np.arange(width), blocks.kv.blocks.shape[3] - 1)
-        # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
-        dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
-        task = CompactionTask.of(observed, new, copy_start, dst_blocks, log_from)
-        task = replace(task, codes=codes)
+        rows.blocks_released[at] += taken.released
+        self.blocks_released += int(taken.released.sum())
+        self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
+        dst_blocks = blocks.written(at, taken.copy_start, new)
+        task = CompactionTask.of(observed, new, taken.copy_start, dst_blocks, log_from, taken.codes)
         rows.compactions[at] += task.compacts
         self.compactions += int(np.count_nonzero(task.compacts))
+        self.lives.schedule(task)
         return task
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         rows = self.rows
-        trigger, state = self._triggers[policy_id], self._row_state(at)
-        next_event = trigger.next_event(state)
-        if isinstance(trigger, QuantizeTrigger) and self.blocks.codes is not None:
-            # What stayed raw at the prompt's end does so for good.
-            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (
-                state.first_uncompressed_pos > 0
-            )
-            next_event[raw] = NO_EVENT
+        trigger, state = self._triggers[policy_id], rows.state(at)
+        handler = self._handlers[self._kinds[policy_id]]
+        next_event = handler.next_event(at, state, trigger.next_event(state))
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
             next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
@@ -391,14 +287,3 @@ class CompressionScheduler:
         rows.next_event[at] = next_event
         self.blocks.log_from(at, log_from)
         return log_from
-
-    def _row_state(self, at: IntArray) -> RowState:
-        rows, layout = self.rows, self.blocks.layout
-        entries = self.blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
-        return RowState(
-            rows.num_prompt[at],
-            rows.num_computed[at],
-            -(-entries // layout.groups),
-            rows.first_uncompressed_pos[at],
-            layout.block_size,
-        )

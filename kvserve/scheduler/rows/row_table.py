@@ -1,4 +1,4 @@
-"""Counters and tokens of the running sequences, one array entry per row."""
+"""Counters and tokens of the running sequences, a place in each array for every row."""
 
 from __future__ import annotations
 
@@ -8,21 +8,40 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.row_schema import RowArrays, per_row
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import RowState
 
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class RowTable:
-    """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens.
+class RowTable(RowArrays):
+    """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
-    ``num_tokens`` counts tokens being sampled, of which the host does not know the last
-    ``num_unknown`` yet; ``num_computed`` is the logical length of the cache;
-    ``first_uncompressed_pos`` the logical position of the oldest token that no event has taken;
-    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_unmodified_tokens``
-    bounds the entries that are still the plain image of their tokens, ``num_published`` counts the
-    columns that the prefix cache has seen.
-    """
+    num_prompt: IntArray = per_row("num_prompt_tokens")
+    num_tokens: IntArray = per_row("num_tokens")
+    """Those being sampled count, too."""
+    num_computed: IntArray = per_row()
+    """The logical length of the cache."""
+    max_len: IntArray = per_row("max_len")
+    first_uncompressed_pos: IntArray = per_row()
+    """The logical position of the oldest token that no event has taken."""
+    next_event: IntArray = per_row()
+    caught_up: IntArray = per_row()
+    """1 once the row's next token comes from the sampler."""
+    replay_until: IntArray = per_row("replay_until")
+    priority: IntArray = per_row("priority")
+    arrival: IntArray = per_row("arrival")
+    policy_id: IntArray = per_row("policy_id")
+    compactions: IntArray = per_row()
+    blocks_released: IntArray = per_row()
+    peak_blocks: IntArray = per_row()
+    num_unmodified_tokens: IntArray = per_row()
+    """Bounds the entries that are still the plain image of their tokens."""
+    num_published: IntArray = per_row()
+    """Columns that the prefix cache has seen."""
+    num_unknown: IntArray = per_row()
+    """The last tokens, which the host does not know yet."""
 
     def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
         self.max_rows = max_rows
@@ -33,26 +52,19 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * max_rows
         self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
-        self._counters: IntArray = np.zeros((17, max_rows), np.int32)
-        (
-            self.num_prompt,
-            self.num_tokens,
-            self.num_computed,
-            self.max_len,
-            self.first_uncompressed_pos,
-            self.next_event,
-            self.caught_up,
-            self.replay_until,
-            self.priority,
-            self.arrival,
-            self.policy_id,
-            self.compactions,
-            self.blocks_released,
-            self.peak_blocks,
-            self.num_unmodified_tokens,
-            self.num_published,
-            self.num_unknown,
-        ) = self._counters
+        self.make_by_row(lambda fields: np.zeros((fields, max_rows), np.int32))
+
+    def state(self, at: IntArray) -> RowState:
+        """What triggers may know of the rows ``at``."""
+        layout = self._blocks.layout
+        entries = self._blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
+        return RowState(
+            self.num_prompt[at],
+            self.num_computed[at],
+            -(-entries // layout.groups),
+            self.first_uncompressed_pos[at],
+            layout.block_size,
+        )
 
     def live(self) -> list[Sequence]:
         """The sequences of the rows in use, in row order."""
@@ -61,27 +73,15 @@ class RowTable:
     def add(self, seq: Sequence) -> int:
         """Give ``seq`` the next row, as one that has computed nothing."""
         row = self._next_row(seq)
-        self._counters[:, row] = 0
-        self.num_prompt[row] = seq.num_prompt_tokens
-        self.num_tokens[row] = seq.num_tokens
-        self.max_len[row] = seq.max_len
-        self.replay_until[row] = seq.replay_until
-        self.priority[row] = seq.priority
-        self.arrival[row] = seq.arrival
-        self.policy_id[row] = seq.policy_id
+        self.begin_rows(row, seq, int)
         return row
 
-    def restore(self, seq: Sequence, counters: IntArray) -> int:
+    def restore(self, seq: Sequence, counters: dict[str, IntArray]) -> int:
         """Give ``seq`` the next row, with the ``counters`` it had when it left one."""
         row = self._next_row(seq)
-        self._counters[:, row] = counters
+        self.restore_fields(row, counters)
         self.num_unknown[row] = 0
         return row
-
-    def counters_of(self, row: int) -> IntArray:
-        """A copy of all counters of a row."""
-        counters: IntArray = self._counters[:, row].copy()
-        return counters
 
     def owner(self, row: int) -> Sequence:
         """The sequence of a row in use."""
@@ -161,7 +161,7 @@ class RowTable:
         self._blocks.swap(a, b)
         longest = int(max(self.num_tokens[a], self.num_tokens[b]))
         self.token_ids[[a, b], :longest] = self.token_ids[[b, a], :longest]
-        self._counters[:, [a, b]] = self._counters[:, [b, a]]
+        self.move_rows([a, b], [b, a])
         self.stop_ids[[a, b]] = self.stop_ids[[b, a]]
         self.sequences[a], self.sequences[b] = self.sequences[b], self.sequences[a]
         for row in (a, b):

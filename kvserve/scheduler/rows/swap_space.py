@@ -18,15 +18,14 @@ from kvserve.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedRow:
-    """What a row was: its counters, ``kv_lens [LG, R]`` entries, log columns ``[first, end)``.
+    """What a row was: its counters and lengths by field, log columns ``[first, end)``.
 
     ``host_blocks`` are in the order of its table entries, logged queries behind keys and values.
     """
 
-    counters: IntArray
+    counters: dict[str, IntArray]
+    lengths: dict[str, IntArray]
     num_unmodified_tokens: int
-    kv_lens: IntArray
-    log_from: int
     log_columns: tuple[int, int]
     host_blocks: IntArray
 
@@ -57,10 +56,9 @@ class SwapSpace:
             return False
         host = self.pool.allocate(count)
         self._parked[seq.seq_id] = ParkedRow(
-            rows.counters_of(row),
+            rows.park_row(row),
+            blocks.park_row(row),
             int(min(rows.num_unmodified_tokens[row], rows.num_computed[row])),
-            blocks.kv_lens[:, row].copy(),
-            int(blocks.logged_from([row])[0]),
             (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
             host,
         )
@@ -78,7 +76,7 @@ class SwapSpace:
         parked = self._parked[seq.seq_id]
         first, end = parked.log_columns
         size = self._blocks.layout.block_size
-        kv_columns = int((-(-(parked.kv_lens + reserve) // size)).sum())
+        kv_columns = int((-(-(parked.lengths["kv_lens"] + reserve) // size)).sum())
         return kv_columns + (end - first) * self._blocks.layout.groups
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
@@ -87,7 +85,7 @@ class SwapSpace:
         parked = self._parked.pop(seq.seq_id)
         row = rows.restore(seq, parked.counters)
         first, end = parked.log_columns
-        blocks.restore_row(row, parked.kv_lens, columns, parked.log_from, first, end)
+        blocks.restore_row(row, parked.lengths, columns, first, end)
         kv_blocks, kv_columns = blocks.kv.row_entries(row)
         log_blocks, log_columns = blocks.log.row_entries(row)
         missing = np.concatenate([kv_columns >= len(columns), log_columns >= 0])

@@ -7,7 +7,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.output import NewRows
+from kvserve.scheduler.output import NewRequest, NewRows
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.rows.swap_space import SwapSpace
@@ -99,10 +99,12 @@ class Admission:
         at = [seq.row for seq in new]
         known = np.array([seq.token_ids[-1] for seq in new], np.int32)
         return NewRows(
-            tuple(new),
+            tuple(map(NewRequest.of, new)),
+            self._rows.num_prompt[at],
             self._rows.num_computed[at],
             self._blocks.kv_lens[:, at],
             self._blocks.logged_from(at),
+            np.array([seq.trigger.log_span for seq in new], np.int64),
             known,
         )
 

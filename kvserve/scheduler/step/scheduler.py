@@ -19,6 +19,7 @@ from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.event import Scores
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.rows.prefixes import Prefixes
@@ -148,7 +149,7 @@ class Scheduler:
         sequences are preempted, one by one, until it is (``PrefillChunks.catch_up``).
         """
         rows = self.rows
-        in_flight = self.events.observing or bool(rows.num_unknown[: rows.num_rows].any())
+        in_flight = self.events.lives.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
         decoding = self._make_room()
         self._decode(decoding)
@@ -160,7 +161,6 @@ class Scheduler:
 
     def _compress(self) -> ScheduledEvents:
         """Events that are due, and early ones if this step's decodes would find no blocks."""
-        self.events.take_engine_wide()
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
         booked = self.events.compact_due(entries if self.waiting else 0)
         missing = self._missing(self.rows.decoding_next())
@@ -233,14 +233,14 @@ class Scheduler:
     # ---- what came of a step -----------------------------------------------------------------
 
     def update(
-        self, output: SchedulerOutput, token_ids: IntArray, kept_counts: Iterable[IntArray] = ()
+        self, output: SchedulerOutput, token_ids: IntArray, scores: Iterable[Scores] = ()
     ) -> list[Sequence]:
         """Take in the sampled tokens, in the order of ``output.sampled``; return who finished.
 
-        ``kept_counts [LG, E, R]`` is what each of ``output.observations`` will leave.
+        ``scores`` say what each of ``output.observations`` will leave.
         """
         rows = self.rows
-        self.events.take_counts(output.observations, kept_counts)
+        self.events.take_back(output, scores)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         running = [seq.status is SequenceStatus.RUNNING for seq in sequences]
@@ -268,7 +268,7 @@ class Scheduler:
         sampled = [seq.row for seq in output.sampled]
         rows.num_tokens[sampled] -= 1
         rows.num_unknown[sampled] -= 1
-        self.events.forget_observed(output.observations)
+        self.events.give_up(output)
         computed = (output.prefill.rows, *(task.rows for task in output.pruned))
         at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
         computing = [seq for seq in self.running if not at or seq.row in at]

@@ -16,6 +16,7 @@ _INLINE = 1_000
 """Characters that take less on the event loop than a thread takes to be told of them."""
 _FIRST_LOOK = 4
 """Characters of a long text, for each token of the context, that are looked at first."""
+_MOST_WHOLE = 2**20
 _SEAM = 64
 """Tokens that a text may lose where it is not cut."""
 _FEW = 16
@@ -59,7 +60,7 @@ async def _encode_text(
 ) -> list[int]:
     tokenizer = state.require_tokenizer("prompt")
     context = state.engine.max_model_len
-    check_characters(state, len(text), "prompt")
+    check_characters(state, len(text), "prompt", whole=whole)
 
     def run() -> list[int]:
         look = _FIRST_LOOK * context
@@ -83,10 +84,14 @@ async def in_thread(work: Callable[[], _T]) -> _T:
     return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
 
 
-def check_characters(state: ServerState, count: int, param: str) -> None:
-    """Refuse a text that is too long for the context however few tokens it is."""
+def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
+    """Refuse a text that is too long for the context however few tokens it is.
+
+    Of one that is cut or counted, so ``whole``, at least ``_MOST_WHOLE`` characters are read.
+    """
     context = state.engine.max_model_len
     most = context * state.require_tokenizer(param).longest_token
+    most = max(most, _MOST_WHOLE) if whole else most
     if count > most:
         raise RequestError(
             f"{param} has {count} characters; no text of more than {most} fits this model's "
@@ -161,7 +166,9 @@ def check_messages(state: ServerState, request: ChatPrompt) -> None:
             param="messages",
             code="context_length_exceeded",
         )
-    check_characters(state, sum(len(message.content) for message in request.messages), "messages")
+    count = sum(len(message.content) for message in request.messages)
+    cut = getattr(request, "truncate_prompt_tokens", None) is not None
+    check_characters(state, count, "messages", whole=cut)
 
 
 def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:

@@ -110,7 +110,7 @@ CASES = [
         "kara",
         {
             "window": 20, "buffer": 4, "ratio": 0.4, "chunk_budget": 3, "max_chunk": 4, "period": 5,
-            "query_reduce": "heads",
+            "query_reduce": "heads", "query_dtype": "model",
         },
         [(57, 48), (77, 59)],
         first=PROMPT,

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels import dispatch
-from kvserve.kernels.causal_scores import Queries, logits_of, over_group
 from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.dispatch import Helper, Kernel, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
+from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
+from kvserve.kernels.seen import Seen
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max")
-
-
-class Seen(NamedTuple):
-    """What each of W queries had attended to when it ran, and what has come since.
-
-    Query i stands at place p = ``first + step * i``, and saw the keys up to there. ``shares``
-    float32 [..., Hq, W] are logarithms of what it gave, of all its attention, to those from the
-    last multiple of ``span`` up to p on. ``later`` keys stand behind the n scored ones.
-    """
-
-    shares: Tensor
-    span: int
-    first: int = 0
-    step: int = 1
-    later: int = 0
 
 
 def window_scores(
