@@ -96,7 +96,7 @@ def test_greedy_equals_transformers(
 def test_recomputed_queries_keep_the_same_entries(llama_dir: Path, layout: str) -> None:
     """Observation passes, whose tokens see their rows up to entries of their own."""
     policy = {
-        **{"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "period": 5},
+        **{"name": "kara", "window": 20, "buffer": 4, "ratio": 0.35, "period": 5},
         **{"query_source": "recompute", "query_stride": 2, "query_reduce": "heads"},
     }
     found = [

@@ -135,7 +135,7 @@ class Lab:
 
         Every second one has the same prompt, so the prefix cache has them share its blocks.
         """
-        engine = self.engine(block_size=self.small_blocks, max_num_batched_tokens=41)
+        engine = self.engine(block_size=self.small_blocks, max_num_batched_tokens=43)
         mates = [(ids, case.spec) for ids, case in zip(MATES * 9, CASES, strict=False)]
         mine = [(IDS, case.spec) for case in CASES]
         requests = [one for pair in zip(mates, mine, strict=True) for one in pair]
