@@ -97,7 +97,7 @@ def test_what_is_not_built_is_said() -> None:
 def test_recomputed_queries_need_no_log() -> None:
     log, recompute = Kara(query_reduce="heads"), Kara(query_source="recompute")
     assert (log.query_reduction, log.recomputed_reduction) == ("heads", None)
-    assert (recompute.query_reduction, recompute.recomputed_reduction) == (None, "group_mean")
+    assert (recompute.query_reduction, recompute.recomputed_reduction) == (None, "heads")
     assert log.event_trigger.logs and not recompute.event_trigger.logs
 
 
