@@ -134,7 +134,7 @@ def whole(core: EngineCore) -> None:
 
 
 PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
-    "the scheduler": lambda core: (core.scheduler, "_make_room_for_decodes"),
+    "the scheduler": lambda core: (core.scheduler, "_make_room"),
     "a forward": lambda core: (core.runner.model.layers[0], "forward"),
     "the sampler": lambda core: (core.runner.batch.sampling, "sample"),
     "newcomers": lambda core: (core.runner.batch.sampling, "set_rows"),

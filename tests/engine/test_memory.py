@@ -114,9 +114,9 @@ def test_memory_that_torch_gave_back_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_swap_gathers_a_few_blocks_at_a_time(
     llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_llm(llama_dir, num_gpu_blocks_override=12).engine.core.runner.cache
-    block_bytes = cache.kv[0].numel() * 4
+    block_bytes = make_llm(llama_dir).engine.core.runner.cache.kv[0].nbytes
     monkeypatch.setattr(kv_cache, "SWAP_STAGING_BYTES", 3 * block_bytes)
+    cache = make_llm(llama_dir, num_gpu_blocks_override=12).engine.core.runner.cache
     cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
     blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
     task = SwapTask(0, 1, blocks, places)

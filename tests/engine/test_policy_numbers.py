@@ -37,7 +37,7 @@ def test_the_33rd_has_to_wait_and_the_servers_own_never(llama_dir: Path, own: An
         ask(llm, 200 + i, always)
     numbers = {seq.policy_id for seq, _ in llm.engine.core._sequences.values()}
     assert len(numbers) == REMEMBERED + (1 if own == "none" else 2)
-    llm.engine.core.abort([0])
+    llm.engine.core.abort([0, 203])
     ask(llm, 101, specs[-1])
 
 
