@@ -18,8 +18,8 @@ from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.compression import coder
 from kvserve.engine.frontend.inspect import Event, inspect
 from kvserve.engine.policies.spindlekv import SpindleKV, writes_codes
-from kvserve.kernels.codebook import Cover, extend
 from kvserve.kernels.coded_entries import Codes, Slots, read_codes
+from kvserve.kernels.scores.codebook import Cover, extend
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.sequence import Sequence

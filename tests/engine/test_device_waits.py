@@ -38,12 +38,12 @@ from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import quantized_triton
-from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import VARYING, Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton

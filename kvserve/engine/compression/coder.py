@@ -22,9 +22,9 @@ from kvserve.engine.compression.moves import groups_of, lanes_of
 from kvserve.engine.compression.windows import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.kernels.codebook import extend, scales
 from kvserve.kernels.coded_entries import ALL_HEADS, Slots
 from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
