@@ -19,15 +19,14 @@ import numpy as np
 from tqdm import tqdm
 
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation
+from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
 from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, Trigger, WhenOver
 
 POOL_TOKENS, PROMPT, MEAN, SIGMA, CAP = 335_000, 250, 3000, 0.7, 8192

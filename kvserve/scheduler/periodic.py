@@ -39,10 +39,6 @@ class Periodic:
         return self.window
 
     @property
-    def log_span(self) -> int:
-        return self.compressible
-
-    @property
     def optional_period(self) -> int:
         return self.period
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
 
@@ -33,8 +32,10 @@ class Sequence:
     stop_token_ids: tuple[int, ...]
     policy_id: int
     trigger: Trigger
-    event_kind: EventKind = EventKind.EVEN
-    """What decides how much its policy's events keep."""
+    uneven: bool = False
+    """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
+    keeps_blocks: bool = False
+    """Its policy keeps whole blocks: what is observed is which, and no entry moves."""
     prunes_prompt: bool = False
     """Its prompt is computed in one step, fewer tokens from layer to layer."""
     sampling: Any = None
@@ -59,7 +60,6 @@ class Sequence:
     held_tokens: int = 0
     held_entries: int = 0
     held_blocks: int = 0
-    log_blocks: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
     compactions: int = 0

@@ -16,8 +16,6 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 
 NO_EVENT = 2**31 - 1
-ONE_WINDOW = 2**31 - 1
-"""``log_span`` where queries are logged for one window at a time."""
 NOT_LOGGING = 2**31 - 1
 
 
@@ -58,15 +56,6 @@ class EvictionSpec:
         """The events ``at`` alone."""
         return EvictionSpec(*(getattr(self, f.name)[at] for f in fields(EvictionSpec)))
 
-    def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Whether each event takes nothing but what rows of ``kv_len [n]`` entries hold."""
-        within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
-            self.keep <= self.window_len
-        )
-        within &= self.region_start >= 0
-        within &= self.region_start + self.windows * self.window_len <= kv_len
-        return within
-
     @property
     def evicted(self) -> IntArray:
         evicted: IntArray = self.windows * (self.window_len - self.keep)
@@ -83,8 +72,7 @@ class Trigger(Protocol):
 
     They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
     Events that come every ``optional_period`` steps may come early under memory pressure, or be
-    left out where they do not pay; 0 where they keep a bound. Windows whose queries are logged
-    begin ``log_span`` tokens apart, the first at ``log_from``.
+    left out where they do not pay; 0 where they keep a bound.
     """
 
     @property
@@ -95,9 +83,6 @@ class Trigger(Protocol):
 
     @property
     def logs(self) -> bool: ...
-
-    @property
-    def log_span(self) -> int: ...
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``first_uncompressed_pos`` of a sequence that has computed nothing."""
@@ -162,7 +147,6 @@ class OnDate:
     """The part of a trigger whose events come when they are due and never otherwise."""
 
     optional_period: ClassVar[int] = 0
-    log_span: ClassVar[int] = ONE_WINDOW
 
     def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)

@@ -57,17 +57,6 @@ def test_random_lengths_stay_within_their_range(read: Read) -> None:
     assert exact.ignore_eos and not read(*flags, "--no-ignore-eos").ignore_eos
 
 
-def test_random_answers_may_be_log_normal(read: Read) -> None:
-    flags = ("--num-prompts", "200", "--input-len", "20", "--output-len", "100")
-    found = read(*flags, "--random-output-sigma", "0.7", "--random-output-cap", "250")
-    assert {len(prompt) for prompt in found.prompts} == {20}
-    assert max(found.limits) == 250 and min(found.limits) < 30
-    assert 80 < sum(found.limits) / 200 < 110
-    assert max(read(*flags, "--random-output-sigma", "0.7").limits) > 250
-    with pytest.raises(ConfigError, match="--random-range-ratio"):
-        read(*flags, "--random-output-sigma", "0.7", "--random-range-ratio", "0.5")
-
-
 def test_prefixes_are_shared_evenly(read: Read) -> None:
     made = read(
         *("--dataset", "prefix_repetition", "--num-prompts", "12"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Never
 
 VOCAB = 12
 NOTHING = RowRules(0.0, 0.0, 1.0, {}, (), ())
@@ -29,7 +30,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def naive(logits: Sequence[float], prompt: list[int], output: list[int], r: RowRules) -> Any:
+def naive(logits: Sequences[float], prompt: list[int], output: list[int], r: RowRules) -> Any:
     out = []
     for token, value in enumerate(logits):
         if token in prompt + output:
@@ -45,9 +46,9 @@ def naive(logits: Sequence[float], prompt: list[int], output: list[int], r: RowR
     return torch.tensor(out)
 
 
-def sequence(row: int, prompt: list[int], output: list[int]) -> NewRequest:
+def sequence(row: int, prompt: list[int], output: list[int]) -> Sequence:
     tokens = np.array(prompt + output, np.int32)
-    return NewRequest(row, row, len(prompt), tokens, (), None)
+    return Sequence(row, tokens, len(prompt), 99, (), 0, Never(), row=row)
 
 
 def check(rules: LogitRules, rows: list[tuple[int, list[int], list[int], RowRules]]) -> None:

@@ -109,14 +109,14 @@ def test_the_newest_ends_and_the_others_go_on(
 def preempt_in_step(llm: LLM, steps: int) -> None:
     """Make the newest sequence go to host memory in a step."""
     scheduler = llm.engine.core.scheduler
-    promote = scheduler.rows.promote_ready
+    make_room = scheduler._make_room_for_decodes
 
     def and_one() -> None:
-        promote()
         if scheduler.num_steps == steps:
-            scheduler.departures.preempt()
+            scheduler._preempt()
+        make_room()
 
-    scheduler.rows.promote_ready = and_one  # type: ignore[method-assign]
+    scheduler._make_room_for_decodes = and_one  # type: ignore[method-assign]
 
 
 async def test_its_client_is_told(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

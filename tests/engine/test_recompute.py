@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
+from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts
 
@@ -43,13 +44,11 @@ def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
 
 def logged(llm: LLM, positions: list[int]) -> Tensor:
     runner = llm.engine.core.runner
-    log, layout = runner.cache.query_log, runner.cache.layout
-    lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
+    cache, layout = runner.cache, runner.cache.layout
+    lanes = torch.tensor(positions).expand(layout.num_layers, cache.log_heads, -1)
     rows = torch.zeros(len(positions), dtype=torch.long)
-    slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
-    found = log.read(slots, torch.arange(layout.num_layers))
-    assert isinstance(found, Tensor)
-    return found
+    slots = slot_mapping(runner.batch.log_tables, rows, lanes, cache.log_block_tokens)
+    return gather_queries(cache.query_log, slots)
 
 
 @pytest.mark.parametrize("checkpoint", ["llama_dir", "qwen3_dir"])

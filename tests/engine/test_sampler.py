@@ -12,7 +12,8 @@ import torch
 from kvserve.engine.sampling.sampler import RowSampling, SamplingRows
 from kvserve.kernels import sample_tokens as kernel
 from kvserve.kernels.sample_tokens import gumbel_noise, keep_allowed
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Never
 
 BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_len=0, logprobs=None)
 
@@ -20,7 +21,10 @@ BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_l
 def rows_with(*settings: RowSampling, stop: tuple[int, ...] = ()) -> SamplingRows:
     rows = SamplingRows(len(settings), 64, "cpu")
     rows.set_rows(
-        [NewRequest(i, i, 4, np.zeros(4, np.int32), stop, one) for i, one in enumerate(settings)]
+        [
+            Sequence(i, np.zeros(4, np.int32), 4, 99, stop, 0, Never(), sampling=one, row=i)
+            for i, one in enumerate(settings)
+        ]
     )
     return rows
 

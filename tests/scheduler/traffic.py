@@ -11,14 +11,13 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.event import EventKind, EventState, Scores
+from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
+from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -84,17 +83,6 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
 
-def kind_of(policy: int) -> EventKind:
-    """What decides how much events of a policy keep."""
-    if policy in KEEPS_BLOCKS:
-        return EventKind.BLOCKS
-    if policy in CODES:
-        return EventKind.CODED
-    if isinstance(TRIGGERS[policy], Pruned):
-        return EventKind.PRUNED
-    return EventKind.UNEVEN if policy in UNEVEN else EventKind.EVEN
-
-
 def policies_of(layout: KVLayout) -> list[int]:
     """Those that can run in a layout."""
     coded = CODES if layout.granularity is not Granularity.HEAD else set()
@@ -133,7 +121,7 @@ def make_sequence(
     max_len = prompt + output
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, stops, policy, trigger, priority=priority)
-    seq.event_kind = kind_of(policy)
+    seq.uneven, seq.keeps_blocks = policy in UNEVEN, policy in KEEPS_BLOCKS
     if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
         seq.prunes_prompt, seq.num_shareable = True, 0
     return seq
@@ -149,14 +137,14 @@ class Loop:
         self.scheduler = scheduler
         self.shadow = shadow
         self.overlaps = overlaps
-        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[Scores]]] = []
+        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[IntArray]]] = []
 
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
         output = self.scheduler.schedule()
         for earlier, _, _ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
-        self._in_flight.append((output, self.shadow.run(output), self.shadow.scores))
+        self._in_flight.append((output, self.shadow.run(output), self.shadow.counts))
         finished = self._update(self.overlaps)
         return output, finished
 
@@ -203,25 +191,18 @@ def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
-def assert_all_events_are_applied(scheduler: Scheduler) -> None:
-    entered = scheduler.events.lives.entered
-    assert entered[EventState.SCORING] == entered[EventState.SCORED]
-    assert entered[EventState.SCHEDULED] == entered[EventState.APPLIED]
-    assert entered[EventState.APPLIED] >= scheduler.events.compactions
-
-
 def preempt_now_and_then(
     scheduler: Scheduler, rng: np.random.Generator, probability: float
 ) -> None:
     """Make sequences lose their blocks in steps that would not have needed them."""
-    promote = scheduler.rows.promote_ready
+    make_room = scheduler._make_room_for_decodes
 
     def and_more() -> None:
-        promote()
         if scheduler.rows.num_rows > 1 and rng.random() < probability:
-            scheduler.departures.preempt()
+            scheduler._preempt()
+        make_room()
 
-    scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
+    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
 
 
 class Traffic:
@@ -246,7 +227,7 @@ class Traffic:
             gate=BreakEvenGate() if seed % 5 == 1 else None,
             code_scratch=bool(seed % 2),
         )
-        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
+        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler, TRIGGERS), overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.num_added = self.num_hits = self.num_pruned = 0
@@ -259,7 +240,6 @@ class Traffic:
             self.alive = [s for s in self.alive if s.status is not SequenceStatus.FINISHED]
         self.finished += self.loop.drain()
         assert_all_blocks_come_back(self.scheduler)
-        assert_all_events_are_applied(self.scheduler)
 
     def _operate(self) -> None:
         draw, scheduler = self.rng.random(), self.scheduler

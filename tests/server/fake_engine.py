@@ -32,7 +32,6 @@ BOS, EOS, END = 1, 2, 3
 
 class FakeTokenizer:
     template = "fake"
-    longest_token = 1
 
     def describe(self) -> dict[str, Any]:
         return {"eos_token": chr(EOS), "chat_template": self.template}

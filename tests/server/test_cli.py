@@ -166,7 +166,7 @@ def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) ->
         (["--max-model-len", "long"], "--max-model-len/--context-length: 'long' is not a whole"),
         (["--max-model-len"], "expected one argument"),
         (["--block-size", "0"], "--block-size must be >= 1"),
-        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: 'int4' is not one of auto, int8, k8v4"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: only auto is built"),
         (["--policy.window"], "--policy.window needs a value"),
         (["--policy.", "3"], "--policy.: name a field"),
         (["--policy-args", "{"], "--policy-args: '{' is not JSON"),

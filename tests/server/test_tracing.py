@@ -20,7 +20,7 @@ def test_a_span_per_request(start_server: StartServer) -> None:
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     body = {"prompt": ["a", "b"], "max_tokens": 16, "kv_policy": "kara"}
     assert server.http.post("/v1/completions", json=body, headers=headers).is_success
-    server.complete([97] * 600)
+    server.complete("a" * 600)
     wait_until(lambda: not server.state.generations)
     tracer.shutdown()
     *answered, refused = exporter.get_finished_spans()

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.published import FORMATS, read_benchmark
-from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
+from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
-from kvserve.benchmarks.measuring.traffic import held_bytes
+from kvserve.benchmarks.measuring.traffic import entry_bytes
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
-    KV_CACHE_DTYPES,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
@@ -39,10 +37,8 @@ from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
 _COLUMNS = columns(
-    *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "interval_95"),
-    *("correct_prefix", "score", "n"),
-    *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
-    "compactions_per_request",
+    *("task", "policy", "retention", "exact_match", "interval_95", "correct_prefix", "score", "n"),
+    *("seed", "held_over_logical_at_end", "allocated_bytes_at_end", "compactions_per_request"),
 )
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -57,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=names,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: those the shipped model was trained for, "
-        "else all but the last and the long ones; none if --benchmark is given)",
+        help=f"some of {', '.join(names)} (default: all but the last, unless --benchmark is given)",
     )
     parser.add_argument(
         "--benchmark",
@@ -91,10 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples at once (default: 32)",
     )
     add_pool_argument(parser)
-    words = f"run every policy with its cache held in each of these: {', '.join(KV_CACHE_DTYPES)}"
-    parser.add_argument(
-        "--compare-kv-cache-dtypes", nargs="+", metavar="DTYPE", choices=KV_CACHE_DTYPES, help=words
-    )
     words = f"draw accuracy against memory, and {NEEDLE_GRID}, into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
 
@@ -109,7 +100,7 @@ def _format_and_file(text: str) -> tuple[str, Path]:
 
 def run(args: argparse.Namespace) -> int:
     if args.tasks is None:
-        args.tasks = [] if args.benchmark else default_tasks(args.model)
+        args.tasks = [] if args.benchmark else list(TASKS)
     if not args.tasks and not args.benchmark:
         args.fail("--tasks: name one, or give --benchmark")
     names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
@@ -117,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--benchmark: files are told apart by their names, and two are called the same")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
-    if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes says what --kv-cache-dtype says: give one")
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
     return run_benchmark(Evaluation, args, policies_by_retention(args))
@@ -140,38 +129,35 @@ class Evaluation(Benchmark):
             given = path, args.num_samples, args.max_new_tokens
             longest = args.max_model_len or checkpoint.spec.max_position
             self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
-        self._rows: dict[tuple[str, str, str], Row] = {}
-        self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
+        self._rows: dict[tuple[str, str], Row] = {}
 
     def measure(self) -> None:
-        for spec, stored in product(self.policies, self._dtypes):
-            engine = self.engines.build(spec, kv_cache_dtype=stored)
+        for spec in self.policies:
+            engine = self.engines.build(spec)
             for task, workload in self._workloads.items():
-                title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
+                title, show = f"{task} {spec.label}", not self.args.disable_tqdm
                 played = play(engine, workload, title, show)
                 row = {
                     "task": task,
                     "policy": spec.label,
                     "policy_args": spec.as_dict,
                     "retention": spec.fields.get("ratio"),
-                    "kv_cache_dtype": stored,
                     "seed": self.args.seed,
                     **score(workload, played),
                 }
-                row |= held_bytes(engine, played.figures)
+                row["held_bytes_at_end"] = row["held_entries_at_end"] * entry_bytes(engine)
                 if task == NEEDLE_GRID:
                     row["grid"] = self._grid.table(workload.grades(played.answers))
-                self._rows[task, spec.label, stored] = row
+                self._rows[task, spec.label] = row
             del engine
 
     def report(self) -> Report:
         args = self.args
         rows = [
-            self._rows[each]
-            for each in product(
-                self._workloads, (spec.label for spec in self.policies), self._dtypes
-            )
-            if each in self._rows
+            self._rows[task, spec.label]
+            for task in self._workloads
+            for spec in self.policies
+            if (task, spec.label) in self._rows
         ]
         settings = self.settings("tasks", "num_samples", "max_num_seqs", "max_new_tokens")
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]

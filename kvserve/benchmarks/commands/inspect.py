@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.reports.plots import panels, styled
+from kvserve.benchmarks.reports.plots import panels
 from kvserve.benchmarks.reports.report import Column, Row, markdown_table
 from kvserve.benchmarks.setup.checkpoint import opened_checkpoint
 from kvserve.benchmarks.setup.options import (
@@ -151,24 +151,16 @@ def _layer_rows(found: Inspection) -> list[Row]:
     return rows
 
 
-@styled
 def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
     """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
     from matplotlib.ticker import MaxNLocator
 
     layers, heads, _ = found.held.shape
     share = found.holders() / heads
-    figure, (axes,) = panels([spec.label], height=1.5 + 0.25 * layers)
-    axes.grid(False)
+    figure, (axes,) = panels([spec.label], width=10, height=1.5 + 0.25 * layers)
     axes.set(xlabel="position", ylabel="layer")
     image = axes.imshow(
-        share,
-        aspect="auto",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-        origin="lower",
-        cmap="cividis",
+        share, aspect="auto", vmin=0, vmax=1, interpolation="nearest", origin="lower"
     )
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, label="share of KV heads that keep it")

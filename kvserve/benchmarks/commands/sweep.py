@@ -14,11 +14,10 @@ from typing import Any
 
 from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.pieces import Pieces, add_pieces_argument
 from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
 from kvserve.benchmarks.measuring.traffic import Pool, Traffic, add_traffic_arguments
 from kvserve.benchmarks.reports.columns import columns
-from kvserve.benchmarks.reports.crossover import Point, crossovers, length_verdict, verdict
+from kvserve.benchmarks.reports.crossover import PoolPoint, crossovers, verdict
 from kvserve.benchmarks.reports.plots import plot_sweep
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
@@ -36,10 +35,10 @@ from kvserve.config import SchedulerConfig
 
 _SHARES = [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]
 _COLUMNS = columns(
-    *("output_len", "pool_blocks", "pool_share", "max_num_seqs", "policy", "output_tok_s"),
-    *("ratio_to_none", "ratio_spread", "mean_running", "peak_running", "held_over_logical"),
-    *("mean_held_bytes", "blocks_released", "compactions", "early_compactions", "preemptions"),
-    *("swaps", "itl_p99_ms", "exact_match", "interval_95", "correct_prefix"),
+    *("pool_blocks", "pool_share", "max_num_seqs", "policy", "output_tok_s", "ratio_to_none"),
+    *("ratio_spread", "mean_running", "peak_running", "held_over_logical", "blocks_released"),
+    *("compactions", "early_compactions", "preemptions", "swaps", "itl_p99_ms"),
+    *("exact_match", "interval_95", "correct_prefix"),
 )
 
 
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_retention_argument(parser)
     add_report_arguments(parser)
     add_traffic_arguments(parser)
-    add_pieces_argument(parser)
     parser.add_argument(
         "--pool-shares",
         nargs="+",
@@ -59,8 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     words = "KV blocks, absolute; beside --pool-shares if that is given too"
     parser.add_argument("--pool-blocks", nargs="+", type=at_least(2), metavar="N", help=words)
-    words = "random: several mean lengths of answers, instead of --output-len's one"
-    parser.add_argument("--output-lens", nargs="+", type=at_least(1), metavar="N", help=words)
     seqs = SchedulerConfig().max_num_seqs
     parser.add_argument(
         "--max-num-seqs",
@@ -78,8 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     policies = policies_by_retention(args)
     check_dataset(args)
-    if args.output_lens and (args.dataset != "random" or args.output_len or args.pool_blocks):
-        args.fail("--output-lens is for --dataset random, without --output-len and --pool-blocks")
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
     return run_benchmark(Sweep, args, policies)
@@ -92,84 +86,69 @@ class Sweep(Benchmark):
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
-        lengths = sorted(set(args.output_lens)) if args.output_lens else [args.output_len]
-        self._traffics = [self._traffic(length) for length in lengths]
-        self.pieces: Pieces = Pieces(args)
+        self._traffic = Traffic(args, checkpoint, self.engines)
         self._cells = [
-            [self._contestant(spec, length, traffic, pool, seqs) for spec in policies]
-            for length, traffic in zip(lengths, self._traffics, strict=True)
+            [self._contestant(spec, pool, seqs) for spec in policies]
             for seqs in sorted(set(args.sequence_limits))
-            for pool in self._pools(traffic)
+            for pool in self._pools()
         ]
 
     def measure(self) -> None:
         everybody = [contestant for cell in self._cells for contestant in cell]
-        show = not self.args.disable_tqdm
-        run_in_turns(everybody, self.args.repeat, self.pieces, show)
+        run_in_turns(everybody, self.args.repeat, show=not self.args.disable_tqdm)
 
     def report(self) -> Report:
         args = self.args
         rows = [row for cell in self._cells for row in rows_against_first(cell, "none")]
         crossings = [] if not rows else self._crossings(rows)
-        notes = [*(crossing["sentence"] for crossing in crossings), *self.pieces.notes()]
+        notes = [crossing["sentence"] for crossing in crossings]
         plots = plot_sweep(rows, crossings, args.save_plots) if args.save_plots and rows else []
         settings = {
             **self.settings("pool_shares", "pool_blocks", "retention"),
             "max_num_seqs": args.sequence_limits,
-            **self._traffics[0].settings(),
-            "output_lens": args.output_lens,
-            "block_size": self._traffics[0].block_size,
+            **self._traffic.settings(),
+            "block_size": self._traffic.block_size,
         }
         about = [
-            f"{traffic.describe()} on {self.checkpoint.name}; "
-            f"demand of {traffic.demand:,} blocks of {traffic.block_size} tokens"
-            for traffic in self._traffics
+            f"{args.num_prompts} x {args.dataset} (seed {args.seed}) on {self.checkpoint.name}; "
+            f"demand of {self._traffic.demand:,} blocks of {self._traffic.block_size} tokens"
         ]
-        findings, complete = {"crossovers": crossings}, self.pieces.complete
-        return Report("sweep", about, _COLUMNS, rows, settings, notes, findings, plots, complete)
+        findings = {"crossovers": crossings}
+        return Report("sweep", about, _COLUMNS, rows, settings, notes, findings, plots)
 
-    def _traffic(self, length: int | None) -> Traffic:
-        """The same traffic, but for how long its answers are."""
-        given = argparse.Namespace(**{**vars(self.args), "output_len": length})
-        return Traffic(given, self.checkpoint, self.engines)
-
-    def _pools(self, traffic: Traffic) -> list[Pool]:
+    def _pools(self) -> list[Pool]:
         shares = self.args.pool_shares or ([] if self.args.pool_blocks else _SHARES)
-        pools = [traffic.pool(share=share) for share in shares]
-        pools += [traffic.pool(blocks) for blocks in self.args.pool_blocks or ()]
+        pools = [self._traffic.pool(share=share) for share in shares]
+        pools += [self._traffic.pool(blocks) for blocks in self.args.pool_blocks or ()]
         return sorted({pool.blocks: pool for pool in pools}.values(), key=lambda p: p.blocks or 0)
 
-    def _contestant(
-        self, spec: PolicySpec, length: int | None, traffic: Traffic, pool: Pool, seqs: int
-    ) -> Contestant:
-        run = partial(traffic.run, spec, pool=pool, max_num_seqs=seqs, show=False)
+    def _contestant(self, spec: PolicySpec, pool: Pool, seqs: int) -> Contestant:
+        run = partial(self._traffic.run, spec, pool=pool, max_num_seqs=seqs, show=False)
         facts = {"pool_blocks": pool.blocks, "pool_share": pool.share, "max_num_seqs": seqs}
-        if self.args.output_lens:
-            facts["output_len"] = length
         return Contestant(spec.label, spec, run, facts)
 
     def _crossings(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Of each policy, with all else equal: the pool, or the length, where it passes none."""
-        limits, lengths = sorted(set(self.args.sequence_limits)), self.args.output_lens
-        lines: dict[tuple[Any, ...], list[Row]] = {}
-        for row in rows:
-            if row["policy"] != self.policies[0].label:
-                share = round(row["pool_share"], 2) if lengths else None
-                lines.setdefault((row["policy"], row["max_num_seqs"], share), []).append(row)
+        """Of each policy, and of each limit on what runs: where it passes the full cache."""
+        demand, limits = self._traffic.demand, sorted(set(self.args.sequence_limits))
         found = []
-        for (policy, seqs, share), line in lines.items():
-            label = policy + (f", at most {seqs} running" if len(limits) > 1 else "")
-            same = {"policy": policy, "max_num_seqs": seqs}
-            axis = "output_len" if lengths else "pool_blocks"
-            points = [Point(row[axis], row["ratio_to_none_all"]) for row in line]
-            at = crossovers(points)
-            if lengths:
-                label += f", pool of {share:.2f}"
-                sentence = length_verdict(label, points)
-                found.append({**same, "pool_share": share, "tokens": at, "sentence": sentence})
-            else:
-                demand = self._traffics[0].demand
-                shares = [blocks / demand for blocks in at]
-                sentence = verdict(label, points, demand)
-                found.append({**same, "blocks": at, "shares": shares, "sentence": sentence})
+        for spec in self.policies[1:]:
+            for seqs in limits:
+                points = [
+                    PoolPoint(row["pool_blocks"], row["ratio_to_none_all"])
+                    for row in rows
+                    if row["policy"] == spec.label and row["max_num_seqs"] == seqs
+                ]
+                if not points:
+                    continue
+                label = spec.label + (f", at most {seqs} running" if len(limits) > 1 else "")
+                at = crossovers(points)
+                found.append(
+                    {
+                        "policy": spec.label,
+                        "max_num_seqs": seqs,
+                        "blocks": at,
+                        "shares": [blocks / demand for blocks in at],
+                        "sentence": verdict(label, points, demand),
+                    }
+                )
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -17,20 +16,16 @@ from tqdm import tqdm
 from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.pieces import Pieces, add_pieces_argument
 from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
 from kvserve.benchmarks.measuring.traffic import Traffic, add_traffic_arguments
 from kvserve.benchmarks.reports.columns import columns
-from kvserve.benchmarks.reports.plots import plot_rows
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
-    KV_CACHE_DTYPES,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
     at_least,
-    check_matplotlib,
     chosen_policies,
     number,
 )
@@ -40,12 +35,11 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 
 _COLUMNS = columns(
-    *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "output_tokens", "wall_s"),
-    *("output_tok_s", "spread", "ratio_to_first", "mean_running", "peak_running"),
-    *("mean_pool_usage", "held_over_logical", "mean_held_bytes", "allocated_bytes_at_end"),
-    *("blocks_released", "compactions", "early_compactions", "evicted_tokens", "preemptions"),
-    *("swaps", "prompt_cached", "steps", "itl_p50_ms", "itl_p99_ms"),
-    *("exact_match", "interval_95", "correct_prefix"),
+    *("policy", "prefix_caching", "code_attention", "output_tokens", "wall_s", "output_tok_s"),
+    *("spread", "ratio_to_first", "mean_running", "peak_running", "mean_pool_usage"),
+    *("held_over_logical", "allocated_bytes_at_end", "blocks_released", "compactions"),
+    *("early_compactions", "evicted_tokens", "preemptions", "swaps", "prompt_cached", "steps"),
+    *("itl_p50_ms", "itl_p99_ms", "exact_match", "interval_95", "correct_prefix"),
 )
 
 
@@ -53,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
     add_report_arguments(parser)
     add_traffic_arguments(parser)
-    add_pieces_argument(parser)
     pool = parser.add_mutually_exclusive_group()
     add_pool_argument(pool)
     pool.add_argument(
@@ -77,34 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has them rebuilt",
     )
     parser.add_argument(
-        "--compare-kv-cache-dtypes",
-        nargs="+",
-        metavar="DTYPE",
-        choices=KV_CACHE_DTYPES,
-        help="run every policy with its cache held in each of these, in turns, on pools of as many "
-        f"bytes: some of {', '.join(KV_CACHE_DTYPES)} (needs --pool-share)",
-    )
-    parser.add_argument(
         "--compare-transformers",
         action="store_true",
         help="add transformers' generate, in static batches of --max-num-seqs prompts",
     )
 
-    words = "draw throughput, against accuracy where answers are graded, into this folder"
-    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
-
 
 def run(args: argparse.Namespace) -> int:
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
     policies = chosen_policies(args)
     check_dataset(args)
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
-    if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes says what --kv-cache-dtype says: give one")
-    if args.compare_kv_cache_dtypes and args.pool_share is None:
-        args.fail("--compare-kv-cache-dtypes: pools of as many bytes need --pool-share X")
     return run_benchmark(Throughput, args, policies, write_weights=args.compare_transformers)
 
 
@@ -117,14 +93,13 @@ class Throughput(Benchmark):
         super().__init__(args, checkpoint, policies)
         self._traffic = Traffic(args, checkpoint, self.engines)
         self._pool = self._traffic.pool(args.num_gpu_blocks_override, args.pool_share)
-        self.pieces: Pieces = Pieces(args)
         self._contestants = [each for spec in policies for each in self._sides(spec)]
         if args.compare_transformers:
             label = f"transformers, batch {min(args.max_num_seqs, args.num_prompts)}"
             self._contestants.append(Contestant(label, None, self._run_transformers))
 
     def measure(self) -> None:
-        run_in_turns(self._contestants, self.args.repeat, self.pieces)
+        run_in_turns(self._contestants, self.args.repeat)
 
     def report(self) -> Report:
         args = self.args
@@ -132,23 +107,17 @@ class Throughput(Benchmark):
         settings = self.settings("max_num_seqs", "pool_share")
         settings |= {**self._traffic.settings(), **self._pool.settings()}
         about = [
-            f"{self._traffic.describe()} on {self.checkpoint.name}, "
+            f"{args.num_prompts} x {args.dataset} (seed {args.seed}) on {self.checkpoint.name}, "
             f"at most {args.max_num_seqs} running",
             self._pool.describe(),
         ]
-        said, complete = [*notes(rows), *self.pieces.notes()], self.pieces.complete
-        plots = plot_rows(rows, args.save_plots) if args.save_plots and rows else []
-        return Report(
-            "throughput", about, _COLUMNS, rows, settings, said, plots=plots, complete=complete
-        )
+        return Report("throughput", about, _COLUMNS, rows, settings, notes(rows))
 
     def _sides(self, spec: PolicySpec) -> list[Contestant]:
         """One contestant per policy, or one for each way of running it that is compared."""
         ways: list[dict[str, str]] = [{}]
         if self.args.compare_prefix_caching:
             ways = [{"prefix_caching": side} for side in ("off", "on")]
-        if dtypes := self.args.compare_kv_cache_dtypes:
-            ways = [way | {"kv_cache_dtype": dtype} for way in ways for dtype in dtypes]
         if self.args.compare_code_attention and writes_codes(make_policy(spec.as_dict)):
             ways = [way | {"code_attention": how} for way in ways for how in ("direct", "rebuild")]
         return [Contestant(spec.label, spec, self._run(spec, way), way) for way in ways]
@@ -181,8 +150,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = []
     for row in rows:
         label, ratio = row["policy"], row["ratio_to_first"]
-        if "kv_cache_dtype" in row:
-            label += f", cache in {row['kv_cache_dtype']}"
         if "prefix_caching" in row:
             label += f", prefix caching {row['prefix_caching']}"
         if "code_attention" in row:

@@ -20,12 +20,11 @@ from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_toke
 from kvserve.benchmarks.simulator.cost_model import Queries
 from kvserve.benchmarks.simulator.scenario import Scenario, add_scenario_arguments, read_scenario
 from kvserve.benchmarks.simulator.simulator import Simulation
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.kv_cache import log_block_tokens
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.pruning import Pruned
 
@@ -102,7 +101,7 @@ def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
             args.fail(f"--{error.argument}: {error}")
     check_complete(args, args.policy)
     for spec in args.policy:
-        if isinstance(make_policy(spec.as_dict).event_trigger, Pruned):
+        if isinstance(make_policy(spec.as_dict).trigger, Pruned):
             args.fail(f"--policy: {spec.name} prunes inside of a forward, which is not simulated")
     return specs + [spec for spec in args.policy if spec not in specs]
 
@@ -112,7 +111,7 @@ def event_queries(policy: Policy, spec: ModelSpec) -> Queries:
     reduction = policy.query_reduction or policy.recomputed_reduction
     if reduction is None:
         return Queries("none")
-    count = policy.event_trigger.num_queries
+    count = policy.trigger.num_queries
     return Queries(
         "log" if policy.query_reduction else "recompute",
         spec.num_heads if reduction == "heads" else spec.num_kv_heads,
@@ -156,30 +155,25 @@ class Tuning:
         scheduler = scenario.scheduler(log_tokens)
         lengths = scenario.prompts, scenario.outputs
         try:
-            run = Simulation(scheduler, policy.event_trigger, scenario.cost, queries, *lengths)
+            run = Simulation(scheduler, policy.trigger, scenario.cost, queries, *lengths)
         except ValueError as error:
             raise ConfigError(f"--kv-cache-tokens: under {spec.label} {error}") from None
         figures = run.run()
         first = self._rows[0] if self._rows else figures
         row = {"policy": spec.label, "policy_args": spec.as_dict, **figures}
-        if policy.granularity is not Granularity.MODEL:
-            row["lengths"] = policy.granularity.value
         row["ratio_to_none"] = figures["output_tok_s"] / first["output_tok_s"]
-        if isinstance(policy.event_trigger, Periodic):
-            log = scenario.block_size / log_tokens if policy.event_trigger.logs else 0.0
-            row |= self._estimate(policy.event_trigger, queries, log)
+        if isinstance(policy.trigger, Periodic):
+            log = scenario.block_size / log_tokens if policy.trigger.logs else 0.0
+            row |= self._estimate(policy.trigger, queries, log)
         return row
 
     def _log_tokens(self, policy: Policy, queries: Queries) -> int:
         """Tokens whose logged queries fill one block."""
         layout, device = self._scenario.layout, self._scenario.cost.device
-        dtype = policy.logged_dtype
-        if dtype == "auto":
-            dtype = "fp8" if device.fp8 else "model"
+        fp8 = policy.logged_dtype == "fp8" or (policy.logged_dtype == "auto" and device.fp8)
         heads = queries.heads if queries.source == "log" else layout.num_kv_heads
         try:
-            form = self._scenario.cost.form
-            return LogForm(heads, dtype).block_tokens(layout, form, device.dtype_bytes)
+            return log_block_tokens(layout, heads, device.dtype_bytes if fp8 else 1)
         except ValueError as error:
             raise ConfigError(f"--block-size: {error}") from None
 
@@ -228,11 +222,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(
                 f"{row['policy']}: {row['cut_short']} requests ended early, alone in a pool too "
                 "small for them"
-            )
-        if "lengths" in row:
-            found.append(
-                f"{row['policy']}: simulated as if all layers and heads held their mean; its block "
-                "tables, and the half empty block at the end of each, are not modelled"
             )
     return found
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
@@ -21,13 +19,11 @@ from kvserve.benchmarks.datasets.workload import (
     random_prompts,
     task_prompts,
 )
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least, number
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
 _COUNT = at_least(1)
-_NO_CAP = 2**20
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,6 @@ def read_dataset(
 
 
 def _random(source: Source) -> Prompts:
-    sigma, cap = source["random_output_sigma"], source["random_output_cap"]
-    if sigma or cap:
-        return _log_normal(source, sigma, cap or _NO_CAP)
     rng, spread = random.Random(f"lengths/{source.seed}"), source["random_range_ratio"]
 
     def about(length: int) -> int:
@@ -143,16 +136,6 @@ def _random(source: Source) -> Prompts:
     lengths = [
         (about(source["input_len"]), about(source["output_len"])) for _ in range(source.count)
     ]
-    return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
-
-
-def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
-    """Prompts of one length, answers as reasoning models give them: many short, few very long."""
-    if source["random_range_ratio"]:
-        raise ConfigError("--random-range-ratio: lengths vary by --random-output-sigma already")
-    rng = np.random.default_rng(source.seed)
-    outputs = lognormal_lengths(rng, source.count, source["output_len"], sigma, cap)
-    lengths = [(source["input_len"], length) for length in outputs.tolist()]
     return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
 
 
@@ -190,13 +173,6 @@ DATASETS: dict[str, Dataset] = {
                 "both vary by up to this share",
                 number(0, 1, closed=True),
             ),
-            Option(
-                "random_output_sigma",
-                0.0,
-                "answers log-normal around --output-len instead, with this sigma of the logarithm",
-                number(0, 3, closed=True),
-            ),
-            Option("random_output_cap", None, "longest of these answers"),
         ),
     ),
     "prefix_repetition": Dataset(

@@ -7,28 +7,27 @@ tokenizer, so `count_units` gives exact token counts without loading it.
 
 import random
 import re
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
-def words(text: str) -> tuple[str, ...]:
+def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = words(
+NAMES = _words(
     "Adam Alice Amber Anna Ben Bella Boris Bruno Carl Carol Clara Cyrus Daisy David Diana Dora "
     "Edgar Ella Emma Erik Fiona Frank Freya George Grace Greta Hanna Harry Helen Henry Igor Irene "
     "Isaac Ivan Jack Jane Jonas Julia Karen Kevin Klara Laura Leo Linda Lucas Maria Martin Mila "
     "Nadia Nora Oliver Oscar Paula Peter Quinn Rachel Robert Sarah Simon Teresa Thomas Victor "
     "Xavier Yara"
 )
-ADJECTIVES = words("big quiet red small tall green dark bright cold warm heavy soft")
-NOUNS = words(
+ADJECTIVES = _words("big quiet red small tall green dark bright cold warm heavy soft")
+NOUNS = _words(
     "boat river mill garden tower horse lamp bridge road stone window table bird cloud farm clock"
 )
-VERBS = words("crosses follows covers enters meets watches leaves faces")
-PREPOSITIONS = words("near behind above under beside past")
-TASK_WORDS = words(
+VERBS = _words("crosses follows covers enters meets watches leaves faces")
+PREPOSITIONS = _words("near behind above under beside past")
+TASK_WORDS = _words(
     "The the A a It is secret number of What Remember remember List all names to Let Find answer "
     "sum passes stays below ten so we keep it drop done Report"
 )
@@ -54,17 +53,15 @@ def count_units(text: str) -> int:
     return len(UNIT.findall(" " + text))
 
 
-def draw_names(
-    rng: random.Random, count: int, held_out: bool, names: Sequence[str] = NAMES
-) -> list[str]:
+def draw_names(rng: random.Random, count: int, held_out: bool) -> list[str]:
     """Distinct names in random order; held-out orders never occur in training documents.
 
     One ordered pair of leading names in eight is reserved for held-out samples.
     """
     while True:
-        picks = rng.sample(range(len(names)), count)
+        picks = rng.sample(range(len(NAMES)), count)
         if ((3 * picks[0] + picks[1]) % 8 == 0) == held_out:
-            return [names[i] for i in picks]
+            return [NAMES[i] for i in picks]
 
 
 def _reachable(units: int) -> bool:
@@ -142,11 +139,9 @@ def _secrets(names: list[str], values: list[str]) -> list[str]:
     return [f" The secret number of {n} is {v}." for n, v in zip(names, values, strict=True)]
 
 
-def recall(
-    rng: random.Random, pairs: int, asked: int, held_out: bool, pool: Sequence[str] = NAMES
-) -> Sample:
+def recall(rng: random.Random, pairs: int, asked: int, held_out: bool) -> Sample:
     """A list of names with two-digit values, asked back in another order."""
-    names = draw_names(rng, pairs, held_out, pool)
+    names = draw_names(rng, pairs, held_out)
     values = {name: f"{rng.randrange(100):02d}" for name in names}
     wanted = rng.sample(names, asked)
     listing = " ".join(f"{name}{values[name]};" for name in names)
@@ -154,9 +149,17 @@ def recall(
     return Sample("recall", (f"{listing} Find {' '.join(wanted)}",), (answer,), (answer,))
 
 
-def chain(rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES) -> Sample:
+def aggregation(rng: random.Random, units: int, marked: int, held_out: bool) -> Sample:
+    """Names marked by `Remember` in a text of `units` tokens, listed in the text's order."""
+    names = draw_names(rng, marked, held_out)
+    text = hide(rng, [f" Remember {name}." for name in names], units)
+    answer = " ".join(names)
+    return Sample("aggregation", (f"{text} List all names to remember.",), (answer,), (answer,))
+
+
+def chain(rng: random.Random, steps: int, held_out: bool) -> Sample:
     """Sums modulo 10: each step adds the step before to some earlier value, all names distinct."""
-    names = draw_names(rng, steps + 2, held_out, pool)
+    names = draw_names(rng, steps + 2, held_out)
     values = {name: rng.randrange(10) for name in names[:2]}
     program = [f"{name}{values[name]};" for name in names[:2]]
     trace = []
@@ -171,15 +174,10 @@ def chain(rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = 
 
 
 def redundant_chain(
-    rng: random.Random,
-    registers: int,
-    steps: int,
-    report_after: Collection[int],
-    held_out: bool,
-    pool: Sequence[str] = NAMES,
+    rng: random.Random, registers: int, steps: int, report_after: int, held_out: bool
 ) -> Sample:
-    """Sums modulo 10 over a few re-assigned names, with labels, narration and state reports."""
-    names = draw_names(rng, registers + steps, held_out, pool)
+    """Sums modulo 10 over a few re-assigned names, with labels, narration and one state report."""
+    names = draw_names(rng, registers + steps, held_out)
     state = {name: rng.randrange(10) for name in names[:registers]}
     program = [f"{name}{value};" for name, value in state.items()]
     trace = []
@@ -194,7 +192,7 @@ def redundant_chain(
         trace.append(f"{label}: {target}= {sum_text} the sum {remark}. {label} is done.")
         state[target] = total % 10
         before = target
-        if step in report_after:
+        if step == report_after:
             program.append("Report;")
             trace.append("Report " + " ".join(f"{n}{v}" for n, v in state.items()) + ".")
     return _computation("redundant-chain", program, trace, f"{before}{state[before]}")

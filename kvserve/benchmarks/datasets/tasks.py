@@ -1,4 +1,4 @@
-"""The tasks that ship: synthetic, exactly gradable, and solvable by the models that ship.
+"""The tasks that ship: synthetic, exactly gradable, and solvable by the tiny model.
 
 Sizes are fixed here; a model is measured against them, they are never fitted to a model.
 Samples are deterministic in (task, index, seed) and their name orders are held out of training.
@@ -9,25 +9,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvserve.benchmarks.datasets.long_chain import long_chain
 from kvserve.benchmarks.datasets.task_text import (
     Sample,
+    aggregation,
     chain,
     needles,
     recall,
     redundant_chain,
 )
 
-__all__ = [
-    "TASKS",
-    "Grade",
-    "Sample",
-    "Task",
-    "default_tasks",
-    "grade",
-    "grade_finals",
-    "make_samples",
-]
+__all__ = ["TASKS", "Grade", "Sample", "Task", "grade", "grade_finals", "make_samples"]
 
 _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 
@@ -61,17 +52,6 @@ def _needle_task(units: int) -> Task:
     )
 
 
-def _long_task(tokens: int, lines: int, given: int) -> Task:
-    name = f"long-chain-{tokens}"
-    return Task(
-        name,
-        f"{lines} lines of sums modulo 10 and recaps, checked and talked over in {tokens} tokens",
-        tokens + tokens // 8,
-        lambda rng: long_chain(rng, lines, held_out=True, task=name, given=given),
-        final_marker="answer",
-    )
-
-
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -89,32 +69,23 @@ TASKS: dict[str, Task] = {
             "redundant-chain",
             "16 sums modulo 10 over 8 re-assigned names, with narration and a state report",
             512,
-            lambda rng: redundant_chain(
-                rng, registers=8, steps=16, report_after=(8,), held_out=True
-            ),
+            lambda rng: redundant_chain(rng, registers=8, steps=16, report_after=8, held_out=True),
             final_marker="answer",
         ),
-        _long_task(1000, lines=22, given=6),
-        _long_task(2000, lines=44, given=8),
-        _long_task(4000, lines=88, given=10),
         Task(
             "recall",
             "16 names with two-digit values, all asked back in another order",
             96,
             lambda rng: recall(rng, pairs=16, asked=16, held_out=True),
         ),
+        Task(
+            "aggregation",
+            "8 marked names in a text of 512 tokens, listed in the text's order",
+            24,
+            lambda rng: aggregation(rng, units=512, marked=8, held_out=True),
+        ),
     )
 }
-
-
-_FOR_LONG_TRACES = ("chain", "redundant-chain", *(name for name in TASKS if "long" in name))
-
-
-def default_tasks(model: str) -> list[str]:
-    """The tasks a shipped model was trained for; of any other, all but the long traces."""
-    if model == "kvserve/tiny-long":
-        return [name for name in TASKS if name in _FOR_LONG_TRACES]
-    return [name for name in TASKS if "long" not in name]
 
 
 def make_samples(task: str, n: int, seed: int) -> list[Sample]:

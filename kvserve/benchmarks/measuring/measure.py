@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, Protocol
@@ -17,8 +17,6 @@ from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-"""``cpu``: time of this process on a CPU, which a busy machine does not add to."""
 
 _Z95 = 1.959963984540054
 _COUNTERS = (
@@ -60,17 +58,10 @@ class Played:
         return [[turn.outputs[0].text for turn in turns] for turns in self.turns]
 
 
-def play(
-    engine: Engine,
-    workload: Workload,
-    title: str = "",
-    show: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Played:
+def play(engine: Engine, workload: Workload, title: str = "", show: bool = False) -> Played:
     """Send every conversation at once, greedy, each next turn as soon as its answer is there.
 
-    Time runs from the first request to the last token: while the engine is watched between steps, a
-    device whose steps overlap goes on. ``clock``: seconds, as ``CLOCKS`` has them.
+    Time runs while the engine works (requests are added, steps are made), not while it is watched.
     """
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
     meter = _Meter(engine.stats())
@@ -85,10 +76,12 @@ def play(
 
     bar = tqdm(total=len(workload), desc=title, unit="request", disable=None if show else True)
     with bar:
-        started = clock()
+        started = time.perf_counter()
         for index in range(len(workload)):
             send_next(index)
+        meter.seconds = time.perf_counter() - started
         while engine.has_unfinished_requests:
+            started = time.perf_counter()
             changed = engine.step()
             over = 0
             for output in changed:
@@ -96,7 +89,7 @@ def play(
                     index = int(output.request_id.partition(".")[0])
                     turns[index].append(output)
                     over += not send_next(index)
-            meter.record(changed, clock() - started, engine.stats())
+            meter.record(time.perf_counter() - started, changed, engine.stats())
             bar.update(over)
     return Played(turns, meter.figures(workload, turns, engine.stats()))
 
@@ -115,9 +108,8 @@ class _Meter:
     step_rates: list[float] = field(default_factory=list)
     last_token: dict[str, float] = field(default_factory=dict)
 
-    def record(self, changed: Sequence[RequestOutput], until: float, stats: EngineStats) -> None:
-        """A step that ended ``until`` seconds after the first request was sent."""
-        seconds, self.seconds = until - self.seconds, until
+    def record(self, seconds: float, changed: Sequence[RequestOutput], stats: EngineStats) -> None:
+        self.seconds += seconds
         ended = sum(output.finished for output in changed)
         self.running.append(stats.num_running + ended)
         self.held += stats.tokens_held
@@ -179,7 +171,7 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
         "held_over_logical_at_end": sum(kv.held_tokens for kv in details)
         / max(sum(kv.logical_tokens for kv in details), 1),
         "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
-        "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
+        "allocated_bytes_at_end": sum(kv.held_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
         / max(2 * sum(kv.coded_entries for kv in details), 1),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -11,7 +10,6 @@ from typing import Any
 from tqdm import tqdm
 
 from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.pieces import Pieces
 from kvserve.benchmarks.reports.report import Row
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
@@ -53,30 +51,16 @@ class Contestant:
         }
 
 
-def run_in_turns(
-    contestants: Sequence[Contestant], repeat: int, pieces: Pieces, show: bool = False
-) -> None:
-    """Everybody once, then everybody again; ``show`` draws one bar over all runs.
-
-    Runs that earlier ``pieces`` made are taken as they are; what there is no time for is left to
-    the next call.
-    """
+def run_in_turns(contestants: Sequence[Contestant], repeat: int, show: bool = False) -> None:
+    """Everybody once, then everybody again; ``show`` draws one bar over all runs."""
     total = repeat * len(contestants)
     with tqdm(total=total, unit="run", disable=None if show else True) as bar:
         for turn in range(repeat):
             for contestant in contestants:
                 title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
                 bar.set_description(title)
-                figures = pieces.find(contestant.title, turn)
-                if figures is None:
-                    if not pieces.has_time:
-                        return
-                    began = time.monotonic()
-                    figures = contestant.run(title)
-                    pieces.add(contestant.title, turn, figures, time.monotonic() - began)
-                contestant.runs.append(figures)
+                contestant.runs.append(contestant.run(title))
                 bar.update()
-    pieces.complete = True
 
 
 def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:

@@ -8,13 +8,11 @@ _COLUMNS = {
     column.key: column
     for column in (
         Column("task", "task", left=True),
-        Column("answer tokens", "output_len", ",d"),
         Column("pool", "pool_blocks", ",d"),
         Column("of the demand", "pool_share", ".2f"),
         Column("max seqs", "max_num_seqs", "d"),
         Column("policy", "policy", left=True),
         Column("retention", "retention", "g"),
-        Column("cache held in", "kv_cache_dtype", left=True),
         Column("prefix caching", "prefix_caching", left=True),
         Column("codes", "code_attention", left=True),
         Column("sequences", "sequences", "d"),
@@ -30,7 +28,6 @@ _COLUMNS = {
         Column("pool in use", "mean_pool_usage", ".0%"),
         Column("held/logical", "held_over_logical", ".2f"),
         Column("held/logical at end", "held_over_logical_at_end", ".3f"),
-        Column("bytes per sequence, mean", "mean_held_bytes", ",.0f"),
         Column("bytes of blocks at end", "allocated_bytes_at_end", ",.0f"),
         Column("blocks released", "blocks_released", ",d"),
         Column("events", "compactions", ",d"),

@@ -1,19 +1,18 @@
-"""Where a policy is faster than the full cache and where it is slower, and what lies between."""
+"""The pool size below which a policy is faster than the full cache, and where it is slower."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 
 @dataclass(frozen=True)
-class Point:
-    """A policy at one pool size (blocks) or length (tokens): its throughput over that of ``none``
-    in the same turn, per turn."""
+class PoolPoint:
+    """A policy on one pool: its throughput over that of ``none`` in the same turn, per turn."""
 
-    at: int
+    blocks: int
     ratios: Sequence[float]
 
     @property
@@ -30,62 +29,39 @@ class Point:
         return min(self.ratios) <= 1.0 < max(self.ratios)
 
 
-def crossovers(points: Sequence[Point]) -> list[float]:
-    """Where the median ratio passes 1, between neighbouring points."""
+def crossovers(points: Sequence[PoolPoint]) -> list[float]:
+    """Pool sizes, in blocks, where the median ratio passes 1, between neighbouring points."""
     found = []
-    for small, large in pairwise(sorted(points, key=lambda point: point.at)):
+    for small, large in pairwise(sorted(points, key=lambda point: point.blocks)):
         if small.wins != large.wins:
             part = (small.ratio - 1.0) / (small.ratio - large.ratio)
-            found.append(small.at + part * (large.at - small.at))
+            found.append(small.blocks + part * (large.blocks - small.blocks))
     return found
 
 
-def verdict(label: str, points: Sequence[Point], demand: int) -> str:
-    """One sentence: the pool size where the ratio passes 1, and where the policy loses."""
-
-    def place(blocks: float) -> str:
-        return f"a pool of about {blocks:,.0f} blocks ({blocks / demand:.2f} of the demand)"
-
-    return _sentence(label, points, place, lambda blocks: f"{blocks / demand:.2f}", "pool")
-
-
-def length_verdict(label: str, points: Sequence[Point]) -> str:
-    """One sentence: the length of answers where the ratio passes 1, and where the policy loses."""
-    return _sentence(
-        label,
-        points,
-        lambda tokens: f"answers of about {tokens:,.0f} tokens",
-        lambda tokens: f"{tokens:,d}",
-        "length",
-    )
-
-
-def _sentence(
-    label: str,
-    points: Sequence[Point],
-    place: Callable[[float], str],
-    short: Callable[[int], str],
-    what: str,
-) -> str:
-    """``place`` describes a crossover, ``short`` a measured point; ``what`` is varied."""
-
-    def listed(some: Sequence[Point]) -> str:
-        return ", ".join(f"{short(point.at)} ({point.ratio:.2f}x)" for point in some)
-
-    points = sorted(points, key=lambda point: point.at)
+def verdict(label: str, points: Sequence[PoolPoint], demand: int) -> str:
+    """One sentence: the crossover, and where the policy loses."""
+    points = sorted(points, key=lambda point: point.blocks)
     wins, losses = [p for p in points if p.wins], [p for p in points if not p.wins]
     at = crossovers(points)
     if not losses:
-        text = f"faster than none on every {what} measured: {listed(wins)}; no crossover"
+        text = f"faster than none on every pool measured: {_at(wins, demand)}; no crossover"
     elif not wins:
-        text = f"loses to none on every {what} measured: {listed(losses)}; no crossover"
+        text = f"loses to none on every pool measured: {_at(losses, demand)}; no crossover"
     else:
-        sides = f"faster than none at {listed(wins)}, loses at {listed(losses)}"
+        sides = f"faster than none at {_at(wins, demand)}, loses at {_at(losses, demand)}"
         text = f"{sides}; the ratio passes 1 more than once, so there is no single crossover"
         if len(at) == 1:
             side = "below" if points[0].wins else "above"
-            text = f"beats none {side} {place(at[0])}: {sides}"
+            text = (
+                f"beats none {side} a pool of about {at[0]:,.0f} blocks "
+                f"({at[0] / demand:.2f} of the demand): {sides}"
+            )
     unsure = [point for point in points if point.undecided]
     if unsure:
-        text += f"; runs disagree at {', '.join(short(point.at) for point in unsure)}"
+        text += f"; runs disagree at {', '.join(f'{p.blocks / demand:.2f}' for p in unsure)}"
     return f"{label}: {text}."
+
+
+def _at(points: Sequence[PoolPoint], demand: int) -> str:
+    return ", ".join(f"{point.blocks / demand:.2f} ({point.ratio:.2f}x)" for point in points)

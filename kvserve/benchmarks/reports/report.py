@@ -156,7 +156,7 @@ def machine_facts(program: str, device: Mapping[str, str]) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": dict(device),
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": _commit(),
         "versions": {
             "kvserve": kvserve.__version__,
             "python": platform.python_version(),
@@ -168,22 +168,21 @@ def machine_facts(program: str, device: Mapping[str, str]) -> dict[str, Any]:
 
 def describe_machine(facts: Mapping[str, Any]) -> str:
     threads = facts["threads"]
-    version, dash, changed = facts["commit"].partition("-")
+    commit, dash, changed = facts["commit"].partition("-")
     return (
         f"{facts['device']['name']} ({facts['device']['type']}), "
         f"{threads} thread{'s' if threads > 1 else ''}, torch {facts['versions']['torch']}, "
-        f"kvserve {facts['versions']['kvserve']} at commit {version[:12]}{dash}{changed}"
+        f"kvserve {facts['versions']['kvserve']} at commit {commit[:12]}{dash}{changed}"
     )
 
 
 def _device() -> dict[str, str]:
     if torch.cuda.is_available():
         return {"type": "cuda", "name": torch.cuda.get_device_name()}
-    return {"type": "cpu", "name": cpu_name()}
+    return {"type": "cpu", "name": _cpu_name()}
 
 
-def cpu_name() -> str:
-    """The processor, as the system names it."""
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -195,7 +194,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def commit() -> str:
+def _commit() -> str:
     """The checkout's commit (``-dirty`` if changed); a package inside another's tree has none."""
     command = ["git", "-C", str(_ROOT)]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}

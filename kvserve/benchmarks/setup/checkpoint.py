@@ -27,11 +27,10 @@ from kvserve.engine.models.transformer import Transformer
 _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
-    *("kv_cache_dtype",),
 )
 _LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-    **{"max_position_embeddings": 32_768, "tie_word_embeddings": True, "vocab_size": 4096},
+    **{"max_position_embeddings": 8192, "tie_word_embeddings": True, "vocab_size": 4096},
     **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "bos_token_id": None, "eos_token_id": None},
 }
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from kvserve.benchmarks.setup.policy_spec import (
     PolicySpec,
     policy_spec,
 )
-from kvserve.config import KV_CACHE_DTYPES, ModelConfig
+from kvserve.config import ModelConfig
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 
@@ -102,8 +102,6 @@ def add_engine_arguments(
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=_DTYPES, help="auto is float32 on a CPU")
-    words = "what keys and values are stored as (default: auto, the model's dtype)"
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
     parser.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence")
     parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
     parser.add_argument("--max-num-batched-tokens", type=count, metavar="N", help="per step")

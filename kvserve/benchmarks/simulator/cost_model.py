@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.output import CompactionTask
 
 if TYPE_CHECKING:  # its module loads torch
@@ -68,7 +67,7 @@ DEVICES = {
         memory=80 * _GIB,
         fp8=False,
     ),
-    # One core, float32, fitted to runs of 2026-11-20; attention gathers blocks first.
+    # One core, float32, fitted to the runs in docs/measurements.md; attention gathers blocks first.
     "cpu": Device(
         bandwidth=14e9,
         attention_bandwidth=4e9,
@@ -100,14 +99,12 @@ class CostModel:
     """Seconds, for one model on one device.
 
     ``weights_s`` reads all weights once, ``token_s`` is the arithmetic of one decoded token,
-    ``entry_s`` reads one token's keys and values in all layers, stored as ``kv_cache_dtype``:
-    arithmetic with them is what it is with numbers as they are computed.
+    ``entry_s`` reads one token's keys and values in all layers.
     """
 
-    def __init__(self, spec: ModelSpec, device: Device, kv_cache_dtype: str = "auto") -> None:
+    def __init__(self, spec: ModelSpec, device: Device) -> None:
         self.spec = spec
         self.device = device
-        self.form = entry_format(kv_cache_dtype, device.dtype_bytes)
         query_width = spec.num_heads * spec.head_dim
         kv_width = spec.num_kv_heads * spec.head_dim
         to_queries = spec.hidden_size * query_width
@@ -117,8 +114,7 @@ class CostModel:
         # Recomputed queries need neither keys nor values, and of the last layer nothing else.
         self.recompute_params = (spec.num_layers - 1) * without_kv + to_queries
         self.params = self.layer_params + self.head_params
-        lanes = spec.num_layers * spec.num_kv_heads
-        self.entry_bytes = lanes * self.form.entry_bytes(spec.head_dim)
+        self.entry_bytes = 2 * spec.num_layers * kv_width * device.dtype_bytes
         self.weights_bytes = self.params * device.dtype_bytes
         self.weights_s = self.weights_bytes / device.bandwidth
         self.token_s = 2 * self.params / device.gemm

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Device
-from kvserve.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, read_size
+from kvserve.benchmarks.simulator.simulator import lognormal_lengths
+from kvserve.config import EngineConfig, SchedulerConfig, read_size
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
 _LENGTHS = {"input": (250, 4096), "output": (2000, 8192)}  # mean and cap, in tokens
@@ -59,8 +59,7 @@ class Scenario:
 
     def describe(self) -> list[str]:
         return [
-            f"{self.model} on {self.device}, pool of {self.pool_tokens:,} tokens of "
-            f"{self.cost.entry_bytes:,} bytes ({self.cost.form.name}), at most "
+            f"{self.model} on {self.device}, pool of {self.pool_tokens:,} tokens, at most "
             f"{self.max_num_seqs} running",
             f"{len(self.prompts):,} requests, prompts {_describe(self.prompts)}, outputs "
             f"{_describe(self.outputs)}",
@@ -87,8 +86,6 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         ("event-overhead-ms", "MS", _from_zero, "fixed cost of a step's events"),
     ):
         parser.add_argument(f"--{name}", type=reader, metavar=unit, help=words)
-    words = "what keys and values are stored as (default: auto, as they are computed)"
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=words)
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--kv-cache-memory",
@@ -154,11 +151,7 @@ def read_scenario(args: argparse.Namespace) -> Scenario:
     limits = {name: getattr(args, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
     EngineConfig.from_flat(**limits, block_size=args.block_size)  # refuses what an engine would
     device = _device(args)
-    cost = CostModel(_spec(args), device, args.kv_cache_dtype)
-    if (refusal := cost.form.refusal(cost.spec.head_dim)) is not None:
-        args.fail(f"--kv-cache-dtype {args.kv_cache_dtype}: {refusal}")
-    if args.kv_cache_dtype == "fp8" and not device.fp8:
-        args.fail(f"--kv-cache-dtype fp8: {args.device} has no such numbers")
+    cost = CostModel(_spec(args), device)
     rates = f"{device.bandwidth / 1e12:g} TB/s, {device.gemm / 1e12:g} TFLOP/s"
     prompts, outputs = _lengths(args, cost.spec.max_position)
     return Scenario(

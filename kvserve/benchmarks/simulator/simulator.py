@@ -15,9 +15,17 @@ from tqdm import tqdm
 from kvserve.benchmarks.simulator.cost_model import CostModel, Queries
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Trigger
+
+
+def lognormal_lengths(
+    rng: np.random.Generator, count: int, mean: float, sigma: float, cap: int
+) -> IntArray:
+    """``count`` lengths of a log-normal distribution, cut to ``[1, cap]``; sigma 0 is constant."""
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn.round(), 1, cap).astype(np.int32)
 
 
 class Simulation:

@@ -1,32 +1,22 @@
-"""What attention is told of a batch's coded entries, and the tables it follows from."""
+"""What attention is told of a batch's coded entries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
-
-
-class CodeTables(NamedTuple):
-    """All rows' tables on the device, int32 ``[LG, num_rows, R, .]``: blocks of keys and values, of
-    logged queries, of code slots and of codebook vectors; and int64 ``[LG, num_rows, R]``, how many
-    entries are coded and how many vectors they have."""
-
-    kv: Tensor
-    log: Tensor
-    code_slots: Tensor
-    vectors: Tensor
-    coded: Tensor
-    num_vectors: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
     """The n rows of a batch whose codes are rebuilt before each layer attends.
 
-    ``totals`` entries are coded in each layer, which the host knows; ``tables`` are those rows'.
+    ``totals`` entries are coded in each layer, which the host knows; ``coded [LG, n, R]`` in each
+    lane; ``kv_tables``, ``index_tables``, ``vector_tables`` ``[LG, n, R, .]``.
     """
 
     totals: tuple[int, ...]
-    tables: CodeTables
+    coded: Tensor
+    kv_tables: Tensor
+    index_tables: Tensor
+    vector_tables: Tensor

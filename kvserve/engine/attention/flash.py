@@ -52,10 +52,7 @@ class _Planned:
     max_chunk: int
     scale: float
 
-    def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
-    ) -> Tensor:
-        assert shares is None, "refused by select.py where they are logged"
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         return self.attend(
             q,

@@ -9,12 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.attention.base import (
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-    wanted_shares,
-)
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.coded_entries import Codes
@@ -53,7 +48,7 @@ class TritonAttention:
             QuerySegments(rows, last, max_held, starts, max_chunk)
             for last in batch.last.contiguous()
         ]
-        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent)
+        return _Planned(chunks, batch.tables, self._scale, batch.codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +57,9 @@ class _Planned:
     tables: Tensor
     scale: float
     codes: tuple[Codes, ...] | None
-    recent: Tensor | None
 
-    def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         tables, chunks = self.tables[group], self.chunks[group]
         codes = None if self.codes is None else self.codes[group]
-        how = tables, chunks, self.scale
-        wanted = wanted_shares(shares, self.recent)
-        return paged_attention_triton(q, keys, values, *how, codes=codes, shares=wanted)
+        return paged_attention_triton(q, keys, values, tables, chunks, self.scale, codes=codes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.attention.coded_rows import CodedRows
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
@@ -19,7 +19,7 @@ from kvserve.kernels.coded_entries import (
     turns_of,
 )
 from kvserve.log import ConfigError
-from kvserve.scheduler.blocks.code_tables import MAX_VECTORS, SLOT_BYTES
+from kvserve.scheduler.code_tables import MAX_VECTORS, SLOT_BYTES
 
 assert SLOT_BYTES == 2 * CODE_WORDS
 
@@ -85,15 +85,14 @@ class CodeStore:
 
     def rebuild(self, layer: int, rows: CodedRows) -> None:
         """Write keys and values of one layer's coded entries to the scratch that tables name."""
-        tables = CodeTables(*(table[layer] for table in rows.tables))
-        counts, total = tables.coded.reshape(-1), rows.totals[layer]
+        counts, total = rows.coded[layer].reshape(-1), rows.totals[layer]
         lane = torch.arange(len(counts), device=counts.device)
         # With the size known, a GPU need not be waited for.
         lane = lane.repeat_interleave(counts, output_size=total)
         entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
-        codes = self.codes(tables.coded, tables.code_slots, tables.vectors)
-        key, value = read_codes(codes, lane, entry)
-        block = tables.kv.flatten(0, 1)[lane, entry // self.block_size].long()
+        tables = rows.coded[layer], rows.index_tables[layer], rows.vector_tables[layer]
+        key, value = read_codes(self.codes(*tables), lane, entry)
+        block = rows.kv_tables[layer].flatten(0, 1)[lane, entry // self.block_size].long()
         to = block * self.vectors_per_block + entry % self.block_size
         self.vectors[to] = key.to(self.vectors.dtype)
         self.vectors[to + self.block_size] = value.to(self.vectors.dtype)

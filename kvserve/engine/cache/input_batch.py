@@ -7,14 +7,12 @@ known to the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.attention.coded_rows import CodedRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -22,31 +20,11 @@ from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import (
-    CompactionTask,
-    NewRequest,
-    SchedulerOutput,
-    TableUpdate,
-)
-from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput, TableUpdate
 
 
-class InputBatch(RowArrays):
+class InputBatch:
     """Persistent rows. ``apply`` takes in a message, ``build`` makes the forward's arguments."""
-
-    kv_lens: Tensor = per_group("kv_lens")
-    coded: Tensor = per_group()
-    num_vectors: Tensor = per_group()
-    block_tables: Tensor = per_group(None)
-    """This and the following ones: what they name comes as updates."""
-    log_tables: Tensor = per_group(None)
-    index_tables: Tensor = per_group(None)
-    vector_tables: Tensor = per_group(None)
-    num_computed: Tensor = per_row("num_computed")
-    prompt_lens: Tensor = per_row("prompt_lens")
-    last_token: Tensor = per_row("last_token")
-    log_from: Tensor = per_row("log_from")
-    log_span: Tensor = per_row("log_span")
 
     def __init__(
         self,
@@ -62,72 +40,58 @@ class InputBatch(RowArrays):
         self.layout = layout
         self.device = device
         self.log_block_tokens = log_block_tokens
-        # Index and vector tables are empty where nothing is coded.
+        self.block_tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
+        self.log_tables = torch.zeros(log_shape, dtype=torch.int32, device=device)
+        self.kv_lens = torch.zeros(table_shape[:3], dtype=torch.int64, device=device)
+        # Index tables, vector tables, entries coded and vectors held; empty where nothing is coded.
         none = (*table_shape[:3], 0)
         index, vectors = code_shapes or (none, none)
-
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.block_tables, self.log_tables, self.index_tables, self.vector_tables = (
-            zeros(shape, torch.int32) for shape in (table_shape, log_shape, index, vectors)
-        )
-        self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
-        self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
-        self.log_span.fill_(1)  # padded rows are divided by it, too
+        self.index_tables = torch.zeros(index, dtype=torch.int32, device=device)
+        self.vector_tables = torch.zeros(vectors, dtype=torch.int32, device=device)
+        self.coded = torch.zeros_like(self.kv_lens)
+        self.num_vectors = torch.zeros_like(self.kv_lens)
         self.codes: tuple[Codes, ...] | None = None
         """What attention reads of them, by layer group, where it reads codes itself."""
+        self.num_computed = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.prompt_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.log_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self._scores = torch.zeros(0)
-        """[rows, L, Hkv, m] of policies whose scores go on, each in the rows of its sequences."""
-        self._parked_scores: dict[int, Tensor] = {}
+        self._kept_scores: dict[int, Tensor] = {}
+        self._parked_scores: dict[int, dict[int, Tensor]] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
         self._swap(output.row_swaps)
         self._park_scores(output)
         new = output.admitted
-        if new.requests:
-            rows = self._long([request.row for request in new.requests])
-            self.begin_rows(rows, new, self._long)
-            self.sampling.set_rows(new.requests)
+        if new.sequences:
+            rows = self._long([seq.row for seq in new.sequences])
+            prompts = [seq.num_prompt_tokens for seq in new.sequences]
+            self.prompt_lens[rows] = self._long(prompts)
+            self.kv_lens[:, rows] = self._long(new.kv_lens)
+            self.coded[:, rows] = self.num_vectors[:, rows] = 0
+            self.num_computed[rows] = self._long(new.num_computed)
+            self.log_from[rows] = self._long(new.log_from)
+            self.last_token[rows] = self._long(new.last_token)
+            self.sampling.set_rows(new.sequences)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
 
-    def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
-        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
-        found = []
-        for request in requests:
-            try:
-                self.sampling.set_rows((request,))
-            except Exception:
-                found.append(request.seq_id)
-        return found
-
-    def kept_scores(self, count: int) -> Tensor | None:
+    def kept_scores(self, policy_id: int, count: int) -> Tensor | None:
         """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
-        if not count:
-            return None
-        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
+        if count and policy_id not in self._kept_scores:
             lanes = self.layout.num_layers, self.layout.num_kv_heads
-            wider = torch.zeros((len(self.last_token), *lanes, count), device=self.device)
-            if self._scores.numel():
-                wider[..., : self._scores.shape[-1]] = self._scores
-            self._scores = wider
-        return self._scores[..., :count]
+            shape = (len(self.last_token), *lanes, count)
+            self._kept_scores[policy_id] = torch.zeros(shape, device=self.device)
+        return self._kept_scores.get(policy_id)
 
-    @property
-    def kept_score_bytes(self) -> int:
-        """Memory that kept scores take beside the pool."""
-        return self._scores.numel() * self._scores.itemsize
-
-    def forget_scores(self) -> None:
-        """Give back the scores that policies kept: no sequence goes on with any."""
-        self._scores = torch.zeros(0)
-        self._parked_scores.clear()
+    def forget_scores(self, policy_id: int) -> None:
+        """Give back what a policy kept that nobody uses any more."""
+        self._kept_scores.pop(policy_id, None)
 
     def after_compaction(self, task: CompactionTask) -> None:
         """Each group of each row holds what the task left it."""
@@ -139,10 +103,10 @@ class InputBatch(RowArrays):
             self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
 
     @property
-    def code_tables(self) -> CodeTables:
+    def code_tables(self) -> tuple[Tensor, ...]:
         """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
         tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
-        return CodeTables(*tables, self.coded, self.num_vectors)
+        return (*tables, self.coded, self.num_vectors)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare what these rows hold and what came last."""
@@ -183,7 +147,6 @@ class InputBatch(RowArrays):
             columns=output.columns,
             codes=self.codes,
             rebuilt=self._rebuilt(chunk_rows, output.num_coded),
-            recent=self._recent(by_token, positions) if output.logs_queries else None,
         )
         return input_ids, batch
 
@@ -203,7 +166,6 @@ class InputBatch(RowArrays):
             starts=np.arange(size + 1),
             columns=np.full(size, self.block_tables.shape[3]),
             codes=self.codes,
-            recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -222,7 +184,6 @@ class InputBatch(RowArrays):
             starts=np.array([0, tokens]),
             columns=np.array([self.block_tables.shape[3]]),
             codes=self.codes,
-            recent=zeros + 1,
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -241,8 +202,6 @@ class InputBatch(RowArrays):
         batch.last.copy_(torch.where(real, entries, -1))
         if batch.query_slots is not None:
             batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
-        if batch.recent is not None:
-            batch.recent.copy_(self._recent(places, positions))
         self.kv_lens[:, :size] += real[:, None]
         self.num_computed[:size] += real
         return self.last_token[:size]
@@ -265,7 +224,6 @@ class InputBatch(RowArrays):
             rows=task.rows,
             starts=_starts(np.array([count])),
             columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
-            recent=self._recent(at, positions) if logs_queries else None,
         )
 
     def build_recompute(
@@ -292,7 +250,8 @@ class InputBatch(RowArrays):
     def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
         if not num_coded:
             return None
-        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
+        kv, _, index, vectors, coded, _ = (table[:, rows] for table in self.code_tables)
+        return CodedRows(num_coded, coded, kv, index, vectors)
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where queries go: their log slot, or the null block for those nobody will ask for."""
@@ -300,26 +259,17 @@ class InputBatch(RowArrays):
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
-    def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """How many of the newest entries of a token stand in its window, itself among them: [T].
-
-        Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
-        """
-        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
-
     def _park_scores(self, output: SchedulerOutput) -> None:
         """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
         for place in output.discarded:
             self._parked_scores.pop(place, None)  # not there if the step that parked it failed
-        if self._scores.numel():
-            for task in output.swap_outs:
-                self._parked_scores[task.place] = self._scores[task.row].cpu()
+        for task in output.swap_outs:
+            kept = self._kept_scores.items()
+            self._parked_scores[task.place] = {i: scores[task.row].cpu() for i, scores in kept}
         for task in output.swap_ins:
-            scores = self._parked_scores.pop(task.place, None)
-            if scores is not None and self._scores.numel():
-                # Others may have asked for more meanwhile, never for less.
-                places = slice(scores.shape[-1])
-                self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
+            for i, scores in self._parked_scores.pop(task.place).items():
+                if i in self._kept_scores and self._kept_scores[i].shape[1:] == scores.shape:
+                    self._kept_scores[i][task.row] = to_device(scores, self.device, scores.dtype)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
@@ -329,9 +279,12 @@ class InputBatch(RowArrays):
             order[a], order[b] = order[b], order[a]
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
-        self.move_rows(to, source)
-        if self._scores.numel():
-            self._scores[to] = self._scores[source]
+        kept_scores = self._kept_scores.values()
+        counters = self.num_computed, self.prompt_lens, self.last_token, self.log_from
+        for by_row in (*counters, *kept_scores):
+            by_row[to] = by_row[source]
+        for by_group in (*self.code_tables, self.kv_lens):
+            by_group[:, to] = by_group[:, source]
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.attention.coded_rows import CodeTables
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import groups_of, lanes_of
+from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.windows import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
+from kvserve.kernels.codebook import extend, scales
 from kvserve.kernels.coded_entries import ALL_HEADS, Slots
 from kvserve.kernels.gather_kv import entry_rows
-from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -67,22 +67,27 @@ class Found:
 class Coder:
     """Carries out the events of policies with a codebook on one cache."""
 
-    def __init__(self, cache: KVCache, store: CodeStore, compressor: Compressor) -> None:
+    def __init__(
+        self, cache: KVCache, store: CodeStore, compressor: Compressor, *, overlaps: bool
+    ) -> None:
         self._cache = cache
         self._store = store
         self._compressor = compressor
+        self.found: PendingSelections[tuple[Found, int]] = PendingSelections(overlaps=overlaps)
+        """By sequence: what was observed with it, and which of these it is."""
 
     def observe(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
-    ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
+        self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
+    ) -> Tensor:
         """Entries kept (or coded in addition) and the vectors they need: [LG, E, R, 2].
 
-        And by sequence what was found together with it, and which of these it is.
+        tables: those of keys and values, logged queries, index blocks and vector blocks; and the
+        rows' numbers of coded entries and vectors.
         """
         lanes = self._cache.layout.num_layers, self._cache.layout.num_kv_heads
         device = self._cache.kv.device
         result = torch.zeros(len(task.rows), *lanes, 2, dtype=torch.int64, device=device)
-        afresh, by_sequence = task.plan.window_len > 0, dict[int, tuple[Found, int]]()
+        afresh = task.plan.window_len > 0
         for kind in (True, False):
             at = np.flatnonzero(afresh == kind)
             if not len(at):
@@ -90,12 +95,16 @@ class Coder:
             part = task.part(at)
             entries, heads, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
             found, vectors = self._encode(part, policy, entries, heads, coded, tables)
-            by_sequence |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
+            self.found.add({seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())})
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
-        return groups_of(result, self._cache.layout), by_sequence
+        return torch.stack([groups_of(x, self._cache.layout) for x in result.unbind(-1)], dim=-1)
 
-    def run(self, task: CompactionTask, found: dict[int, tuple[Found, int]]) -> None:
+    def run(
+        self,
+        task: CompactionTask,
+        found: dict[int, tuple[Found, int]],
+    ) -> None:
         """Write codes, and the raw entries of rows that begin afresh."""
         by_batch: dict[int, list[int]] = {}
         for e, seq in enumerate(task.seq_ids.tolist()):
@@ -108,22 +117,22 @@ class Coder:
             self._write(part, batch)
 
     def _kept(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+        self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """A row's kept entries and who attends to them [E, L, H, N] (``None``: everybody), how many
         there are, and how many can be coded."""
-        lens, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
+        counts, kept = self._compressor.observe(task, policy, *tables[:2])
         found = [kept[seq] for seq in task.seq_ids.tolist()]
         entries = _padded([each.entries for each in found])
         heads = [each.heads for each in found if each.heads is not None]
-        size = self._cache.layout.block_size
+        lens, size = counts.transpose(0, 1), self._cache.layout.block_size
         return entries, _padded(heads) if heads else None, lens, lens // size * size
 
     def _tail(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+        self, task: ObservationTask, policy: SpindleKV, tables: tuple[Tensor, ...]
     ) -> tuple[Tensor, None, Tensor, Tensor]:
         """The oldest raw entries of coded lanes, whole blocks of them."""
-        coded = self._by_lane(tables.coded, task.rows)
+        coded = self._by_lane(tables[4], task.rows)
         held = to_device(lanes_of(task.old_lens, self._cache.layout), coded.device)
         size = self._cache.layout.block_size
         more = torch.where(coded > 0, (held - coded) // size * size, 0)
@@ -142,13 +151,13 @@ class Coder:
         entries: Tensor,
         heads: Tensor | None,
         coded: Tensor,
-        tables: CodeTables,
+        tables: tuple[Tensor, ...],
     ) -> tuple[Found, Tensor]:
         """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also the new vectors.
 
         An entry counts once for each of the query ``heads`` that attend to it.
         """
-        keys, values = self._read(task.rows, entries, tables.kv)
+        keys, values = self._read(task.rows, entries, tables[0])
         shape, number = entries.shape, torch.arange(entries.shape[-1], device=entries.device)
         there = number < coded[..., None]
         # Entries that no event has taken are the newest tokens, in order.
@@ -197,7 +206,7 @@ class Coder:
 
     def _weights(self, heads: Tensor) -> Tensor:
         """How many query heads attend, where each of them has its queries logged."""
-        group = self._cache.query_log.heads // self._cache.layout.num_kv_heads
+        group = self._cache.log_heads // self._cache.layout.num_kv_heads
         bits = heads[..., None] >> torch.arange(group, device=heads.device) & 1
         return bits.sum(dim=-1)
 
@@ -214,22 +223,19 @@ class Coder:
         at = entry_rows(self._cache.kv, slots).unflatten(2, (len(rows), -1)).permute(2, 0, 1, 3)
         return self._store.vectors[at], self._store.vectors[at + layout.block_size]
 
-    def _codebook(self, task: ObservationTask, tables: CodeTables) -> Codebook:
+    def _codebook(self, task: ObservationTask, tables: tuple[Tensor, ...]) -> Codebook:
         """What lanes have so far; which vectors are keys, and where these stood, slots tell."""
         store, layout = self._store, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
-        both = tables.coded, tables.num_vectors
-        coded, counts = (self._by_lane(table, task.rows) for table in both)
+        coded, counts = (self._by_lane(table, task.rows) for table in tables[4:])
 
         def of_lanes(table: Tensor, per_block: int, flat: Tensor, most: Tensor) -> Tensor:
             number = torch.arange(int(most.max()), device=table.device).expand(*most.shape, -1)
             at = slots_of(table, task.rows, number, lanes, per_block)
             return flat[at.unflatten(2, (len(task.rows), -1)).permute(2, 0, 1, 3)]
 
-        vectors = of_lanes(tables.vectors, store.vectors_per_block, store.vectors, counts)
-        slots = Slots.unpacked(
-            of_lanes(tables.code_slots, store.slots_per_block, store.slots, coded)
-        )
+        vectors = of_lanes(tables[3], store.vectors_per_block, store.vectors, counts)
+        slots = Slots.unpacked(of_lanes(tables[2], store.slots_per_block, store.slots, coded))
         last = vectors.shape[3]
         entry = torch.arange(slots.ref_k.shape[-1], device=coded.device)
         ref = torch.where(entry < coded[..., None], slots.ref_k, last)

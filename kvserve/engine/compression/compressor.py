@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
+from kvserve.engine.compression.moves import MovePlan, groups_of, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
-from kvserve.engine.compression.windows import (
-    Windows,
-    by_window,
-    queries_by_window,
-    slots_of,
-    uneven_lengths,
-)
+from kvserve.engine.compression.windows import Windows, slots_of, uneven_lengths
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, UnevenPolicy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.kernels.compact_kv import compact_kv
+from kvserve.kernels.gather_kv import gather_keys, gather_queries
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
@@ -45,26 +40,6 @@ class Kept:
 
     entries: Tensor
     heads: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the ``events [E']`` of a task, alike in shape, will keep of the sequences ``seq_ids``.
-
-    ``entries [E', L, Hkv, C]``, of which ``counts [E', L, Hkv]`` count; ``heads`` as the entries.
-    """
-
-    events: IntArray
-    seq_ids: IntArray
-    entries: Tensor
-    counts: Tensor
-    heads: Tensor | None
-
-    def by_sequence(self) -> dict[int, Kept]:
-        """What each sequence keeps."""
-        heads = [None] * len(self.seq_ids) if self.heads is None else self.heads
-        each = zip(self.seq_ids.tolist(), self.entries, heads, strict=True)
-        return {seq: Kept(entries, who) for seq, entries, who in each}
 
 
 class Compressor:
@@ -112,58 +87,58 @@ class Compressor:
             chosen = (part.plan.windows * part.plan.keep)[:, None, None]
             self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
-    def choices(
-        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
-    ) -> Iterator[Choice]:
-        """What events will keep whose scores decide how much, events of a shape together."""
-        layout = self._cache.layout
+    def observe(
+        self, task: ObservationTask, policy: UnevenPolicy, block_tables: Tensor, log_tables: Tensor
+    ) -> tuple[Tensor, dict[int, Kept]]:
+        """What uneven events will keep: counts [LG, E, R], and entries by sequence.
+
+        Of a policy that keeps blocks, their columns [LG, E, R, K] (-1 behind the last) for counts.
+        """
+        cache = self._cache
+        kept: dict[int, Kept] = {}
+        lanes = len(task.rows), cache.layout.num_layers, cache.layout.num_kv_heads
+        size = cache.layout.block_size
+        most = [int(-(-task.plan.keep.max() // size))] if policy.keeps_blocks else []
+        result = torch.full((*lanes, *most), -1, dtype=torch.int64, device=cache.kv.device)
         sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
         for part, at in _by_shape(task, *sizes):
             places = policy.query_places(int(part.plan.num_queries[0]))
-            windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
+            windows, length = Windows.of_uneven(part, places, cache.layout), int(part.plan.keep[0])
             leaders, where = self._leaders(policy)
             for some, observed in self._observed(
                 windows, policy, leaders, block_tables, log_tables
             ):
                 found = policy.choose(policy.score(observed), windows.length, length)
-                indices, counts = self._own(policy, found.indices, found.counts)
-                self._group.add_to_fingerprint(counts)
-                entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
-                heads = None if found.heads is None else _led(found.heads, where)
-                yield Choice(at[some], part.seq_ids[some], entries, _led(counts, where), heads)
-
-    def observe(
-        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
-    ) -> tuple[Tensor, dict[int, Kept]]:
-        """All ``choices``: counts [E, L, Hkv], and entries by sequence."""
-        layout, kept = self._cache.layout, dict[int, Kept]()
-        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
-        counts = torch.zeros(lanes, dtype=torch.int64, device=self._cache.kv.device)
-        for choice in self.choices(task, policy, block_tables, log_tables):
-            counts[_long(choice.events, counts)] = choice.counts
-            kept |= choice.by_sequence()
-        return counts, kept
+                indices, kept_counts = self._own(policy, found.indices, found.counts)
+                self._group.add_to_fingerprint(kept_counts)
+                entries = _long(windows.entries[some], indices)[..., None]
+                chosen = indices[:, where] + entries
+                if policy.keeps_blocks:
+                    columns = chosen[..., ::size] // size
+                    result[_long(at[some], result), ..., : columns.shape[-1]] = columns
+                else:
+                    result[_long(at[some], result)] = kept_counts[:, where]
+                heads = [None] * len(chosen) if found.heads is None else found.heads[:, where]
+                each = zip(part.seq_ids[some].tolist(), chosen, heads, strict=True)
+                kept |= {seq: Kept(entries, who) for seq, entries, who in each}
+        return groups_of(result, cache.layout), kept
 
     def run_observed(
-        self, task: CompactionTask, found: Mapping[int, Kept], block_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        found: Mapping[int, Kept],
+        block_tables: Tensor,
     ) -> None:
-        """Carry out events with the entries that ``choices`` found in a step before."""
-        for part, kept, counts in self._of_observed(task, found):
-            self._move(part, plan_moves(part, kept, counts, self._cache.layout), block_tables)
-
-    def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
-        """As ``run_observed``, for events that move nothing: followers are told."""
-        for part, kept, counts in self._of_observed(task, found):
-            self.tell(part, kept, counts)
-
-    def _of_observed(
-        self, task: CompactionTask, found: Mapping[int, Kept]
-    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
-        """Events of a shape, the entries they keep [E', L, Hkv, C], and how many of these exist."""
+        """Carry out events with the entries that ``observe`` found in the step before."""
+        layout = self._cache.layout
         for part, _ in _by_shape(task, uneven_lengths(task)):
             kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
-            held = lanes_of(part.new_lens, self._cache.layout)
-            yield part, kept, held - part.plan.region_start[:, None, None]
+            chosen = lanes_of(part.new_lens, layout) - part.plan.region_start[:, None, None]
+            if policy.keeps_blocks:
+                self.tell(part, kept, chosen)
+            else:
+                self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
 
     def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
         """Let followers know what rows hold whose entries need no move: ``kept [E, L, Hkv, C]``."""
@@ -183,7 +158,7 @@ class Compressor:
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
         exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
+        compact_kv(self._cache.kv, src, torch.where(exists, dst, 0), runs=len(task.rows))
 
     def _select(
         self,
@@ -211,7 +186,7 @@ class Compressor:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
-        return _led(torch.cat(parts), where)
+        return torch.cat(parts)[:, where]
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
@@ -220,62 +195,54 @@ class Compressor:
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
-    def _leaders(self, policy: Policy) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The layers that are scored, and for every layer the place of its own among them.
-
-        On the device; ``None`` twice where all are.
-        """
+    def _leaders(self, policy: Policy) -> tuple[list[int], list[int]]:
+        """The layers that are scored, and for every layer the place of its own among them."""
         leaders = policy.leaders(self._cache.layout.num_layers)
-        scored, device = sorted(set(leaders)), self._cache.kv.device
-        if leaders == scored:
-            return None, None
-        places = [scored.index(leader) for leader in leaders]
-        return to_device(scored, device), to_device(places, device)
+        scored = sorted(set(leaders))
+        return scored, [scored.index(leader) for leader in leaders]
 
     def _observed(
         self,
         windows: Windows,
         policy: Policy,
-        layers: Tensor | None,
+        scored: list[int],
         block_tables: Tensor,
         log_tables: Tensor,
         earlier: Tensor | None = None,
     ) -> Iterator[tuple[slice, Observation]]:
         """As many windows at a time as the scratch holds: which, and what their scorer sees."""
         cache, layout = self._cache, self._cache.layout
+        layers = to_device(scored, block_tables.device)
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
         step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows.part(some)
-            held = part.held(policy.later_entries)
-            slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
-            keys = cache.entries.keys(_led(slots, layers, 0), layers)
-            keys = by_window(keys, len(part.rows))
-            queries: Queries = keys[..., :0, :]
+            slots = slots_of(block_tables, part.rows, part.held, lanes, layout.block_size)
+            keys = _by_window(gather_keys(cache.kv, slots[layers], layers), part)
+            queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
-                queries = _led(self._recompute(part, heads), layers)
+                queries = self._recompute(part, heads)[:, layers]
             elif part.num_queries:
                 queries = self._logged(part, log_tables, layers)
             scores = None if earlier is None else earlier[_long(part.rows, keys)]
             missing = part.missing(keys.device)
             if missing is not None:
-                missing = _led(missing, layers)
-            how = self._scale, scores, missing, self._gather, policy.later_entries
-            yield some, Observation(queries, keys, *how)
+                missing = missing[:, layers]
+            yield some, Observation(queries, keys, self._scale, scores, missing, self._gather)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)
 
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor) -> Tensor:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
-        log = self._cache.query_log
+        cache = self._cache
         positions = windows.query_positions[:, None, None]
-        lanes = self._cache.layout.num_layers, log.heads
-        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
-        found = log.read(_led(slots, layers, 0), layers)
-        return queries_by_window(found, len(windows.rows))
+        lanes = cache.layout.num_layers, cache.log_heads
+        slots = slots_of(log_tables, windows.rows, positions, lanes, cache.log_block_tokens)
+        entries = gather_queries(cache.query_log, slots[layers], layers)
+        return _by_window(cache.logged(entries), windows)
 
     def _recompute(self, windows: Windows, heads: int) -> Tensor:
         """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
@@ -289,7 +256,7 @@ class Compressor:
         """Query vectors that a token is scored with."""
         reduction = policy.recomputed_reduction
         if reduction is None:
-            return self._cache.query_log.heads
+            return self._cache.log_heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
     def _window_bytes(self, windows: Windows, heads: int) -> int:
@@ -320,9 +287,9 @@ def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
     return padded.permute(0, 2, 3, 1, 4).flatten(3)
 
 
-def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
-    """``x`` at the places ``layers [L']`` of ``dim``; ``None``: all of them as they are."""
-    return x if layers is None else x.index_select(dim, layers)
+def _by_window(x: Tensor, windows: Windows) -> Tensor:
+    """[L, heads, E' * S, D] -> [E', L, heads, S, D]."""
+    return x.unflatten(2, (len(windows.rows), -1)).permute(2, 0, 1, 3, 4)
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:

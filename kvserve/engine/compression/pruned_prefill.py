@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch, LayerCache
+from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import PruningPolicy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.output import CompactionTask
 
@@ -42,7 +42,7 @@ class PrunedPrefill:
         self._attention = attention
 
     def run(
-        self, task: CompactionTask, policy: Policy, logs_queries: bool
+        self, task: CompactionTask, policy: PruningPolicy, logs_queries: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute the prompt of ``task``'s only row.
 
@@ -78,17 +78,12 @@ class _Seen:
         self._group = group
         self._queries: Tensor
         self._keys: Tensor
-        self.logs_shares = cache.logs_shares
 
-    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
-        self._keys = k
-        self._cache.store(layer, batch, k, v)
+    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._queries, self._keys = q, k
+        self._cache.store(layer, batch, q, k, v)
 
-    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
-        self._queries = q
-        self._cache.log(layer, batch, q, shares)
-
-    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._cache.keys_values(layer)
 
     def observation(self, recent: int, scale: float) -> Observation:
@@ -102,14 +97,12 @@ def _part(whole: ForwardBatch, at: Tensor, block_size: int) -> ForwardBatch:
     """Tokens ``at`` of a prompt alone, whose entries stand one behind the other."""
     count = len(at)
     query_slots = None if whole.query_slots is None else whole.query_slots[..., at]
-    recent = None if whole.recent is None else torch.ones_like(whole.recent[at])
     return replace(
         whole,
         positions=whole.positions[at],
         prompt_lens=whole.prompt_lens[at],
         slots=whole.slots[..., :count].contiguous(),
         query_slots=query_slots,
-        recent=recent,
         last=whole.last[..., :count],
         starts=np.array([0, count]),
         columns=np.array([-(-count // block_size)]),

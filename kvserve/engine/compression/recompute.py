@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch
+from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
@@ -64,13 +64,8 @@ class _QueryRecorder:
         self._cache = cache
         self._heads = heads
 
-    logs_shares = False
-
-    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
-        pass
-
-    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.queries.append(reduce_queries(q, self._heads))
 
-    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._cache.keys_values(layer)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.int4_log import Int4Queries
-from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -69,10 +67,10 @@ class Windows:
         positions: IntArray = self.positions[:, None] + self.places
         return positions
 
-    def held(self, later: int = 0) -> IntArray:
-        """Physical entries at all places, and at ``later`` ones behind them: [E', A, H, length +
-        later]; below ``begin`` where none is."""
-        held: IntArray = self.entries[..., None] + np.arange(self.length + later)
+    @property
+    def held(self) -> IntArray:
+        """Physical entries at all places, [E', A, H, length]; below ``begin`` where none is."""
+        held: IntArray = self.entries[..., None] + np.arange(self.length)
         return held
 
     def missing(self, device: torch.device) -> Tensor | None:
@@ -80,7 +78,7 @@ class Windows:
         begin = self.begin[:, None, None]
         if (self.entries >= begin).all():
             return None
-        return to_device(self.held() < begin[..., None], device, torch.bool)
+        return to_device(self.held < begin[..., None], device, torch.bool)
 
     def part(self, at: slice) -> Windows:
         """The windows ``at`` alone."""
@@ -114,18 +112,6 @@ def slots_of(
     by_lane = at.clamp(min=0).expand(-1, *lanes, -1).permute(1, 2, 0, 3).reshape(*lanes, -1)
     owners = to_device(np.repeat(rows, entries.shape[-1]), tables.device)
     return slot_mapping(tables, owners, by_lane, block_tokens)
-
-
-def by_window(x: Tensor, windows: int) -> Tensor:
-    """[L, heads, E' * S, ...] -> [E', L, heads, S, ...]."""
-    return x.unflatten(2, (windows, -1)).transpose(1, 2).transpose(0, 1)
-
-
-def queries_by_window(queries: Queries, windows: int) -> Queries:
-    """The same of queries, as numbers or in 4 bits."""
-    if isinstance(queries, Tensor):
-        return by_window(queries, windows)
-    return Int4Queries(*(by_window(part, windows) for part in queries))
 
 
 def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:

@@ -7,10 +7,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
+from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
 
 _IDLE_S = 0.02
@@ -34,15 +34,7 @@ class Stop:
     """Leave the loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A new sequence that did not come through as one."""
-
-    seq_id: int
-    reason: str
-
-
-Command = NewSequence | Abort | ResetPrefixCache | Stop | Unreadable
+Command = NewSequence | Abort | ResetPrefixCache | Stop
 
 
 class Channel(Protocol):
@@ -95,17 +87,12 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             core.add(new, None if compiled is None else compiled.result())
         except RequestError as error:
             refused.append(RefusedSequence(new.seq_id, str(error), error.param, error.code))
-        except Exception as error:
-            logger.error("request %s could not be admitted", new.request_id, exc_info=error)
-            refused.append(RefusedSequence(new.seq_id, INTERNAL_ERROR, None, "internal_error"))
 
     while True:
         core.check()
         ended: list[FinishedSequence] = []
         reset = False
         refused.clear()
-        if not core.has_work:
-            core.grammars.tidy()
         for command in channel.receive(block=not (core.has_work or grammars)):
             if isinstance(command, Stop):
                 return
@@ -115,9 +102,6 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             elif isinstance(command, ResetPrefixCache):
                 core.reset_prefix_cache()
                 reset = True
-            elif isinstance(command, Unreadable):
-                message = f"the engine could not read the request: {command.reason}"
-                refused.append(RefusedSequence(command.seq_id, message, None, "internal_error"))
             elif command.structured_output is not None:
                 grammars.add(command, command.structured_output)
             else:

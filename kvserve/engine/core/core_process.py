@@ -10,28 +10,18 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import (
-    Abort,
-    Command,
-    ResetPrefixCache,
-    Stop,
-    Unreadable,
-    run_core,
-)
+from kvserve.engine.core.core_loop import Abort, Command, ResetPrefixCache, Stop, run_core
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
@@ -65,7 +55,6 @@ class ParentLink:
             daemon=True,
         )
         self._process.start()
-        self._ready = False
         self._died = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
 
@@ -77,7 +66,6 @@ class ParentLink:
             await self.close()
             raise
         assert isinstance(message, EngineInfo)
-        self._ready = True
         return message
 
     async def receive(self) -> StepOutputs:
@@ -92,10 +80,7 @@ class ParentLink:
     async def close(self) -> None:
         """Ask the process to leave; make it, if it does not within seconds."""
         if not self._died.is_set():
-            if self._ready:
-                self.send(Stop())
-            else:
-                self._process.terminate()  # it loads, and hears nothing else
+            self.send(Stop())
             try:
                 await asyncio.wait_for(self._died.wait(), _EXIT_TIMEOUT_S)
             except asyncio.TimeoutError:
@@ -133,30 +118,21 @@ class ParentLink:
 
 def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
     """Main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
-    signal.signal(signal.SIGTERM, _leave)  # while it loads nobody waits for anything
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent handles them, and may want to drain
     configure_logging(log_level)
-    share_one_arena()
     channel = _SocketChannel(commands, outputs)
     try:
         with closing(EngineCore(config)) as core:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
     except ConfigError as error:
         channel.send_frames([_REFUSED, str(error).encode()])
-    except MemoryError as error:
-        channel.send_frames([_REFUSED, f"there is not enough memory: {error}".encode()])
     except Exception as error:
         logger.exception("the engine failed")
         channel.send_frames([_FAILED, f"{type(error).__name__}: {error}".encode()])
     finally:
         channel.close()
-
-
-def _leave(*_: object) -> NoReturn:
-    """Unwind, so that a compiler that runs ends too, and its unfinished file goes."""
-    sys.exit(0)
 
 
 class _SocketChannel:
@@ -174,7 +150,7 @@ class _SocketChannel:
         timeout = _IDLE_POLL_MS if block else 0
         while self._commands.poll(timeout):
             kind, body = self._commands.recv_multipart()
-            yield _read_command(kind, body)
+            yield msgspec.msgpack.decode(body, type=_KINDS[kind])
             timeout = 0
         if os.getppid() != self._parent:
             yield Stop()  # the server is gone
@@ -189,17 +165,6 @@ class _SocketChannel:
         self._commands.close(linger=0)
         self._outputs.close(linger=1000)
         self._context.term()
-
-
-def _read_command(kind: bytes, body: bytes) -> Command:
-    """A command; one sequence that cannot be read is no reason to stop for the others."""
-    try:
-        command: Command = msgspec.msgpack.decode(body, type=_KINDS[kind])
-    except msgspec.ValidationError as error:
-        if kind != NewSequence.__name__.encode():
-            raise
-        return Unreadable(msgspec.msgpack.decode(body)["seq_id"], str(error))
-    return command
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -23,30 +23,22 @@ from kvserve.engine.messages import (
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
-from kvserve.log import EngineDeadError, SequenceError, logger
+from kvserve.log import logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.recovery import culprits, start_over
 
 _STATS_INTERVAL = 0.05
-_MOST_FAILURES = 3
-"""Steps that may fail one after the other before the engine ends."""
-_DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
-    found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
-)
-INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that the device has been given, or that failed; ``output`` is ``None`` if it could not
-    even be scheduled."""
+    """A step that the device has been given, or had no memory for."""
 
-    output: SchedulerOutput | None
+    output: SchedulerOutput
     compactions: list[tuple[int, Compaction]]
     started: float
-    launched: LaunchedStep | Exception
+    launched: LaunchedStep | torch.OutOfMemoryError
 
 
 class EngineCore:
@@ -56,7 +48,6 @@ class EngineCore:
         built = build_engine(config, model)
         self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
-        self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
         self._sequences: dict[int, tuple[Sequence, str]] = {}
@@ -68,15 +59,9 @@ class EngineCore:
         self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
-        # The scheduler's layout has the heads of all ranks.
-        self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
-        self._scored: set[int] = set()
-        """Sequences whose policies keep scores from event to event."""
-        self._failures = 0
-        """Steps that failed since one did not."""
 
     @property
     def has_work(self) -> bool:
@@ -89,12 +74,10 @@ class EngineCore:
         """
         others = (seq for seq, _ in self._sequences.values())
         sequence = self._intake.sequence(new, others, matcher)
-        self.scheduler.add(sequence)
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self._waiting_since[new.seq_id] = time.monotonic()
+        self.scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt_tokens
-        if self.runner.policies[sequence.policy_id].kept_scores:
-            self._scored.add(new.seq_id)
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -112,76 +95,39 @@ class EngineCore:
         """Wait for a step and report its tokens; where steps overlap, start the next one first."""
         step = self._in_flight or self._launch()
         self._in_flight = None
-        if isinstance(step.launched, torch.OutOfMemoryError) and step.output is not None:
+        if isinstance(step.launched, torch.OutOfMemoryError):
             return self._shed(step.output, step.launched)
-        if isinstance(step.launched, Exception):
-            return self._contain(step.launched)
         if self._overlaps and self.scheduler.has_work:
             self._in_flight = self._launch()
-        try:
-            with self.executor.together():
-                result = step.launched.collect()
-        except Exception as error:
-            self._in_flight = None  # it was launched on top of this one
-            self._check_containable(error)
-            return self._contain(error)
+        with self.executor.together():
+            result = step.launched.collect()
         return self._take_in(step, result)
 
     def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        started, output, compactions = time.perf_counter(), None, []
-        launched: LaunchedStep | Exception
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        self._note_admitted(output)
+        compactions = self._counts.add(output)
+        launched: LaunchedStep | torch.OutOfMemoryError
         try:
-            output = self.scheduler.schedule()
-            self._note_admitted(output)
-            compactions = self._counts.add(output)
             with self.executor.together():
                 launched = self.executor.launch(output)
-        except Exception as error:
-            launched = _as_out_of_memory(error)
-            self._check_containable(launched)
+        except torch.OutOfMemoryError as error:
+            if self.runner.group.size > 1:
+                raise
+            launched = error
         return StepInFlight(output, compactions, started, launched)
-
-    def _check_containable(self, error: Exception) -> None:
-        """Raise ``error`` again where it concerns everybody: other ranks cannot take their part of
-        the step back, a broken device fails for good, and so does what failed some times running.
-        """
-        broken = isinstance(error, (EngineDeadError, *_DEVICE_ERROR))
-        often = self._failures >= _MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError)
-        if broken or often or self.runner.group.size > 1:
-            raise error
 
     def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
         """Tell the scheduler what came of a step; who has ended meanwhile gets no token."""
         output, since = step.output, max(step.started, self._collected)
-        assert output is not None
         self._collected = time.perf_counter()
-        following = self._in_flight
-        if following is not None and following.output is None:
-            # It failed half way in the scheduler, which now knows nothing for sure but tokens.
-            self._in_flight = None
-            assert isinstance(following.launched, Exception)
-            return self._contain(following.launched, output, result)
-        self._failures = 0
         self._compaction_seconds += result.compaction_seconds
         if self.scheduler.events.gate is not None:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
-        refused = self._end_failed_grammars(output, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
-        finished = self.scheduler.update(output, result.token_ids, result.scores)
-        outputs = self._tokens_of(output, result, gets)
-        return replace(
-            outputs,
-            refused=refused,
-            finished=[self._finished(seq) for seq in finished],
-            stats=self._stats_when_due(),
-            compactions=step.compactions,
-        )
-
-    def _tokens_of(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, gets: list[bool]
-    ) -> StepOutputs:
-        """A step's tokens, of those who ``gets`` one."""
+        finished = self.scheduler.update(output, result.token_ids, result.kept_counts)
         token_ids = list(compress(result.token_ids.tolist(), gets))
         self._generation_tokens += len(token_ids)
         return StepOutputs(
@@ -189,59 +135,9 @@ class EngineCore:
             token_ids=token_ids,
             logprobs=result.logprobs and list(compress(result.logprobs, gets)),
             prompt_logprobs=result.prompt_logprobs,
-        )
-
-    def _end_failed_grammars(
-        self, output: SchedulerOutput, result: ModelRunnerOutput
-    ) -> list[RefusedSequence]:
-        """End sequences whose grammars went wrong on the way."""
-        refused = []
-        for place, error in result.failed_grammars:
-            seq = output.sampled[place]
-            if seq.status is not SequenceStatus.FINISHED:
-                self.scheduler.finish(seq, "error")
-                self._finished(seq)
-                refused.append(RefusedSequence(seq.seq_id, str(error), error.param, error.code))
-        return refused
-
-    def _contain(
-        self,
-        error: Exception,
-        known: SchedulerOutput | None = None,
-        result: ModelRunnerOutput | None = None,
-    ) -> StepOutputs:
-        """End those over whom a step failed; the others compute their caches anew.
-
-        The step before may be ``known`` with its ``result``: its tokens are passed on.
-        """
-        self._failures += 1
-        if isinstance(error, SequenceError):
-            blamed = error.seq_ids
-        else:
-            blamed = frozenset(culprits(self.scheduler))
-        outputs = StepOutputs()
-        if known is not None and result is not None:
-            gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
-            outputs = self._tokens_of(known, result, gets)
-        tokens = None if result is None else result.token_ids
-        ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
-        names = [self._sequences[seq.seq_id][1] for seq in ended]
-        logger.error(
-            "a step failed: request %s ends with an error and %d sequences begin anew",
-            ", ".join(names) or "(ended already)",
-            len(self.scheduler.waiting),
-            exc_info=error,
-        )
-        refused = [
-            RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
-        ]
-        for seq in ended:
-            self._finished(seq)
-        return replace(
-            outputs,
-            refused=refused,
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
+            compactions=step.compactions,
         )
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
@@ -303,20 +199,15 @@ class EngineCore:
                 held_tokens=held[seq.row],
                 blocks=blocks[seq.row],
                 compactions=compactions[seq.row],
-                held_bytes=blocks[seq.row] * self._block_bytes,
             )
             for seq in scheduler.running
         )
-        capacity = scheduler.pool.capacity
-        in_use = capacity - scheduler.pool.num_free - scheduler.blocks.num_cached
         return EngineStats(
             num_running=len(requests),
             num_waiting=len(scheduler.waiting),
-            blocks_total=capacity,
+            blocks_total=scheduler.pool.capacity,
             blocks_free=scheduler.pool.num_free,
             blocks_cached=scheduler.blocks.num_cached,
-            bytes_total=capacity * self._block_bytes,
-            bytes_held=in_use * self._block_bytes,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
             prompt_tokens_total=self._prompt_tokens,
@@ -332,7 +223,7 @@ class EngineCore:
             steps_total=scheduler.num_steps,
             coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
             codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
-            scoring_workspace_bytes=self.runner.workspace_bytes,
+            scoring_workspace_bytes=self.runner.compressor.workspace_bytes,
             compaction_counts=self._counts.compactions,
             iterations=self._counts.iterations,
             iteration_tokens_total=self._counts.num_tokens,
@@ -344,17 +235,18 @@ class EngineCore:
     def _note_admitted(self, output: SchedulerOutput) -> None:
         """How long newcomers have waited; one that returns from a preemption is no newcomer."""
         now = time.monotonic()
-        for seq in output.admitted.requests:
+        for seq in output.admitted.sequences:
             since = self._waiting_since.pop(seq.seq_id, None)
             if since is not None:
                 self._queued_seconds[seq.seq_id] = now - since
 
     def _finished(self, seq: Sequence) -> FinishedSequence:
-        self._give_back(seq)
         self._sequences.pop(seq.seq_id, None)
         self._waiting_since.pop(seq.seq_id, None)
         queued = self._queued_seconds.pop(seq.seq_id, 0.0)
         assert seq.finish_reason is not None
+        # The scheduler's layout has the heads of all ranks.
+        block_bytes = self.scheduler.layout.block_elements * self.runner.cache.kv.element_size()
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
             logical_tokens=seq.logical_tokens,
@@ -364,8 +256,7 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=seq.held_blocks * self._block_bytes,
-            log_bytes=seq.log_blocks * self._block_bytes,
+            held_bytes=seq.held_blocks * block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
         )
@@ -373,26 +264,9 @@ class EngineCore:
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
         )
 
-    def _give_back(self, seq: Sequence) -> None:
-        """Memory beside the pool that only this sequence's kind wants."""
-        if seq.seq_id in self._scored:
-            self._scored.discard(seq.seq_id)
-            if not self._scored:
-                self.executor.forget_scores()
-        if seq.sampling is not None and seq.sampling.grammar is not None:
-            seq.sampling = None
-            self.grammars.ended()
-
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()
         if now >= self._stats_due or not self.has_work:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
-
-
-def _as_out_of_memory(error: Exception) -> Exception:
-    """What torch and Python say on a CPU where there is no memory, as what torch says on a GPU."""
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return torch.OutOfMemoryError(str(error))
-    return error

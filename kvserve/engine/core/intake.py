@@ -16,8 +16,6 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGr
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
-from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
@@ -50,8 +48,8 @@ class Intake:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
-        prunes = isinstance(policy.event_trigger, Pruned) and bool(
-            policy.event_trigger.prunes(np.array(prompt))
+        prunes = isinstance(policy.trigger, Pruned) and bool(
+            policy.trigger.prunes(np.array(prompt))
         )
         if prunes:
             self._check_whole(prompt, policy)
@@ -66,8 +64,9 @@ class Intake:
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self._policies.id_of(policy, others),
-            trigger=policy.event_trigger,
-            event_kind=event_kind(policy),
+            trigger=policy.trigger,
+            uneven=policy.granularity is not Granularity.MODEL,
+            keeps_blocks=policy.keeps_blocks,
             prunes_prompt=prunes,
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
@@ -104,7 +103,7 @@ class Intake:
             )
 
     def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
-        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.event_trigger)
+        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.trigger)
         capacity = self._scheduler.pool.capacity
         if wanted > capacity:
             raise RequestError(
@@ -155,29 +154,17 @@ class Intake:
         )
 
     def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
-        wanted = new.structured_output
-        if wanted is None:
+        if new.structured_output is None:
             return None
-        matcher = matcher or self._grammars.compile(wanted)
-        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
-
-
-def event_kind(policy: Policy) -> EventKind:
-    """What decides how much a policy's events keep."""
-    if isinstance(policy.event_trigger, Pruned):
-        return EventKind.PRUNED
-    if isinstance(policy.event_trigger, QuantizeTrigger):
-        return EventKind.CODED
-    if policy.keeps_blocks:
-        return EventKind.BLOCKS
-    return EventKind.EVEN if policy.granularity is Granularity.MODEL else EventKind.UNEVEN
+        matcher = matcher or self._grammars.compile(new.structured_output)
+        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids)
 
 
 def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
     """A prompt is scored against all of itself: no event may come before its end."""
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
-    if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:
+    state = RowState(prompt, zero, zero, policy.trigger.start(prompt))
+    if prunes or policy.trigger.next_event(state)[0] < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',

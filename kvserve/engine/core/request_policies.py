@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.code_store import mask_refusal
 from kvserve.engine.core.startup import BuiltEngine
 from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.parts.arguments import check_bounds
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
@@ -34,10 +32,8 @@ class RequestPolicies:
         if spec is None:
             return self._built.policy
         layout = self._built.scheduler.layout
-        limit = self._built.info.max_model_len
-        policy = read_policy(spec, limit)
         try:
-            policy = policy.for_model(layout.num_layers, layout.block_size)
+            policy = make_policy(spec).for_model(layout.num_layers, layout.block_size)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         if self._allowed == "none" and policy.name != "none" and not self._is_servers(policy):
@@ -57,8 +53,7 @@ class RequestPolicies:
             )
         self._check_codes(policy)
         self._check_log(policy)
-        self._check_scores(policy)
-        window = policy.event_trigger.num_queries
+        window, limit = policy.trigger.num_queries, self._built.info.max_model_len
         if window > limit:
             raise RequestError(
                 f"window {window} exceeds the context of {limit} tokens", param="kv_policy.window"
@@ -71,7 +66,7 @@ class RequestPolicies:
         ``sequences`` are all that are under way.
         """
         if policy not in self._ids:
-            self._ids[policy] = self._free_id(policy, sequences)
+            self._ids[policy] = self._free_id(sequences)
             self._built.executor.set_policy(self._ids[policy], policy)
         return self._ids[policy]
 
@@ -92,17 +87,6 @@ class RequestPolicies:
         if refusal is not None:
             raise RequestError(refusal, param="kv_policy.gqa")
 
-    def _check_scores(self, policy: Policy) -> None:
-        """Scores that go on from event to event lie beside the pool, in memory of fixed size."""
-        most = self._built.most_kept_scores
-        if policy.kept_scores > most:
-            raise RequestError(
-                f"policy {policy.name} would keep {policy.kept_scores} scores a head, and there is "
-                f"memory for {most} of each of --max-num-seqs rows; ask for less, lower "
-                f"--max-num-seqs, or start the server with --policy {policy.name}",
-                param="kv_policy.budget",
-            )
-
     def _check_log(self, policy: Policy) -> None:
         """The query log's geometry was fixed at start."""
         laid_out = "on this server (its query log was laid out for that at start)"
@@ -121,40 +105,15 @@ class RequestPolicies:
             policy = replace(policy, task=default.task)
         return policy == default
 
-    def _is_pinned(self, policy: Policy) -> bool:
-        """The server's own policy and ``none`` have their numbers for good."""
-        return policy.name == "none" or self._is_servers(policy)
-
-    def _free_id(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
-        others = {
-            other: policy_id for other, policy_id in self._ids.items() if not self._is_pinned(other)
-        }
-        if self._is_pinned(policy) or len(others) < REMEMBERED:
-            taken = set(self._ids.values())
-            return next(number for number in count() if number not in taken)
+    def _free_id(self, sequences: Iterable[Sequence]) -> int:
+        if len(self._ids) < REMEMBERED:
+            return len(self._ids)
         in_use = {seq.policy_id for seq in sequences}
-        for other, policy_id in others.items():
+        for policy, policy_id in self._ids.items():
             if policy_id not in in_use:
-                del self._ids[other]
+                del self._ids[policy]
                 return policy_id
         raise RequestError(
-            f"{REMEMBERED} different policies are in use beside the server's own; retry later, or "
-            "use one of them",
+            f"{REMEMBERED} different policies are in use; retry later or use one of them",
             param="kv_policy",
-            code="too_many_policies",
         )
-
-
-def read_policy(spec: Any, max_model_len: int) -> Policy:
-    """A request's policy within its bounds; ``RequestError`` names the field that is wrong."""
-    try:
-        policy = make_policy(spec)
-        check_bounds(policy, max_model_len)
-    except PolicyError as error:
-        raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
-    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        # What a plug-in makes of values that it does not expect; ours name the field.
-        raise RequestError(
-            f"kv_policy: no policy can be made of it ({type(error).__name__})", param="kv_policy"
-        ) from error
-    return policy

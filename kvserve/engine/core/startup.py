@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,13 +12,11 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
-from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.kv_cache import log_block_tokens
 from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
     linear_layers_row,
-    log_row,
     memory_row,
     plan_rows,
     sampling_row,
@@ -36,20 +33,12 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.executor import Executor, OtherRanks
-from kvserve.engine.runner.memory import (
-    Profile,
-    check_pool,
-    count_blocks,
-    count_host_blocks,
-    free_memory,
-)
+from kvserve.engine.runner.memory import Profile, count_blocks, count_host_blocks
 from kvserve.engine.runner.rank import Pool, RankPlan
-from kvserve.engine.sampling.grammar import check_grammar_backend
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
-from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.scheduler import Scheduler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,10 +54,6 @@ class BuiltEngine:
     query_reduce: str
     query_dtype: str
     overlaps: bool
-    most_kept_scores: int
-    """Scores a head that a policy may keep of each row."""
-    new_scheduler: Callable[[], Scheduler]
-    """Another one like ``scheduler``, that knows nobody."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -76,7 +61,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
 
     ``ConfigError`` names the flag to change.
     """
-    check_grammar_backend(config)
     with _naming_flags():
         policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
     device = _device(config)
@@ -103,8 +87,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     max_len = _max_model_len(config, spec)
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
-    if device == "cpu":
-        check_pool(config, plan.block_bytes, free_memory(device, 1.0))
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
     direct, _ = plan.code_attention(attention)
@@ -112,9 +94,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, new_scheduler, executor, pool, profile = _start(
-            plan, max_len, attention, others, model
-        )
+        scheduler, executor, pool, profile = _start(plan, max_len, attention, others, model)
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
@@ -130,7 +110,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
-            log_row(plan.log),
             memory_row(profile),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes,
@@ -142,18 +121,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             sampling_row(config, defaults),
         ],
     )
-    scores = plan.most_score_bytes // plan.score_bytes
-    return BuiltEngine(
-        scheduler,
-        executor,
-        info,
-        policy,
-        plan.log.reduction,
-        plan.log.dtype,
-        plan.overlaps,
-        scores,
-        new_scheduler,
-    )
+    reduction, log_dtype = _query_reduction(policy), "fp8" if plan.fp8_log else "model"
+    return BuiltEngine(scheduler, executor, info, policy, reduction, log_dtype, plan.overlaps)
 
 
 def _plan(
@@ -168,11 +137,11 @@ def _plan(
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
+    heads = part.num_heads if _query_reduction(policy) == "heads" else part.num_kv_heads
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
-    form = _entry_form(config, spec, dtype, device)
-    log = _log_form(config, policy, part, dtype, device)
+    fp8 = _fp8_log(policy, dtype, device)
     try:
-        log.block_tokens(layout, form, dtype.itemsize)
+        log_block_tokens(layout, heads, dtype.itemsize if fp8 else 1)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     code_slots = 0
@@ -182,14 +151,10 @@ def _plan(
             "leave it at auto"
         )
     if writes_codes(policy):
-        if form.quantized:
-            raise ConfigError(
-                f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
-                "use auto, or --policy.codebook false"
-            )
-        code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
-    shared = config, directory, spec, dtype, device, layout, log, code_slots
-    return RankPlan(*shared, max_len, policy)
+        code_slots = check_codes(spec.rope, max_len, layout.block_elements * dtype.itemsize)
+    kept = policy.kept_scores
+    shared = config, directory, spec, dtype, device, layout, heads, fp8, code_slots
+    return RankPlan(*shared, max_len, kept)
 
 
 def _start(
@@ -198,7 +163,7 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Callable[[], Scheduler], Executor, Pool, Profile]:
+) -> tuple[Scheduler, Executor, Pool, Profile]:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
@@ -206,18 +171,18 @@ def _start(
         model = load_model(*weights, group)
     profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
-    layout = plan.layout
-    num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
+    layout, itemsize = plan.layout, plan.dtype.itemsize
+    num_blocks = count_blocks(config, layout, itemsize, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
-    num_host_blocks = count_host_blocks(config, block_bytes(layout, plan.form), num_blocks)
-    new_scheduler = partial(
-        Scheduler,
+    num_host_blocks = count_host_blocks(config, layout.block_elements * itemsize, num_blocks)
+    per_number = itemsize if plan.fp8_log else 1
+    scheduler = Scheduler(
         layout,
         num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_len,
-        log_block_tokens=plan.log_block_tokens,
+        log_block_tokens=log_block_tokens(plan.layout, plan.log_heads, per_number),
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
@@ -226,14 +191,13 @@ def _start(
         code_slots=plan.code_slots,
         code_scratch=not plan.code_attention(attention)[0],
     )
-    scheduler = new_scheduler()
     tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
     codes = scheduler.blocks.codes
     code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
     pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
     others.build(pool)
-    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
-    return scheduler, new_scheduler, executor, pool, profile
+    executor = Executor(plan.runner(model, attention, pool, group), others)
+    return scheduler, executor, pool, profile
 
 
 @contextmanager
@@ -244,22 +208,6 @@ def _naming_flags() -> Iterator[None]:
     except PolicyError as error:
         flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
         raise ConfigError(f"{flag}: {error}") from None
-
-
-def _entry_form(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
-) -> EntryFormat:
-    """What entries are stored as; ``ConfigError`` if heads or the device do not allow it."""
-    name = config.cache.kv_cache_dtype
-    form = entry_format(name, dtype.itemsize)
-    if (refusal := form.refusal(spec.head_dim)) is not None:
-        raise ConfigError(f"--kv-cache-dtype {name}: {refusal}; auto holds heads of any size")
-    if name == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            "--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or newer; int8 takes as "
-            "many bytes"
-        )
-    return form
 
 
 def _device(config: EngineConfig) -> str:
@@ -308,7 +256,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
     if policy.name != "none" and spec.policy_refusal is not None:
         raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
-    window = policy.event_trigger.num_queries
+    window = policy.trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
 
@@ -330,30 +278,19 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
     return layout
 
 
-def _log_form(
-    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
-) -> LogForm:
-    """How this engine logs queries, for the policies of requests too.
-
-    A server's policy that logs none leaves the form to them: Kara's, unless an attention backend
-    is named that cannot log it.
-    """
-    reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
-    if reduction is None:
-        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
-        reduction, log_dtype = ("group_mean", log_dtype) if packages else ("heads", "int4")
-    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
-    return LogForm(heads, log_dtype, reduction)
+def _query_reduction(policy: Policy) -> str:
+    """How this engine logs queries, for the policies of requests too."""
+    return policy.query_reduction or "group_mean"
 
 
-def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
-    """How queries are logged: model, fp8 or int4."""
+def _fp8_log(policy: Policy, dtype: torch.dtype, device: str) -> bool:
+    """Whether queries are logged in one byte a number."""
     has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if policy.logged_dtype == "auto":
-        return "fp8" if has_it and dtype is not torch.float32 else "model"
+        return has_it and dtype is not torch.float32
     if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
         raise ConfigError(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    return policy.logged_dtype
+    return policy.logged_dtype == "fp8"

@@ -8,16 +8,12 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.parts.arguments import MOST_TOKENS
-from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
-from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.held import most_held
 from kvserve.scheduler.layout import Granularity
 
@@ -36,9 +32,10 @@ def plan_rows(
     """The model, the cache, and how they are shared out; ``fp8``: weights are held as such."""
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
-    pool = num_blocks * plan.block_bytes
+    block_bytes = layout.block_elements * dtype.itemsize
+    pool = num_blocks * block_bytes
     full = num_blocks / layout.blocks_for(max_len)
-    most = most_held(policy.event_trigger, max_len // 2, max_len, layout.block_size)
+    most = most_held(policy.trigger, max_len // 2, max_len, layout.block_size)
     bounded = num_blocks / layout.blocks_for(most)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
     chunked = config.scheduler.enable_chunked_prefill
@@ -55,7 +52,6 @@ def plan_rows(
             or "--policy; a request's kv_policy may override it",
         ),
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
-        _entries_row(plan),
         (
             "kv pool",
             f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
@@ -66,35 +62,6 @@ def plan_rows(
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         *_ranks_rows(plan),
     ]
-
-
-def _entries_row(plan: RankPlan) -> Row:
-    """What a token's entry is stored as, and how many bytes it takes."""
-    dim, lanes = plan.spec.head_dim, plan.spec.num_layers * plan.layout.num_kv_heads
-    computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(dim)
-    size = lanes * plan.form.entry_bytes(dim)
-    name = plan.form.name if plan.form.quantized else f"auto ({str(plan.dtype)[6:]})"
-    share = f", {size / computed:.2f} of {str(plan.dtype)[6:]}'s" if plan.form.quantized else ""
-    return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
-
-
-def log_row(log: LogForm) -> Row:
-    """How queries are logged, and whose requests that turns away."""
-    numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
-    state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
-    others = [name for name in policy_names() if _logs(name) not in (None, log.reduction)]
-    refused = f"; requests for {', '.join(others)} are refused unless they log so too"
-    flags = "--policy.query_reduce, --policy.query_dtype"
-    return "query log", state, flags + (refused if others else "")
-
-
-def _logs(name: str) -> str | None:
-    """How a policy logs queries unless it is told otherwise."""
-    needed = policy_class(name).needs[:1]
-    try:
-        return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)}).query_reduction
-    except PolicyError:  # a plug-in that wants more
-        return None
 
 
 def memory_row(profile: Profile) -> Row:

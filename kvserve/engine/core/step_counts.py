@@ -45,17 +45,15 @@ class StepCounts:
     def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
         reason = "pressure" if task.early else "due"
         key, size = (self._policies[task.policy_id].name, reason), self._layout.block_size
-        compacts = task.compacts
-        if not compacts.any():
-            return []
-        self._events[key] += int(compacts.sum())
+        self._events[key] += len(task.rows)
         blocks = -(-task.old_lens // size) - -(-task.new_lens // size)
         self._released[key] += int(blocks.sum())
         held = -(-task.new_lens.sum(axis=(0, 2)) // self._layout.groups)
         evicted = (task.old_lens - task.new_lens).sum(axis=(0, 2)) // self._layout.groups
         now = time.time()
-        each = task.seq_ids[compacts], evicted[compacts], held[compacts]
         return [
             (seq_id, Compaction(reason, now, *counts))
-            for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True)
+            for seq_id, *counts in zip(
+                task.seq_ids.tolist(), evicted.tolist(), held.tolist(), strict=True
+            )
         ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
-from pathlib import Path
 
 _KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _LARGE_PAGE = 2**21
 _MADV_COLLAPSE = 25  # of Linux 6.1's mman.h
 
@@ -36,30 +34,3 @@ def use_large_pages(address: int, size: int) -> None:
     if first < end and sys.platform == "linux":
         start, count = ctypes.c_void_p(first * _LARGE_PAGE), (end - first) * _LARGE_PAGE
         ctypes.CDLL(None).madvise(start, ctypes.c_size_t(count), _MADV_COLLAPSE)
-
-
-def share_one_arena() -> None:
-    """Let threads that start from now on take memory from where the first one does.
-
-    glibc's ``malloc_trim`` gives back the end of the first thread's arena alone, and a thread that
-    compiles grammars leaves some hundred MiB.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * resource.getpagesize()
-
-
-def trim_memory() -> None:
-    """Let malloc give back to the system what nobody uses."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

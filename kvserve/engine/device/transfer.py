@@ -24,31 +24,26 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
 
 
 class HostCopy:
-    """Tensors on their way to the host in one copy, behind what ``device`` was given before."""
+    """Tensors on their way to the host in one copy, behind what the device was given before."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: str) -> None:
-        """Of any shapes; float32, or integers (or booleans) that fit int32. There may be none."""
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Of any shapes; float32, or integers (or booleans) that fit int32."""
         self._tensors = [x if x.dtype == torch.float32 else x.int() for x in tensors]
         self._copied: torch.cuda.Event | None = None
-        if device != "cuda":
-            return
-        if tensors:
-            self._tensors = self._start_copy()
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def _start_copy(self) -> list[Tensor]:
-        """Host tensors that hold something once an event behind this has been waited for."""
-        words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
-        host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
-        host.copy_(words, non_blocking=True)
-        parts = host.split([x.numel() for x in self._tensors])
-        return [
-            part.view(x.dtype).view(x.shape) for part, x in zip(parts, self._tensors, strict=True)
-        ]
+        if tensors and tensors[0].is_cuda:
+            words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
+            host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(words, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+            parts = host.split([x.numel() for x in self._tensors])
+            self._tensors = [
+                part.view(x.dtype).view(x.shape)
+                for part, x in zip(parts, self._tensors, strict=True)
+            ]
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
-        """The tensors, once they are there, and the device with them: float32 and int32."""
+        """The tensors, once they are there: float32 and int32."""
         if self._copied is not None:
             self._copied.synchronize()
         return [tensor.numpy() for tensor in self._tensors]

@@ -7,14 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import INTERNAL_ERROR
 from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, StepOutputs
-from kvserve.engine.models.hub import find_model
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -45,33 +43,10 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Load the model; raises ``ConfigError`` with one line where that cannot work."""
-        # Both at once: what is wrong with the tokenizer is known before a model is loaded.
-        texts = asyncio.ensure_future(asyncio.to_thread(self._load_tokenizer))
-        core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
-        try:
-            done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            tasks = texts.result()
-            self._info = core.result()
-        except BaseException:
-            core.cancel()
-            await asyncio.wait((core,))
-            if not core.cancelled() and core.exception() is None:
-                await self._client.stop()
-            raise
+        self._info = await self._client.start(self._on_outputs, self._on_death)
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, self._info.model_path)
+        tasks = TaskResolver(self.config.compression, self.tokenizer)
         self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, tasks)
-
-    def _load_tokenizer(self) -> TaskResolver:
-        """The tokenizer, and what names the task of a prompt."""
-        model = self.config.model
-        path = model.model
-        if not model.skip_tokenizer_init and model.tokenizer is None:
-            code = model.trust_remote_code
-            place = model.model, model.revision, model.download_dir
-            path = str(find_model(*place, weights=False, code=code))
-        self.tokenizer = load_tokenizer(self.config, path)
-        return TaskResolver(self.config.compression, self.tokenizer)
 
     @property
     def info(self) -> EngineInfo:
@@ -163,10 +138,6 @@ class AsyncEngine:
                 error = RequestError(refused.message, param=refused.param, code=refused.code)
                 self._queues[request_id].put_nowait(error)
         changed, abort = self._processor.process(outputs)
-        for request_id in self._processor.take_failed():
-            if request_id in self._queues:
-                error = RequestError(INTERNAL_ERROR, code="internal_error")
-                self._queues[request_id].put_nowait(error)
         for output in changed:
             if output.request_id in self._queues:
                 self._queues[output.request_id].put_nowait(output)

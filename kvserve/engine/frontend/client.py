@@ -143,9 +143,6 @@ class ProcessClient:
                 on_outputs(await link.receive())
         except EngineDeadError as error:
             on_death(error)
-        except Exception as error:  # nobody would hear of the engine any more
-            logger.exception("the engine's answers cannot be read")
-            on_death(EngineDeadError(f"its answers cannot be read: {error}"))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:

@@ -15,7 +15,7 @@ from kvserve.engine.messages import (
     StepOutputs,
     policy_spec,
 )
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError
 from kvserve.outputs import (
     CompletionOutput,
     KVCacheDetails,
@@ -53,7 +53,6 @@ class OutputProcessor:
         self._branches: dict[int, _Branch] = {}
         self._by_request: dict[str, list[int]] = {}
         self._next_id = 0
-        self._failed: list[str] = []
 
     def add(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
@@ -109,12 +108,7 @@ class OutputProcessor:
             if branch is None or branch.choice.finished:
                 continue
             changed[branch.request.request_id] = branch.request
-            try:
-                self._take(branch, token, entry, ended.get(seq_id))
-            except Exception as error:
-                self._fail(seq_id, error)
-                abort.append(seq_id)
-                continue
+            self._take(branch, token, entry, ended.get(seq_id))
             if branch.metrics.first_token_time is None:
                 branch.metrics.first_token_time = now
             if branch.detokenizer is not None and branch.detokenizer.stop is not None:
@@ -132,27 +126,9 @@ class OutputProcessor:
         for seq_id, finished in ended.items():
             branch = self._branches.pop(seq_id, None)
             if branch is not None:
-                try:
-                    self._end(branch, finished)
-                except Exception as error:
-                    self._branches[seq_id] = branch
-                    self._fail(seq_id, error)
+                self._end(branch, finished)
                 changed[branch.request.request_id] = branch.request
         return list(changed.values()), abort
-
-    def take_failed(self) -> list[str]:
-        """Requests whose text could not be made since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _fail(self, seq_id: int, error: Exception) -> None:
-        """What is wrong with one sequence's text is no reason to stop the others'."""
-        branch = self._branches.pop(seq_id)
-        request_id = branch.request.request_id
-        logger.error("the text of request %s could not be made", request_id, exc_info=error)
-        branch.choice.finish_reason = "error"
-        self._failed.append(request_id)
-        self._close(branch)
 
     def _take(
         self,

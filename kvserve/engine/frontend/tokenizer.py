@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from kvserve.log import ConfigError, RequestError
@@ -34,11 +33,6 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token: no text has more of them for a token."""
-        return max(map(len, self._hf.get_vocab()), default=1)
 
     def describe(self) -> dict[str, Any]:
         """What remote clients need to build the same prompts."""

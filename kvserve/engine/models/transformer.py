@@ -69,12 +69,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """hidden: [T, hidden] -> [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W]."""
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
-        cache.store(index, batch, k, v)
-        shares = None
-        if batch.query_slots is not None and cache.logs_shares:
-            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attended = attention.forward(index, q, cache, shares).flatten(1)
-        cache.log(index, batch, q, shares)
+        cache.store(index, batch, q, k, v)
+        attended = attention.forward(index, q, cache).flatten(1)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):

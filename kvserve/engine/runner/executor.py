@@ -21,20 +21,13 @@ import torch
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
-from kvserve.engine.runner.rank import (
-    FORGET_SCORES,
-    JOINING,
-    Pool,
-    RankPlan,
-    RankStart,
-    message_for_ranks,
-)
+from kvserve.engine.runner.rank import JOINING, Pool, RankPlan, RankStart, message_for_ranks
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.output import SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
-_COMMAND = "from kvserve.engine.runner.rank import FORGET_SCORES, main; main()"
+_COMMAND = "from kvserve.engine.runner.rank import main; main()"
 
 
 class Executor:
@@ -53,11 +46,6 @@ class Executor:
         """As ``ModelRunner.set_policy``, on every rank."""
         self._others.send((policy_id, policy))
         self.runner.set_policy(policy_id, policy)
-
-    def forget_scores(self) -> None:
-        """Give back, on every rank, what policies kept from event to event."""
-        self._others.send(FORGET_SCORES)
-        self.runner.batch.forget_scores()
 
     def check(self) -> None:
         """``EngineDeadError`` if a rank has ended."""
@@ -116,7 +104,7 @@ class OtherRanks:
         if self._pipes:
             threading.Thread(target=self._watch, name="kvserve-ranks", daemon=True).start()
 
-    def send(self, message: SchedulerOutput | tuple[int, Policy] | str) -> None:
+    def send(self, message: SchedulerOutput | tuple[int, Policy]) -> None:
         """Hand the same message to all; ``EngineDeadError`` if one of them has ended."""
         self.check()
         if self._pipes:

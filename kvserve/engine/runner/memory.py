@@ -47,28 +47,8 @@ def free_memory(device: str, utilization: float) -> int:
     return _available_memory()
 
 
-def check_pool(config: EngineConfig, block_bytes: int, free: int) -> None:
-    """``ConfigError`` where the pool that is asked for does not fit ``free`` bytes, before anything
-    is loaded: the system would give the addresses, and end the process once they are used."""
-    ranks = config.parallel.tensor_parallel_size
-    blocks, wanted, flag = config.cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
-    if blocks is not None:
-        wanted = (blocks + 1) * block_bytes
-    elif config.cache.kv_cache_memory is not None:
-        wanted, flag = config.cache.kv_cache_memory, "--kv-cache-memory"
-    if wanted * ranks > free:
-        raise ConfigError(
-            f"{flag}: a pool of {_gib(wanted * ranks)} GiB is more than the {_gib(free)} GiB of "
-            "memory that are free"
-        )
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f}"
-
-
 def count_blocks(
-    config: EngineConfig, layout: KVLayout, block_bytes: int, max_len: int, free: int, device: str
+    config: EngineConfig, layout: KVLayout, itemsize: int, max_len: int, free: int, device: str
 ) -> int:
     """Blocks of the pool, the null block included; never more than could be used at once.
 
@@ -81,6 +61,7 @@ def count_blocks(
         # Ranks on a CPU share its memory.
         share = free // (4 * config.parallel.tensor_parallel_size)
         memory = free if device == "cuda" else min(_GIB, share)
+    block_bytes = layout.block_elements * itemsize
     affordable = memory // block_bytes
     if affordable < 2:
         raise ConfigError(
@@ -99,19 +80,10 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -
 
 
 def _available_memory() -> int:
-    """Bytes the machine, or the container, could still give; where neither says, assume 4 GiB."""
+    """Bytes the machine could still give; where it does not say, assume 4 GiB."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        return kib * 1024
     except (OSError, StopIteration):
         return 4 * _GIB
-    return min(kib * 1024, _left_in_group(Path("/sys/fs/cgroup")))
-
-
-def _left_in_group(group: Path) -> int:
-    """Bytes below the limit of a control group (version 2); without one, as good as any."""
-    try:
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        return max(int(limit) - int(used), 0)
-    except (OSError, ValueError):
-        return 2**63

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,22 +13,25 @@ from torch import Tensor
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.compressor import Compressor
-from kvserve.engine.compression.event_runner import EventRunner, ScoredEvents
+from kvserve.engine.compression.coder import Coder
+from kvserve.engine.compression.compressor import Compressor, Kept
+from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, PruningPolicy, UnevenPolicy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
-from kvserve.log import EngineDeadError, RequestError, SequenceError
+from kvserve.log import EngineDeadError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import Scores, answer
+from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
@@ -41,19 +44,17 @@ class ModelRunnerOutput:
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
-    scores: list[Scores]
-    """The answer to each of ``SchedulerOutput.observations``."""
+    kept_counts: list[IntArray]
+    """``[LG, E, R]`` for each of ``SchedulerOutput.observations``."""
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
-    failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
-    """Places whose grammars went wrong, and how."""
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """A step in flight: what it leaves on the device, on its way to the host."""
 
-    events: ScoredEvents
+    kept_counts: list[Tensor]
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same, where this step had events."""
@@ -64,12 +65,11 @@ class LaunchedStep:
     _copy: HostCopy | None = None
     _output: ModelRunnerOutput | None = None
 
-    def send(self, device: str) -> None:
-        """Start the copy to the host, behind this step on ``device`` and before the next one."""
-        tensors = [scores for _, scores in self.events]
-        tensors += [] if self.sampled is None else self.sampled.tensors
+    def send(self) -> None:
+        """Start the copy to the host, behind this step and before the next one."""
+        tensors = [*self.kept_counts, *(() if self.sampled is None else self.sampled.tensors)]
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
-        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors])
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the step. The same again from the second time on."""
@@ -84,22 +84,19 @@ class LaunchedStep:
                 "the tensor-parallel ranks no longer hold the same entries, so their answers would "
                 "be wrong; please report it"
             )
-        scores = [answer(kind, next(arrays)) for kind, _ in self.events]
+        counts = [next(arrays) for _ in self.kept_counts]
         token_ids: IntArray = np.zeros(0, np.int32)
         logprobs = None
         if self.sampled is not None:
             found = [next(arrays) for _ in self.sampled.tensors]
             token_ids, logprobs = found[0], _logprobs(found, self.wanted)
+        for place, grammar in self.grammars:
+            grammar.accept(int(token_ids[place]))
         prompts = [
             chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
         ]
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
-        # Last, when nothing can fail any more: a grammar walks on but never back.
-        for place, grammar in self.grammars:
-            grammar.accept(int(token_ids[place]))
-        failed = [(place, each.failure) for place, each in self.grammars if each.failure]
-        self.grammars = []  # those of sequences that have ended are freed before the next step
-        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
+        return ModelRunnerOutput(token_ids, logprobs, counts, prompts, seconds)
 
 
 @dataclass(slots=True)
@@ -146,10 +143,12 @@ class ModelRunner:
         """By ``CompactionTask.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
         self.compressor = Compressor(cache, model.scale, recomputer, group=group)
-        prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._events = EventRunner(
-            cache, batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
-        )
+        self.coder: Coder | None = None
+        if cache.codes is not None:
+            self.coder = Coder(cache, cache.codes, self.compressor, overlaps=overlaps)
+        self._pruned_prefill = PrunedPrefill(model, cache, batch, attention, group)
+        self._found: PendingSelections[Kept] = PendingSelections(overlaps=overlaps)
+        """Entries that events keep, by sequence."""
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
@@ -157,11 +156,7 @@ class ModelRunner:
     def set_policy(self, policy_id: int, policy: Policy) -> None:
         """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
         self.policies[policy_id] = policy
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
-        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
+        self.batch.forget_scores(policy_id)
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -176,19 +171,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        step = LaunchedStep(*self._events.run(output), self.group.agree())
+        step = LaunchedStep(*self._run_events(output), self.group.agree())
         self.cache.swap(output.swap_outs, output.swap_ins)
-        try:
-            self.batch.apply(output)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as error:
-            culprits = self.batch.unfit(output.admitted.requests)
-            raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
+        self.batch.apply(output)
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
-            step.send(self.batch.device)
+            step.send()
         self._last = step
         return step
 
@@ -237,7 +226,10 @@ class ModelRunner:
         positions: Tensor,
     ) -> SampledTokens:
         """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
-        step.grammars = self.batch.sampling.grammars(rows)
+        step.grammars = [
+            (int(place), output.sampled[place].sampling.grammar)
+            for place in self.batch.sampling.with_grammar(rows)
+        ]
         allowed = None
         if step.grammars:
             if self._last is not None:
@@ -265,8 +257,10 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
+            policy = cast(PruningPolicy, self.policies[task.policy_id])
+            last, held = self._pruned_prefill.run(task, policy, output.logs_queries)
             hidden.append(last)
+            self.compressor.tell(task, held, lanes_of(task.new_lens, self.cache.layout))
         return torch.cat(hidden)
 
     def _score_prompts(
@@ -286,6 +280,38 @@ class ModelRunner:
                 tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored
+
+    def _run_events(self, output: SchedulerOutput) -> tuple[list[Tensor], Stopwatch | None]:
+        """Carry out compactions, then observe what later ones will keep: counts per task."""
+        found = self._found.take()
+        coded = {} if self.coder is None else self.coder.found.take()
+        if not (output.compactions or output.observations):
+            return [], None
+        watch, counts = Stopwatch(self.batch.device), []
+        tables = self.batch.block_tables, self.batch.log_tables
+        for task in output.compactions:
+            policy = self.policies[task.policy_id]
+            if task.codes is not None:
+                assert self.coder is not None
+                self.coder.run(task, coded)
+            elif policy.granularity is Granularity.MODEL:
+                scores = self.batch.kept_scores(task.policy_id, policy.kept_scores)
+                self.compressor.run(task, policy, *tables, scores)
+            else:
+                self.compressor.run_observed(task, policy, found, tables[0])
+            self.batch.after_compaction(task)
+            self.batch.add_to_fingerprint(task.rows, self.group)
+        for events in output.observations:
+            policy = cast(UnevenPolicy, self.policies[events.policy_id])
+            if writes_codes(policy):
+                assert self.coder is not None
+                counts.append(self.coder.observe(events, policy, self.batch.code_tables))
+                continue
+            kept_counts, kept = self.compressor.observe(events, policy, *tables)
+            counts.append(kept_counts)
+            self._found.add(kept)
+        watch.stop()
+        return counts, watch
 
 
 def _logprobs(

@@ -24,10 +24,8 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
 from kvserve.engine.cache.code_store import CodeStore
-from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache, log_block_tokens
 from kvserve.engine.compression.compressor import SCRATCH_BYTES
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -38,21 +36,16 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.warm_up import warm_up
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
-
-KEPT_SCORE_BYTES = 256 * 1024 * 1024
-"""Memory for scores that the policies of requests keep from event to event."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
-    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
+    ``layout`` and ``log_heads`` count the heads of one rank, ``spec`` those of the model.
     ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
     """
 
@@ -62,38 +55,12 @@ class RankPlan:
     dtype: torch.dtype
     device: str
     layout: KVLayout
-    log: LogForm
+    log_heads: int
+    fp8_log: bool
     code_slots: int
     max_len: int
-    policy: Policy
-    """The engine's own; requests may bring others."""
-
-    @property
-    def score_bytes(self) -> int:
-        """Memory of one score for each row, layer and head."""
-        rows = self.config.scheduler.max_num_seqs
-        return 4 * rows * self.layout.num_layers * self.layout.num_kv_heads
-
-    @property
-    def most_score_bytes(self) -> int:
-        """Memory beside the pool for scores that policies keep, those of requests among them."""
-        may_choose = self.config.compression.allow_request_policy != "none"
-        return max(self.score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
-
-    @property
-    def form(self) -> EntryFormat:
-        """What an entry is stored as."""
-        return entry_format(self.config.cache.kv_cache_dtype, self.dtype.itemsize)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one of a rank's blocks."""
-        return block_bytes(self.layout, self.form)
-
-    @property
-    def log_block_tokens(self) -> int:
-        """Tokens whose queries one block holds."""
-        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+    kept_scores: int
+    """Scores that the policy keeps of each row, layer and head."""
 
     @property
     def overlaps(self) -> bool:
@@ -103,16 +70,8 @@ class RankPlan:
 
     def attention(self, name: str) -> Choice:
         dim, layout = self.spec.head_dim, self.layout
-        needs = Needs(
-            self.device,
-            self.dtype,
-            dim,
-            layout.block_size,
-            dim**-0.5,
-            per_head=layout.rows > 1,
-            log_shares=self.log.dtype == "int4",
-            form=self.form.name,
-        )
+        per_head = layout.rows > 1
+        needs = Needs(self.device, self.dtype, dim, layout.block_size, dim**-0.5, per_head=per_head)
         return select_backend(name, needs)
 
     def runner(
@@ -124,46 +83,34 @@ class RankPlan:
         cache = KVCache(
             self.layout,
             pool.num_blocks,
-            self.log,
+            self.log_heads,
             self.dtype,
             self.device,
+            fp8_log=self.fp8_log,
             num_host_blocks=pool.num_host_blocks,
-            form=self.form,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
-            store_int4=attention.store_int4,
-            quantized=attention.quantized,
         )
         batch = InputBatch(
             self.layout,
             self.config.scheduler.max_num_seqs,
             pool.table_shape,
             pool.log_shape,
-            cache.query_log.block_tokens,
+            cache.log_block_tokens,
             self.spec.vocab_size,
             self.device,
             pool.code_shapes,
         )
         if self.code_slots:
             assert model.rotary.inv_freq is not None
-            codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
-            cache.hold_codes(codes)
+            cache.codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
             if self.code_attention(attention)[0]:
                 tables = batch.coded, batch.index_tables, batch.vector_tables
-                batch.codes = tuple(map(codes.codes, *tables))
+                batch.codes = tuple(map(cache.codes.codes, *tables))
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
         return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
-
-    def ready_runner(
-        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
-    ) -> ModelRunner:
-        """``runner``, and on a GPU all that it will launch has been launched before."""
-        runner = self.runner(model, attention, pool, group)
-        if self.device == "cuda":
-            warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
-        return runner
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
@@ -193,13 +140,16 @@ class RankPlan:
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other
         torch.cuda.empty_cache()
-        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + self.most_score_bytes
+        layout = self.layout
+        rows = scheduler.max_num_seqs * layout.num_layers * layout.num_kv_heads
+        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + 4 * rows * self.kept_scores
         return Profile(weights, step, events, left - step - events)
 
     def _smallest_pool(self) -> Pool:
         """Two blocks, under tables as large as they will be."""
         layout, rows = self.layout, self.config.scheduler.max_num_seqs
-        logged = self.log_block_tokens
+        per_number = self.dtype.itemsize if self.fp8_log else 1
+        logged = log_block_tokens(layout, self.log_heads, per_number)
         kv, log = (
             (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
             for tokens in (layout.block_size, logged)
@@ -244,10 +194,6 @@ JOINING = "joining"
 """A rank's first answer: it waits for the others now."""
 
 
-FORGET_SCORES = "forget scores"
-"""A message to a rank: no sequence goes on with scores that a policy keeps."""
-
-
 def main() -> None:
     """Main function of the process; its argument is the descriptor of its end of a pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -262,8 +208,6 @@ def main() -> None:
         while (message := inbox.get()) is not None:
             if isinstance(message, SchedulerOutput):
                 runner.launch(message)
-            elif message == FORGET_SCORES:
-                runner.batch.forget_scores()
             else:
                 runner.set_policy(*message)
     except ConfigError as error:
@@ -298,20 +242,21 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
     connection.send(plan.profile(model, attention, group).left)
     pool: Pool = inbox.get()
-    return plan.ready_runner(model, attention, pool, group)
+    return plan.runner(model, attention, pool, group)
 
 
-def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:
+def message_for_ranks(message: SchedulerOutput | tuple[int, Policy]) -> bytes:
     """A message without what only the first rank needs: the sampled sequences and their rules."""
     if isinstance(message, SchedulerOutput):
-        requests = tuple(
+        sequences = tuple(
             replace(
-                request,
-                token_ids=request.token_ids[:0],
-                sampling=replace(request.sampling, rules=None, grammar=None),
+                seq,
+                token_ids=seq.token_ids[:0],
+                column_hashes=[],
+                sampling=replace(seq.sampling, rules=None, grammar=None),
             )
-            for request in message.admitted.requests
+            for seq in message.admitted.sequences
         )
-        admitted = replace(message.admitted, requests=requests)
+        admitted = replace(message.admitted, sequences=sequences)
         message = replace(message, admitted=admitted, sampled=())
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

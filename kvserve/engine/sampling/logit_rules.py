@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LogitRules:
         self._words = torch.zeros(0, 1, 1, dtype=torch.int64, device=device)
         self._history = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
-    def set_row(self, seq: NewRequest, rules: RowRules | None) -> None:
+    def set_row(self, seq: Sequence, rules: RowRules | None) -> None:
         """Take over a newcomer's rules; its output so far counts."""
         row = seq.row
         if rules is None:

@@ -6,7 +6,8 @@ request samples depends neither on the batch it runs in nor on when its step is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
 from kvserve.kernels import elementwise
 from kvserve.kernels.sample_tokens import sample_tokens
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,10 @@ class SamplingRows:
         # limits its reasoning, has a grammar.
         self._host: IntArray = np.zeros((max_rows, 7), np.int32)
         self._prompts: np.ndarray[Any, Any] = np.full(max_rows, None, object)
-        self._grammars: np.ndarray[Any, Any] = np.full(max_rows, None, object)
 
-    def set_rows(self, requests: Sequence[NewRequest]) -> None:
-        """Take over the settings of newly admitted sequences (``NewRequest.sampling``)."""
-        for seq in requests:
+    def set_rows(self, sequences: Sequences[Sequence]) -> None:
+        """Take over the settings of newly admitted sequences (``Sequence.sampling``)."""
+        for seq in sequences:
             s: RowSampling = seq.sampling
             temperature = max(s.temperature, 1e-5) if s.temperature > 0.0 else 0.0
             settings = temperature, s.top_p, float(s.top_k), s.min_p
@@ -118,7 +118,7 @@ class SamplingRows:
                 s.think_end >= 0,
                 s.grammar is not None,
             )
-            self._prompts[seq.row], self._grammars[seq.row] = s.prompt, s.grammar
+            self._prompts[seq.row] = s.prompt
             self._set_stop_ids(seq.row, seq.stop_token_ids)
             self._rules.set_row(seq, s.rules)
             ended = s.think_end in seq.token_ids[seq.num_prompt_tokens :]
@@ -128,7 +128,6 @@ class SamplingRows:
     def move_rows(self, to: IntArray, source: IntArray) -> None:
         self._host[to] = self._host[source]
         self._prompts[to] = self._prompts[source]
-        self._grammars[to] = self._grammars[source]
         device = self._settings.device
         dst, src = (to_device(x, device) for x in (to, source))
         self._rules.move_rows(to, source)
@@ -176,10 +175,9 @@ class SamplingRows:
         wanted: IntArray = self._host[at, 3]
         return wanted
 
-    def grammars(self, at: IntArray) -> list[tuple[int, SequenceGrammar]]:
-        """Places in ``at`` of rows that follow a grammar, and which."""
-        places = np.flatnonzero(self._host[at, 6])
-        return [(place, self._grammars[at[place]]) for place in places.tolist()]
+    def with_grammar(self, at: IntArray) -> IntArray:
+        """Places in ``at`` of rows that follow a grammar."""
+        return np.flatnonzero(self._host[at, 6])
 
     def prompt_scoring(self, at: IntArray) -> list[tuple[int, PromptScoring]]:
         """Places in ``at`` of rows whose prompts are scored, and what they want."""

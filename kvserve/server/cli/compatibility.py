@@ -36,7 +36,6 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "thinking budget": {"thinking_end": 5, "thinking_token_budget": 9},
 }
 _RANKS = "tensor parallel"
-_SWAP = "preempted, with `--swap-space`"
 _VARIANTS = (
     {"name": "keydiff", "mode": "block"},
     {"name": "kara", "protect_prompt": False},
@@ -48,13 +47,12 @@ def markdown() -> str:
     """The page."""
     policies = _policies()
     reasons: dict[str, int] = {}
-    features = [["server's policy", *_FEATURES, _RANKS, _SWAP]]
+    features = [["server's policy", *_FEATURES, _RANKS]]
     choices = [["server's policy", *map(_label, policies)]]
     for policy in policies:
         core = _core(policy)
         cells = [_ask(core, fields, reasons) for fields in _FEATURES.values()]
-        cells += [_ask_for_ranks(core, policy, reasons), _when_preempted(core)]
-        features.append([f"`{_label(policy)}`", *cells])
+        features.append([f"`{_label(policy)}`", *cells, _ask_for_ranks(core, policy, reasons)])
         cells = [_ask(core, {"kv_policy": other}, reasons) for other in policies]
         choices.append([f"`{_label(policy)}`", *cells])
     parts = [
@@ -106,14 +104,6 @@ def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[st
     except ConfigError as refused:
         return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
     return "yes"
-
-
-def _when_preempted(core: EngineCore) -> str:
-    """What becomes of a row that makes way: one without events is computed again in any case."""
-    if core.info.policy_name == "none":
-        return "computed again"
-    codes = core.scheduler.blocks.codes is not None
-    return "computed again (holds codes)" if codes else "swapped, once compacted"
 
 
 def _ask(core: EngineCore, fields: Mapping[str, Any], reasons: dict[str, int]) -> str:

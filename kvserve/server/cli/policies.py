@@ -19,14 +19,8 @@ policy; a request's `kv_policy` (a name, or `{"name": ..., fields}`) may overrid
 policies` prints what follows for the terminal, `GET /v1/kv/policies` gives the fields as JSON
 Schema, and `kvserve inspect` shows what a policy keeps of a given text.
 
-An integer that counts tokens or entries is at most the server's context (`--max-model-len`).
-*Lengths*: whether all layers and KV heads hold equally many entries (`--kv-layout`).
-
-Where the papers leave a choice open, [choices.md](choices.md) says what was chosen.
-
 `make docs` makes this page from the policies themselves: edit those.
 """
-_LENGTHS = {"model": "equal", "layer": "by layer", "head": "by KV head"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,11 +96,8 @@ def _values(field: Mapping[str, Any]) -> str:
 
 def markdown(policies: Sequence[Mapping[str, Any]]) -> str:
     """All policies as one page: an overview, then each with its fields."""
-    overview = [
-        [f"[{p['name']}](#{p['name']})", p["summary"], _LENGTHS[p["granularity"]], p["avoid"]]
-        for p in policies
-    ]
-    parts = [_INTRO, _table(["policy", "what it does", "lengths", "not for"], overview)]
+    overview = [[f"[{p['name']}](#{p['name']})", p["summary"], p["avoid"]] for p in policies]
+    parts = [_INTRO, _table(["policy", "what it does", "not for"], overview)]
     return "\n".join([*parts, *map(_section, policies)])
 
 

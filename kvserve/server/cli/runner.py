@@ -13,7 +13,6 @@ import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,14 @@ from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
 from kvserve.server.state.metrics import StatsLog
 from kvserve.server.state.options import ServerOptions, server_options
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 from kvserve.server.state.tracing import Tracer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
 """Seconds for answers to leave once every request has ended."""
 
-_STILL_LOADING = 10.0
-"""Seconds between two lines that say so."""
 _WIDEST_STATE = 40
-_OTHER_FILES = 128
-"""Open files beside connections: weights, sockets to the engine, logs."""
 _PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
@@ -67,7 +62,6 @@ def make_engine(config: EngineConfig) -> Engine:
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     options = server_options(config, settings)
-    check_request_policies(config.compression.request_policies)
     _check_certificate(settings)
     tracer = None
     if settings.otlp_traces_endpoint is not None:
@@ -87,10 +81,9 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
     loading = asyncio.create_task(state.engine.start())
     background: list[asyncio.Task[None]] = []
     try:
-        await _tell_while_loading(state, serving, loading)
+        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             serving.result()
-            logger.info("stopped before the model was loaded")
             return
         loading.result()
         state.mark_ready()
@@ -118,9 +111,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(state),
-                http=LimitedHttpProtocol.limited(
-                    settings.read_timeout, _connections_that_fit(settings.max_connections)
-                ),
+                http=LimitedHttpProtocol,
                 lifespan="off",
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
@@ -172,45 +163,6 @@ class DrainingServer(uvicorn.Server):
     def _end_requests(self) -> None:
         for generation in list(self._state.generations):
             generation.fail(unavailable("the server is shutting down", "draining"))
-
-
-async def _tell_while_loading(
-    state: ServerState, serving: asyncio.Task[None], loading: asyncio.Task[None]
-) -> None:
-    """Until the model is loaded, or nobody wants it any more; says every ten seconds that it is
-    still loading, and what is wrong with the tokenizer as soon as there is one."""
-    started, tasks = time.monotonic(), (serving, loading)
-    told, checked = 1, False
-    while not (serving.done() or loading.done()):
-        await asyncio.wait(tasks, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
-        if not checked and state.engine.tokenizer is not None:
-            state.check_tokenizer()
-            checked = True
-        seconds = time.monotonic() - started
-        if seconds > told * _STILL_LOADING and not loading.done():
-            logger.info("still loading, for %.0f s", seconds)
-            told += 1
-
-
-def _connections_that_fit(wanted: int) -> int:
-    """As many as the process may have open files for, some aside; asks for the most it may."""
-    try:
-        import resource
-    except ImportError:
-        return wanted
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            most = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-            soft = max(soft, most)
-    if wanted <= soft - _OTHER_FILES:
-        return wanted
-    most = max(soft - _OTHER_FILES, 1)
-    logger.warning(
-        "--max-connections %d: the system allows %d open files, so %d", wanted, soft, most
-    )
-    return most
 
 
 async def _watch(state: ServerState, server: DrainingServer) -> None:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
-from typing import NoReturn
 
-from kvserve import __version__
-from kvserve.log import configure_logging, logger
+from kvserve.log import configure_logging
 from kvserve.server.settings.args import flags_of
 from kvserve.server.settings.reading import engine_flags, read_settings
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -43,15 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config, settings = read_settings(args)
     configure_logging(settings.log_level)
-    # Seconds pass before anything else can be said: torch alone takes some.
-    logger.info("kvserve %s starts with %s (pid %d)", __version__, config.model.model, os.getpid())
-    signal.signal(signal.SIGTERM, _leave)
     from kvserve.server.cli.runner import serve
 
     return serve(config, settings)
-
-
-def _leave(*_: object) -> NoReturn:
-    """Before there is a server, SIGTERM finds nothing to drain."""
-    logger.info("stopped before anything was loaded")
-    sys.exit(0)

@@ -9,15 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 import kvserve
-from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import Status, Text, Tokens, answers
 from kvserve.server.openai.chat_protocol import TokenizeChatRequest
-from kvserve.server.openai.prompts import decode, encode, encode_chat, in_thread
+from kvserve.server.openai.prompts import decode, encode, encode_chat
 from kvserve.server.openai.protocol import DetokenizeRequest, TokenizeRequest, parse
 from kvserve.server.openai.responses import json_response, kv_stats
 from kvserve.server.state.server_state import ServerState
 
-router = APIRouter(tags=["server"], route_class=JsonRoute)
+router = APIRouter(tags=["server"])
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,11 +62,7 @@ async def server_info(request: Request) -> Response:
                 "name": engine.policy_name,
                 "args": dict(state.config.compression.policy_args),
             },
-            "kv_cache": {
-                "dtype": state.config.cache.kv_cache_dtype,
-                "blocks_total": engine.stats.blocks_total,
-                "bytes_total": engine.stats.bytes_total,
-            },
+            "kv_cache": {"blocks_total": engine.stats.blocks_total},
             "default_sampling": state.default_sampling,
             "features": [
                 {"feature": feature, "state": how, "why": why}
@@ -94,17 +89,14 @@ async def tokenize(body: dict[str, Any], request: Request) -> Response:
     else:
         text = parse(TokenizeRequest, body)
         state.check_model(text.model)
-        [ids] = await encode(state, [text.prompt], text.add_special_tokens, whole=True)
+        [ids] = await encode(state, [text.prompt], text.add_special_tokens)
         with_strings = text.return_token_strs
-    strings = None
-    if with_strings:
-        strings = await in_thread(lambda: [decode(state, [i], "prompt") for i in ids])
     return json_response(
         {
             "count": len(ids),
             "max_model_len": state.engine.max_model_len,
             "tokens": ids,
-            "token_strs": strings,
+            "token_strs": [decode(state, [i], "prompt") for i in ids] if with_strings else None,
         }
     )
 
@@ -116,7 +108,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     state = _state(request)
     state.check_ready()
     state.check_model(body.model)
-    return json_response({"prompt": await in_thread(lambda: decode(state, body.tokens, "tokens"))})
+    return json_response({"prompt": decode(state, body.tokens, "tokens")})
 
 
 # ---- KV cache ---------------------------------------------------------------------------------

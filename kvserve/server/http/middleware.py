@@ -15,7 +15,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvserve.server.state.errors import ApiError, as_api_error, unavailable
+from kvserve.server.state.errors import ApiError, as_api_error
 from kvserve.server.state.metrics import Metrics
 
 _PROBES = frozenset(
@@ -54,8 +54,7 @@ class RequestIdMiddleware:
         except Exception as exc:
             if started:
                 raise
-            error = as_api_error(exc, state["request_id"])
-            await error.response()(scope, receive, send_with_id)
+            await as_api_error(exc).response()(scope, receive, send_with_id)
 
 
 class MetricsMiddleware:
@@ -138,17 +137,11 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """413 for bodies above ``limit`` bytes, announced or not; 503 once bodies that are still being
-    read hold ``BODIES_AT_ONCE`` times as much.
-    """
-
-    BODIES_AT_ONCE = 4
+    """413 for bodies above ``limit`` bytes, announced or not."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
         self._limit = limit
-        self._held = 0
-        """Bytes of bodies that are not complete."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,31 +149,20 @@ class BodyLimitMiddleware:
             return
         error = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdecimal() and int(announced[:20]) > self._limit:
+        if announced.isdigit() and int(announced) > self._limit:
             await error.response()(scope, receive, send)
             return
         size = 0
 
-        def hold(more: int) -> None:
-            nonlocal size
-            size += more
-            self._held += more
-
         async def limited_receive() -> Message:
+            nonlocal size
             message = await receive()
-            hold(len(message.get("body", b"")))
+            size += len(message.get("body", b""))
             if size > self._limit:
                 raise error
-            if self._held > self._limit * self.BODIES_AT_ONCE:
-                raise unavailable("too many bodies are being sent at once", "busy")
-            if not message.get("more_body"):
-                hold(-size)  # complete: from here on it counts as a request
             return message
 
-        try:
-            await self.app(scope, limited_receive, send)
-        finally:
-            hold(-size)
+        await self.app(scope, limited_receive, send)
 
 
 def _digest(key: bytes) -> bytes:

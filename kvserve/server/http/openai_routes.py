@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from kvserve.log import RequestError
-from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import (
     ChatCompletion,
     Completion,
@@ -22,7 +21,7 @@ from kvserve.server.http.schemas import (
 )
 from kvserve.server.openai.chat import plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
-from kvserve.server.openai.prompts import check_lengths, check_limit, decode, encode, truncate
+from kvserve.server.openai.prompts import check_lengths, decode, encode, truncate
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter, response_head
 from kvserve.server.openai.responses import (
@@ -42,7 +41,7 @@ from kvserve.server.parsers.message_parser import read_message
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/completions", responses=streamed(Completion))
@@ -51,8 +50,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     state, model = _admit(body, request)
     params = body.sampling_params(state.default_sampling)
     request_id = name_request(body, request, "cmpl")
-    whole = body.truncate_prompt_tokens is not None
-    prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
+    prompts = await encode(state, body.prompt, body.add_special_tokens)
     prompts = [truncate(state, body, ids) for ids in prompts]
     check_lengths(state, body, prompts)
     echoes = _echoes(state, body, prompts)
@@ -158,7 +156,6 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state.check_health()
     model = state.check_model(body.model)
     state.check_policy(body.kv_policy)
-    check_limit(state, body)
     return state, model
 
 

@@ -9,14 +9,13 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import Status, answers
 from kvserve.server.openai.responses import json_response
 from kvserve.server.state.errors import ApiError, unavailable
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
-router = APIRouter(tags=["operations"], route_class=JsonRoute)
+router = APIRouter(tags=["operations"])
 
 _PROBE_SECONDS = 20.0
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, kv_policy="none")

@@ -38,7 +38,6 @@ class KVCacheDetailsBody(BaseModel):
     blocks_released: int
     peak_blocks: int
     held_bytes: int
-    log_bytes: int
     coded_entries: int
     codebook_entries: int
 

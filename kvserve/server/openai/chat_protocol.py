@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvserve.log import RequestError
 from kvserve.sampling_params import MAX_LOGPROBS, StructuredOutput
-from kvserve.server.openai.fields import Content, FirstFault
+from kvserve.server.openai.fields import Content
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.openai.structured import one_call, some_calls
 
@@ -64,7 +64,7 @@ class ChatMessage(BaseModel):
     content: Content = ""
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], FirstFault()] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """What templates know: ``system`` for ``developer``, arguments as objects, both names of
@@ -92,13 +92,13 @@ def _object(arguments: str) -> Any:
 class ChatPrompt(BaseModel):
     """The part of a chat request that becomes the prompt; ``/tokenize`` takes it too."""
 
-    messages: Annotated[list[ChatMessage], FirstFault()]
+    messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: Annotated[list[Tool], FirstFault()] | None = None
+    tools: list[Tool] | None = None
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None

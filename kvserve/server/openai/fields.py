@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import FailFast, PlainValidator
+from pydantic import PlainValidator
 
-from kvserve.log import RequestError, shown
+from kvserve.log import RequestError
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -58,43 +57,6 @@ def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
     raise RequestError('kv_policy must be a name or an object like {"name": "kara", "window": 512}')
 
 
-def _parse_logit_bias(value: Any) -> dict[int, float] | None:
-    """JSON has no keys but strings; the first entry that is wrong ends it."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise RequestError("logit_bias must map token ids to numbers")
-    bias = {}
-    for key, number in value.items():
-        token = key if type(key) is int else _token_id(key)
-        if token is None or isinstance(number, bool) or not isinstance(number, int | float):
-            raise RequestError(
-                f"logit_bias must map token ids to numbers, got {shown(key)}: {shown(number)}"
-            )
-        bias[token] = float(number)
-    return bias
-
-
-def _token_id(key: Any) -> int | None:
-    """A token id that is written as a string."""
-    if isinstance(key, str) and len(key) <= 12:
-        with suppress(ValueError):
-            return int(key)
-    return None
-
-
-class FirstFault(FailFast):
-    """A list that is wrong is wrong by its first item: a million errors help nobody."""
-
-    __hash__ = object.__hash__
-
-
-TokenIds = Annotated[list[int], FirstFault()]
-Strings = Annotated[list[str], FirstFault()]
-LogitBias = Annotated[
-    dict[int, float] | None,
-    PlainValidator(_parse_logit_bias, json_schema_input_type=dict[int, float] | None),
-]
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.state.server_state import ServerState
 
-_INLINE = 1_000
-"""Characters that take less on the event loop than a thread takes to be told of them."""
-_FIRST_LOOK = 4
-"""Characters of a long text, for each token of the context, that are looked at first."""
-_MOST_WHOLE = 2**20
-_SEAM = 64
-"""Tokens that a text may lose where it is not cut."""
-_FEW = 16
-"""Messages over which a template runs in no time."""
-_TEXTS = ThreadPoolExecutor(4, "kvserve-text")
-"""Where texts become tokens and templates run; long ones wait for each other, not for the loop."""
-_T = TypeVar("_T")
+_THREAD_ABOVE = 20_000
+"""Characters above which tokenizing leaves the event loop, so as not to stall the streams."""
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
@@ -35,84 +24,31 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 async def encode(
-    state: ServerState,
-    prompts: Sequence[str | list[int]],
-    add_special_tokens: bool | None,
-    *,
-    whole: bool = False,
+    state: ServerState, prompts: Sequence[str | list[int]], add_special_tokens: bool | None
 ) -> list[list[int]]:
-    """Token ids of each prompt, special ones included unless told; lists of ids pass unchanged.
-
-    Texts that are longer than the context are refused, some before they are read to the end unless
-    ``whole``.
-    """
+    """Token ids of each prompt, special ones included unless told; lists of ids pass unchanged."""
     special = add_special_tokens is not False
     return [
-        prompt
-        if isinstance(prompt, list)
-        else await _encode_text(state, prompt, special, whole=whole)
+        prompt if isinstance(prompt, list) else await _encode_text(state, prompt, special)
         for prompt in prompts
     ]
 
 
-async def _encode_text(
-    state: ServerState, text: str, add_special_tokens: bool, *, whole: bool
-) -> list[int]:
+async def _encode_text(state: ServerState, text: str, add_special_tokens: bool) -> list[int]:
     tokenizer = state.require_tokenizer("prompt")
-    context = state.engine.max_model_len
-    check_characters(state, len(text), "prompt", whole=whole)
-
-    def run() -> list[int]:
-        look = _FIRST_LOOK * context
-        if not whole and len(text) > 2 * look:
-            # Text of this kind, or as much of it, would not fit either: the rest is not looked at.
-            seen = len(tokenizer.encode(text[:look], add_special_tokens=add_special_tokens))
-            if seen > context + _SEAM:
-                raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
     try:
-        return run() if len(text) <= _INLINE else await in_thread(run)
-    except RequestError:
-        raise
-    except (ValueError, TypeError) as exc:  # what a tokenizer cannot read
-        raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
-
-
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """The result of ``work``, which may take long, while the event loop goes on."""
-    return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
-
-
-def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
-    """Refuse a text that is too long for the context however few tokens it is.
-
-    Of one that is cut or counted, so ``whole``, at least ``_MOST_WHOLE`` characters are read.
-    """
-    context = state.engine.max_model_len
-    most = context * state.require_tokenizer(param).longest_token
-    most = max(most, _MOST_WHOLE) if whole else most
-    if count > most:
-        raise RequestError(
-            f"{param} has {count} characters; no text of more than {most} fits this model's "
-            f"context of {context} tokens",
-            param=param,
-            code="context_length_exceeded",
+        if len(text) <= _THREAD_ABOVE:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            tokenizer.encode, text, add_special_tokens=add_special_tokens
         )
-
-
-def _too_long(what: str) -> RequestError:
-    return RequestError(
-        f"prompt: {what}, more than this model's context",
-        param="prompt",
-        code="context_length_exceeded",
-    )
+    except (ValueError, TypeError) as exc:  # a lone surrogate, for one, is valid JSON
+        raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
 
 
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
-    check_messages(state, request)
     messages = [message.for_template() for message in request.messages]
     if request.chat_template is not None and not state.options.trust_request_chat_template:
         raise RequestError(
@@ -141,12 +77,12 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             )
         return tokenizer.apply_chat_template(messages, **own, **kwargs)
 
-    plain = not (kwargs or request.tools or request.chat_template) and len(messages) <= _FEW
     try:
-        if plain and sum(len(message["content"]) for message in messages) <= _INLINE:
+        short = sum(len(message["content"]) for message in messages) <= _THREAD_ABOVE
+        if short and request.chat_template is None:
             ids = apply()
         else:
-            ids = await in_thread(apply)
+            ids = await asyncio.to_thread(apply)
     except RequestError:
         raise
     except Exception as exc:  # templates raise what they like: jinja errors, ValueError, TypeError
@@ -154,21 +90,6 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             f"messages: the chat template refuses them: {exc}", param="messages"
         ) from exc
     return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
-
-
-def check_messages(state: ServerState, request: ChatPrompt) -> None:
-    """Refuse a conversation that cannot fit, before a template runs over it."""
-    context = state.engine.max_model_len
-    if len(request.messages) > context:
-        raise RequestError(
-            f"messages: {len(request.messages)} messages do not fit this model's context of "
-            f"{context} tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    count = sum(len(message.content) for message in request.messages)
-    cut = getattr(request, "truncate_prompt_tokens", None) is not None
-    check_characters(state, count, "messages", whole=cut)
 
 
 def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
@@ -204,19 +125,6 @@ def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     except (ValueError, TypeError, OverflowError, IndexError) as exc:
         raise RequestError(f"{param}: the token ids cannot be decoded: {exc}", param=param) from exc
-
-
-def check_limit(state: ServerState, request: GenerationRequest) -> None:
-    """``max_tokens`` must fit the context, whatever the prompt."""
-    asked, context = request.token_limit(), state.engine.max_model_len
-    if asked is not None and asked > context:
-        field = request.token_limit_field
-        raise RequestError(
-            f"{field}={asked} does not fit: the context is {context} tokens, the prompt's among "
-            "them",
-            param=field,
-            code="context_length_exceeded",
-        )
 
 
 def check_lengths(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import SamplingParams, StructuredOutput
-from kvserve.server.openai.fields import KVPolicy, LogitBias, Prompts, Stop, Strings, TokenIds
+from kvserve.server.openai.fields import KVPolicy, Prompts, Stop
 from kvserve.server.openai.structured import structured_output
 
 # ---- requests ---------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     stop: Stop = []
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -97,16 +97,16 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: LogitBias = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Strings | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: Strings | None = None
+    guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     kv_policy: KVPolicy = None
     return_token_ids: bool | None = None
@@ -210,7 +210,7 @@ class DetokenizeRequest(BaseModel):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: list[int]
 
 
 def _log_once(name: str) -> None:

@@ -201,8 +201,6 @@ def kv_stats(stats: EngineStats) -> Json:
         "blocks_total": stats.blocks_total,
         "blocks_free": stats.blocks_free,
         "blocks_cached": stats.blocks_cached,
-        "bytes_total": stats.bytes_total,
-        "bytes_held": stats.bytes_held,
         "tokens_logical": stats.tokens_logical,
         "tokens_held": stats.tokens_held,
         "tokens_evicted_total": stats.tokens_evicted_total,

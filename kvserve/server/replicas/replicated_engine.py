@@ -36,7 +36,7 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
 from kvserve.server.state.options import server_options
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 
 _APP = "kvserve"
 _SERVES = (
@@ -277,7 +277,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
     """The application, ready once a replica has answered."""
     configure_logging(settings.log_level)
-    check_request_policies(config.compression.request_policies)
     engine = ReplicatedEngine(config)
     state = ServerState(engine, config, server_options(config, settings))
     app = create_app(state)

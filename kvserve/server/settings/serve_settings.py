@@ -59,13 +59,7 @@ class ServeSettings:
     allow_credentials: bool = setting(False, "let those pages send cookies")
     allowed_methods: tuple[str, ...] = setting(("*",), "methods that they may use")
     allowed_headers: tuple[str, ...] = setting(("*",), "headers that they may send")
-    max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
-    read_timeout: float = setting(
-        30.0, "seconds that a client has to send a request's head, and again for its body"
-    )
-    max_connections: int = setting(
-        4096, "most connections open at once; beyond, those that owe a request longest are closed"
-    )
+    max_body_size: int = setting(64 * 2**20, "largest request body in bytes (accepts 64MiB)")
     docs: bool = setting(True, "serve the API's documentation at /docs")
     otlp_traces_endpoint: str | None = setting(
         None, "where OpenTelemetry spans go, one per request (extra otel)"
@@ -86,12 +80,6 @@ class ServeSettings:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
-        if not self.read_timeout > 0:
-            raise ConfigError("--read-timeout must be above 0")
-        if self.max_connections < 1:
-            raise ConfigError("--max-connections must be at least 1")
-        if self.max_body_size < 1:
-            raise ConfigError("--max-body-size must be at least 1")
         if self.max_queued_requests < 0:
             raise ConfigError("--max-queued-requests must not be negative")
         if not all(self.api_key):

@@ -16,14 +16,13 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from kvserve.log import EngineDeadError, RequestError, logger, shown
+from kvserve.log import EngineDeadError, RequestError, logger
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    408: "invalid_request_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     431: "invalid_request_error",
@@ -79,33 +78,22 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": "5"})
 
 
-def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
+def as_api_error(exc: Exception) -> ApiError:
     """What a client is told about ``exc``; the unforeseen is logged and stays on the server."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):
-        return _refusal(exc)
+        if exc.code == "out_of_memory":  # nothing is wrong with the request
+            return unavailable(str(exc), exc.code)
+        return ApiError(400, str(exc), param=exc.param, code=exc.code or "invalid_value")
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())
     if isinstance(exc, ClientDisconnect):  # nobody reads this; the access log shows the status
         return ApiError(499, "the client closed the connection", code="client_closed_request")
     if isinstance(exc, EngineDeadError):
         return ApiError(500, f"the engine stopped: {exc}", code="engine_dead")
-    name = f" ({request_id})" if request_id else ""
-    logger.error("unexpected error while serving a request%s", name, exc_info=exc)
-    message = f"internal error; the server's log has the details{name}"
-    return ApiError(500, message, code="internal_error")
-
-
-def _refusal(exc: RequestError) -> ApiError:
-    """Most are the client's to mend; with some codes nothing is wrong with the request."""
-    if exc.code == "out_of_memory":
-        return unavailable(str(exc), exc.code)
-    if exc.code == "too_many_policies":
-        later = {"Retry-After": "1"}
-        return ApiError(429, str(exc), param=exc.param, code=exc.code, headers=later)
-    status = 500 if exc.code == "internal_error" else 400
-    return ApiError(status, str(exc), param=exc.param, code=exc.code or "invalid_value")
+    logger.error("unexpected error while serving a request", exc_info=exc)
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -114,7 +102,7 @@ def install_handlers(app: FastAPI) -> None:
     async def handle(request: Request, exc: Exception) -> Response:
         if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
             return _http_error(exc, request).response()
-        return as_api_error(exc, getattr(request.state, "request_id", None)).response()
+        return as_api_error(exc).response()
 
     for kind in (
         RequestError,
@@ -161,8 +149,6 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, message, code="invalid_json")
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_field")
-    if kind == "int_parsing_size":
-        first = {**first, "msg": "Input should be an integer of at most 64 bits"}
     what = re.sub("^Input should be", "must be", str(first["msg"]))
     message = f"{param} {what}, got {_shortened(first['input'])}"
     return ApiError(400, message, param=param, code="invalid_value")
@@ -182,5 +168,5 @@ def _param(loc: Sequence[str | int]) -> str | None:
 
 
 def _shortened(value: Any) -> str:
-    text = shown(value)
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -161,7 +161,6 @@ class Metrics:
         info = {
             "block_size": self._config.cache.block_size or "auto",
             "num_gpu_blocks": 0,
-            "cache_dtype": self._config.cache.kv_cache_dtype,
             "policy": self._config.compression.policy,
             "policy_args": json.dumps(dict(self._config.compression.policy_args)),
         }
@@ -205,8 +204,6 @@ class Metrics:
             "Held over logical tokens",
             lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
         )
-        yield gauge("kv_pool_bytes", "Bytes of the pool's blocks", lambda s: s.bytes_total)
-        yield gauge("kv_held_bytes", "Bytes of blocks that requests name", lambda s: s.bytes_held)
         yield gauge(
             "kv_admission_headroom_blocks",
             "Blocks for new requests",

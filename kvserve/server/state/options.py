@@ -24,7 +24,7 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     root_path: str = ""
     docs: bool = True
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 64 * 2**20
     ping_interval: float = 15.0
     chat_template: str | None = None
     trust_request_chat_template: bool = False

@@ -46,14 +46,11 @@ class ServerState:
 
     def mark_ready(self) -> None:
         """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
-        self.check_tokenizer()
-        self.default_sampling = _usable_defaults(self.engine.default_sampling)
-        self.ready = True
-
-    def check_tokenizer(self) -> None:
-        """``ConfigError`` where the tokenizer lacks what a flag asks for."""
         if self.options.reasoning_parser is not None:
             self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
+        _check_names(self.config.compression.request_policies)
+        self.default_sampling = _usable_defaults(self.engine.default_sampling)
+        self.ready = True
 
     def check_ready(self) -> None:
         if not self.ready:
@@ -79,17 +76,7 @@ class ServerState:
         return model or names[0]
 
     def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
-        """That it is allowed here, and that its fields are what a policy and the context allow."""
-        if kv_policy is None:
-            return
-        # Not when this module is loaded: policies load torch.
-        from kvserve.engine.core.request_policies import read_policy
-
         name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
-        self._check_allowed(name)
-        read_policy(kv_policy, self.engine.max_model_len)
-
-    def _check_allowed(self, name: Any) -> None:
         compression = self.config.compression
         if name in (None, "none") or compression.allow_request_policy == "all":
             return
@@ -150,8 +137,7 @@ class ServerState:
         return self.engine.tokenizer
 
 
-def check_request_policies(policies: Sequence[str]) -> None:
-    """``ConfigError`` where one of ``--request-policies`` is none."""
+def _check_names(policies: Sequence[str]) -> None:
     if not policies:
         return
     from kvserve.engine.policies.registry import policy_names

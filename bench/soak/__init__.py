@@ -1,1 +1,0 @@
-"""A server under mixed traffic with faults on purpose: `make soak`."""

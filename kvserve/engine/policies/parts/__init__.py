@@ -1,1 +1,0 @@
-"""What policies are put together from: arguments, what is said of them, shares of a budget."""

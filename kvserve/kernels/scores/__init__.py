@@ -1,1 +1,0 @@
-"""Scores of cached entries, and what is worked out from them."""

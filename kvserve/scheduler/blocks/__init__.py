@@ -1,1 +1,0 @@
-"""Who holds which blocks: tables over one pool, and the prefix cache."""

@@ -1,1 +1,0 @@
-"""Compression events: who is due, what it takes, and when the next one comes."""

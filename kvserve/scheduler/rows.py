@@ -1,0 +1,177 @@
+"""Counters and tokens of the running sequences, one array entry per row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvserve.scheduler.block_manager import BlockManager
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class RowTable:
+    """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens.
+
+    ``num_tokens`` counts tokens being sampled, of which the host does not know the last
+    ``num_unknown`` yet; ``num_computed`` is the logical length of the cache;
+    ``first_uncompressed_pos`` the logical position of the oldest token that no event has taken;
+    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_unmodified_tokens``
+    bounds the entries that are still the plain image of their tokens, ``num_published`` counts the
+    columns that the prefix cache has seen.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
+        self.max_rows = max_rows
+        self._blocks = blocks
+        self._swaps: list[tuple[int, int]] = []
+        self.num_rows = 0
+        self.num_decoding = 0
+        self.sequences: list[Sequence | None] = [None] * max_rows
+        self.token_ids: IntArray = np.zeros((max_rows, max_model_len + 1), np.int32)
+        self.stop_ids: IntArray = np.full((max_rows, 4), -1, np.int32)
+        self._counters: IntArray = np.zeros((17, max_rows), np.int32)
+        (
+            self.num_prompt,
+            self.num_tokens,
+            self.num_computed,
+            self.max_len,
+            self.first_uncompressed_pos,
+            self.next_event,
+            self.caught_up,
+            self.replay_until,
+            self.priority,
+            self.arrival,
+            self.policy_id,
+            self.compactions,
+            self.blocks_released,
+            self.peak_blocks,
+            self.num_unmodified_tokens,
+            self.num_published,
+            self.num_unknown,
+        ) = self._counters
+
+    def live(self) -> list[Sequence]:
+        """The sequences of the rows in use, in row order."""
+        return [seq for seq in self.sequences[: self.num_rows] if seq is not None]
+
+    def add(self, seq: Sequence) -> int:
+        """Give ``seq`` the next row, as one that has computed nothing."""
+        row = self._next_row(seq)
+        self._counters[:, row] = 0
+        self.num_prompt[row] = seq.num_prompt_tokens
+        self.num_tokens[row] = seq.num_tokens
+        self.max_len[row] = seq.max_len
+        self.replay_until[row] = seq.replay_until
+        self.priority[row] = seq.priority
+        self.arrival[row] = seq.arrival
+        self.policy_id[row] = seq.policy_id
+        return row
+
+    def restore(self, seq: Sequence, counters: IntArray) -> int:
+        """Give ``seq`` the next row, with the ``counters`` it had when it left one."""
+        row = self._next_row(seq)
+        self._counters[:, row] = counters
+        self.num_unknown[row] = 0
+        return row
+
+    def counters_of(self, row: int) -> IntArray:
+        """A copy of all counters of a row."""
+        counters: IntArray = self._counters[:, row].copy()
+        return counters
+
+    def owner(self, row: int) -> Sequence:
+        """The sequence of a row in use."""
+        seq = self.sequences[row]
+        assert seq is not None
+        return seq
+
+    def save(self, seq: Sequence) -> None:
+        """Write the row's tokens and counts back to its sequence."""
+        row = seq.row
+        seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+        seq.logical_tokens = int(self.num_computed[row])
+        seq.compactions = int(self.compactions[row])
+        seq.blocks_released = int(self.blocks_released[row])
+        seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
+
+    def drop(self, seq: Sequence) -> None:
+        """Give an emptied row away; the decoding rows stay in front."""
+        if seq.row < self.num_decoding:
+            self.num_decoding -= 1
+            self._swap(seq.row, self.num_decoding)
+        self.num_rows -= 1
+        self._swap(seq.row, self.num_rows)
+        self.sequences[self.num_rows], seq.row = None, -1
+
+    def promote_ready(self) -> None:
+        """Rows that got their first token, and have nothing to wait for, join the decoding ones."""
+        behind = slice(self.num_decoding, self.num_rows)
+        ready = self.caught_up[behind] & ~self._waits(behind)
+        for row in np.flatnonzero(ready) + self.num_decoding:
+            self._swap(int(row), self.num_decoding)
+            self.num_decoding += 1
+
+    def demote_waiting(self) -> None:
+        """Decoding rows that wait for an event, or for their last token, sit the step out."""
+        for row in np.flatnonzero(self._waits(slice(0, self.num_decoding)))[::-1]:
+            self.num_decoding -= 1
+            self._swap(int(row), self.num_decoding)
+
+    def decoding_next(self) -> IntArray:
+        """Rows that want a token and wait for nothing, before they are sorted in front."""
+        rows = slice(0, self.num_rows)
+        return np.flatnonzero(self.caught_up[rows] & ~self._waits(rows)).astype(np.int32)
+
+    def take_swaps(self) -> tuple[tuple[int, int], ...]:
+        """Rows exchanged since the last call, in order."""
+        swaps, self._swaps = tuple(self._swaps), []
+        return swaps
+
+    def tokens_from(self, at: IntArray, start: IntArray) -> IntArray:
+        """Computed tokens of rows ``at`` from positions ``start`` on, padded behind: [n, T]."""
+        last = self.num_computed[at] - 1
+        places = start[:, None] + np.arange((last - start).max() + 1)
+        tokens: IntArray = self.token_ids[at[:, None], np.minimum(places, last[:, None])]
+        return tokens
+
+    def _waits(self, rows: slice) -> BoolArray:
+        """Which of ``rows`` have an event first, or have all the tokens they may have."""
+        waits: BoolArray = self.num_computed[rows] >= self.next_event[rows]
+        waits |= self.num_tokens[rows] >= self.max_len[rows]
+        return waits
+
+    def _next_row(self, seq: Sequence) -> int:
+        row = self.num_rows
+        self.num_rows += 1
+        self.sequences[row] = seq
+        seq.row, seq.status = row, SequenceStatus.RUNNING
+        self.token_ids[row, : seq.num_tokens] = seq.token_ids
+        self._set_stop_ids(row, seq.stop_token_ids)
+        return row
+
+    def _swap(self, a: int, b: int) -> None:
+        """Exchange two rows with all that belongs to them."""
+        if a == b:
+            return
+        self._swaps.append((a, b))
+        self._blocks.swap(a, b)
+        longest = int(max(self.num_tokens[a], self.num_tokens[b]))
+        self.token_ids[[a, b], :longest] = self.token_ids[[b, a], :longest]
+        self._counters[:, [a, b]] = self._counters[:, [b, a]]
+        self.stop_ids[[a, b]] = self.stop_ids[[b, a]]
+        self.sequences[a], self.sequences[b] = self.sequences[b], self.sequences[a]
+        for row in (a, b):
+            seq = self.sequences[row]
+            if seq is not None:
+                seq.row = row
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stop_ids)] = stop_ids

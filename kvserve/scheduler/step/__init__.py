@@ -1,1 +1,0 @@
-"""One step: compress, make room, decode, catch up."""
