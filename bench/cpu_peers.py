@@ -25,9 +25,9 @@ import torch
 from tqdm import tqdm
 
 from bench.peers.peer import PEERS, PeerError, PeerProcess
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES, opened_checkpoint
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.benchmarks.checkpoint import SHAPES, opened_checkpoint
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
 
 _WARMUP_TOKENS = 8
 

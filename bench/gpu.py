@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from bench.gpu_jobs import BLOCK, CONFIGS, JOBS, NONE, Job
-from kvserve.benchmarks.datasets.workload import Prompts
-from kvserve.benchmarks.measuring.measure import play
-from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
+from kvserve.benchmarks.measure import play
+from kvserve.benchmarks.policy_spec import policy_spec
+from kvserve.benchmarks.simulator import lognormal_lengths
+from kvserve.benchmarks.workload import Prompts
 from kvserve.config import EngineConfig
-from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams

@@ -21,10 +21,10 @@ from kvserve.kernels.gather_kv import (
     gather_queries_triton,
 )
 from kvserve.kernels.paged_attention import (
+    Chunks,
     paged_attention_torch,
     paged_attention_triton,
 )
-from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
@@ -116,7 +116,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         last = torch.arange(chunk, device=setting.device).repeat(rows).int()
         last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
         starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        chunks = QuerySegments(own, last, setting.context, starts, chunk)
+        chunks = Chunks(own, last, setting.context, starts, chunk)
         inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         yield Case(
@@ -163,14 +163,7 @@ def coded_case(setting: Setting) -> Case:
     )
     own, q = torch.arange(rows, device=device), setting.random(rows, q_heads, dim)
     last = torch.full((kv_heads, rows), setting.context - 1, dtype=torch.int32, device=device)
-    inputs = (
-        q,
-        cache[:, 0],
-        cache[:, 1],
-        tables,
-        QuerySegments(own, last, setting.context),
-        dim**-0.5,
-    )
+    inputs = q, cache[:, 0], cache[:, 1], tables, Chunks(own, last, setting.context), dim**-0.5
     vectors = (coded + 2 * (setting.context - coded)) * dim * q.itemsize
     return Case(
         "decode of codes",

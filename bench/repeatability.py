@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
 
 _DECIDED = (
     *("output_tokens", "exact", "exact_match", "correct_prefix", "score"),

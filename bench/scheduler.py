@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.benchmarks.simulator.simulator import lognormal_lengths
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.simulator import lognormal_lengths
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import ObservationTask
 from kvserve.scheduler.periodic import Periodic

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.options import add_report_arguments, at_least
+from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
 from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
@@ -41,7 +41,7 @@ class LoggedEngineWide(EngineWide):
     logs: ClassVar[bool] = True
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return rows.first_uncompressed_pos
+        return rows.run_start
 
 
 @dataclass(frozen=True)

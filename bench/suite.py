@@ -17,8 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.columns import columns
-from kvserve.benchmarks.reports.report import Column, describe_machine, markdown_table
+from kvserve.benchmarks.columns import columns
+from kvserve.benchmarks.report import Column, describe_machine, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "benchmarks.md"

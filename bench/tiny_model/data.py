@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from bench.tiny_model.tokenizer import ASSISTANT, EOS, MAX_POSITIONS, PAD
-from kvserve.benchmarks.datasets import task_text
-from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks import task_text
+from kvserve.benchmarks.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 10.0

@@ -7,7 +7,7 @@ token, a digit is one token, anything else falls back to bytes, so any text roun
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvserve.benchmarks.datasets.task_text import WORDS
+from kvserve.benchmarks.task_text import WORDS
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, USER, ASSISTANT = range(len(SPECIALS))

@@ -21,7 +21,7 @@ from bench.tiny_model.model import ModelConfig, TinyLlama
 from bench.tiny_model.muon import Muon
 from bench.tiny_model.structure import init_structure
 from bench.tiny_model.tokenizer import build_tokenizer
-from kvserve.benchmarks.datasets.task_text import NAMES
+from kvserve.benchmarks.task_text import NAMES
 
 log = logging.getLogger("tiny_model")
 

@@ -8,12 +8,15 @@ and refuse them.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
-from kvserve.kernels.query_segments import QuerySegments
+
+if TYPE_CHECKING:
+    from kvserve.kernels.paged_attention import Chunks
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -138,7 +141,7 @@ def check_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: QuerySegments,
+    chunks: Chunks,
     codes: Codes | None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a

@@ -9,7 +9,7 @@ of a table may be held as codes (``coded_entries.py``): they are decoded tile by
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
-from kvserve.kernels.query_segments import QuerySegments
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,12 +24,27 @@ if TYPE_CHECKING:
 _MAX_SPLITS = 64
 
 
+class Chunks(NamedTuple):
+    """P chunks of consecutive tokens, T in all; tensors of integers on the device.
+
+    ``rows [P]`` of the block tables; token t sees entries 0 to ``last[r, t]`` (``[R, T]``, below
+    ``max_held``) of table r of its row. ``starts [P + 1]`` are the first tokens of chunks of at
+    most ``max_chunk``; ``None``: P = T chunks of one.
+    """
+
+    rows: Tensor
+    last: Tensor
+    max_held: int
+    starts: Tensor | None = None
+    max_chunk: int = 1
+
+
 def paged_attention_torch(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: QuerySegments,
+    chunks: Chunks,
     scale: float,
     codes: Codes | None = None,
 ) -> Tensor:
@@ -71,7 +85,7 @@ def paged_attention_triton(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: QuerySegments,
+    chunks: Chunks,
     scale: float,
     num_splits: int | None = None,
     codes: Codes | None = None,

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.events import CompressionScheduler
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.output import NewRows
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.rows import RowTable
@@ -26,7 +26,7 @@ class Admission:
         self,
         rows: RowTable,
         blocks: BlockManager,
-        events: CompressionScheduler,
+        events: EventBook,
         prefixes: Prefixes,
         swap: SwapSpace,
         *,
@@ -111,13 +111,13 @@ class Admission:
         rows, blocks = self._rows, self._blocks
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self._size
-        rows.first_uncompressed_pos[at] = seq.trigger.start(rows.num_prompt[at])
-        rows.num_unmodified_tokens[at] = seq.num_shareable
+        rows.run_start[at] = seq.trigger.start(rows.num_prompt[at])
+        rows.num_identity[at] = seq.num_shareable
         rows.num_computed[at] = seq.num_cached_tokens
         rows.num_published[at] = len(columns)
         blocks.start_row(seq.row)
         blocks.adopt(seq.row, columns)
-        self._events.schedule_next_event(seq.policy_id, at)
+        self._events.expect(seq.policy_id, at)
         blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
 
     def _blocks_alone(self, num_tokens: int, log_from: int) -> int:

@@ -6,20 +6,20 @@ import numpy as np
 
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
-from kvserve.scheduler.events import CompressionScheduler
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, PrefillBatch
 from kvserve.scheduler.prefixes import Prefixes
 from kvserve.scheduler.rows import RowTable
 
 
-class PrefillChunks:
+class Chunks:
     """A chunk is a row and how many of its tokens a step computes."""
 
     def __init__(
         self,
         rows: RowTable,
         blocks: BlockManager,
-        events: CompressionScheduler,
+        events: EventBook,
         prefixes: Prefixes,
         admission: Admission,
     ) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.trigger import EventPlan
 
 
 @dataclass(frozen=True, slots=True)
-class EventCandidates:
+class EventPlans:
     """Events of one policy that could be booked: rows ``at`` go from ``old`` to ``new`` entries.
 
     ``old``, ``new``: ``[LG, n, R]``. Those of an ``uneven`` policy have to be observed first; until
@@ -22,7 +22,7 @@ class EventCandidates:
 
     policy_id: int
     at: IntArray
-    plan: EvictionSpec
+    plan: EventPlan
     old: IntArray
     new: IntArray
     uneven: bool
@@ -42,14 +42,14 @@ class EventCandidates:
         size = self.layout.block_size
         return np.asarray((-(-self.old // size) - -(-self.new // size)).sum(axis=(0, 2)))
 
-    def part(self, at: IntArray | slice) -> EventCandidates:
+    def part(self, at: IntArray | slice) -> EventPlans:
         old, new = self.old[:, at], self.new[:, at]
         columns = None if self.columns is None else self.columns[at]
         plan = self.plan.part(at)
         return replace(self, at=self.at[at], plan=plan, old=old, new=new, columns=columns)
 
 
-def chosen(plans: list[EventCandidates], mask: IntArray) -> list[EventCandidates]:
+def chosen(plans: list[EventPlans], mask: IntArray) -> list[EventPlans]:
     """The events that ``mask`` names, over all ``plans`` in order; no plan without any."""
     ends = np.cumsum([len(plan.at) for plan in plans])
     parts = [
@@ -59,7 +59,7 @@ def chosen(plans: list[EventCandidates], mask: IntArray) -> list[EventCandidates
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledEvents:
+class Booked:
     """Events of a step: those that are carried out, and those that are observed for the next."""
 
     compactions: tuple[CompactionTask, ...] = ()

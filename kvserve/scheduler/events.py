@@ -9,18 +9,18 @@ import numpy as np
 
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import QuantizeTrigger
-from kvserve.scheduler.event_plans import EventCandidates, ScheduledEvents, chosen
+from kvserve.scheduler.code_trigger import CodeBook
+from kvserve.scheduler.event_plans import Booked, EventPlans, chosen
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.rows import RowTable
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import NO_EVENT, EvictionSpec, RowState, Trigger
+from kvserve.scheduler.trigger import NO_EVENT, EventPlan, RowState, Trigger
 
 
-class CompressionScheduler:
+class EventBook:
     """Books the events of all rows; lengths and blocks are exact as soon as one is booked.
 
     The events of a step observe at most ``max_observed`` queries, one event aside; those that free
@@ -95,7 +95,7 @@ class CompressionScheduler:
             if len(at):
                 self._steps_since[policy_id] = 0
 
-    def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
+    def compact_due(self, entries_that_fit: int) -> Booked:
         """Book events that are due.
 
         ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
@@ -107,14 +107,14 @@ class CompressionScheduler:
         self._counts.clear()  # what cannot be booked now is observed again
         if self.gate is not None:
             plans = self._that_pay(self.gate, plans, entries_that_fit)
-        return self._schedule(plans, self._max_observed)
+        return self._book(plans, self._max_observed)
 
     def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
         """Book events ahead of their time or budget, until ``missing`` blocks come free."""
         rows = self.rows
         at = rows.decoding_next()
         willing = [
-            part[trigger.can_compress_early(self._row_state(part))]
+            part[trigger.willing(self._row_state(part))]
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
@@ -129,7 +129,7 @@ class CompressionScheduler:
         wanted = np.zeros(len(freed), bool)
         wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
         before = self.compactions
-        booked = self._schedule(chosen(plans, wanted), None)
+        booked = self._book(chosen(plans, wanted), None)
         self.early_compactions += self.compactions - before
         return tuple(replace(task, early=True) for task in booked.compactions)
 
@@ -149,7 +149,7 @@ class CompressionScheduler:
             self._observing.difference_update(task.seq_ids.tolist())
 
     @property
-    def blocked_on_blocks(self) -> bool:
+    def starving(self) -> bool:
         """Whether an event that writes codes finds no blocks: what comes free is for it."""
         return self._starved is not None
 
@@ -167,7 +167,7 @@ class CompressionScheduler:
         plan, old = self._plan(policy_id, at)
         lengths = np.array(trigger.prompt_lengths(num_prompt, layout.num_layers), np.int32)
         new = np.broadcast_to(lengths[:, None, None], old.shape).copy()
-        task = self._compact(EventCandidates(policy_id, at, plan, old, new, True, True, layout))
+        task = self._compact(EventPlans(policy_id, at, plan, old, new, True, True, layout))
         return replace(task, token_ids=rows.token_ids[at, :num_prompt])
 
     def _waiting(self) -> IntArray:
@@ -184,7 +184,7 @@ class CompressionScheduler:
             return at
         return at[[self.rows.owner(row).seq_id not in self._observing for row in at]]
 
-    def _plans(self, at: IntArray) -> list[EventCandidates]:
+    def _plans(self, at: IntArray) -> list[EventPlans]:
         """What events of rows ``at`` would do now, policy by policy."""
         plans = []
         for policy_id in np.unique(self.rows.policy_id[at]).tolist():
@@ -195,20 +195,18 @@ class CompressionScheduler:
                 plan, old = self._plan(policy_id, part)
                 new = old - plan.evicted[None, :, None]
                 plans.append(
-                    EventCandidates(
-                        policy_id, part, plan, old, new, False, True, self.blocks.layout
-                    )
+                    EventPlans(policy_id, part, plan, old, new, False, True, self.blocks.layout)
                 )
         return plans
 
-    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[EventCandidates]:
+    def _uneven_plans(self, policy_id: int, at: IntArray) -> list[EventPlans]:
         """Events that were observed in the step before, and those that have to be."""
         plan, old = self._plan(policy_id, at)
         owners = [self.rows.owner(row).seq_id for row in at]
         events = list(zip(owners, plan.query_start.tolist(), strict=True))
         known, new = np.array([event in self._counts for event in events]), old.copy()
         columns, trigger = None, self._triggers[policy_id]
-        if isinstance(trigger, QuantizeTrigger):
+        if isinstance(trigger, CodeBook):
             assert self.blocks.codes is not None
             columns = np.empty(len(events), object)
             for i in np.flatnonzero(known):
@@ -225,18 +223,16 @@ class CompressionScheduler:
         else:
             for i in np.flatnonzero(known):
                 new[:, i] = self._counts[events[i]] + plan.region_start[i]
-        both = EventCandidates(
-            policy_id, at, plan, old, new, True, True, self.blocks.layout, columns
-        )
+        both = EventPlans(policy_id, at, plan, old, new, True, True, self.blocks.layout, columns)
         return [replace(both.part(known == done), known=done) for done in (True, False)]
 
-    def _plan(self, policy_id: int, at: IntArray) -> tuple[EvictionSpec, IntArray]:
+    def _plan(self, policy_id: int, at: IntArray) -> tuple[EventPlan, IntArray]:
         plan = self._triggers[policy_id].plan(self._row_state(at))
         return plan, self.blocks.kv_lens[:, at]
 
     def _that_pay(
-        self, gate: BreakEvenGate, plans: list[EventCandidates], entries_that_fit: int
-    ) -> list[EventCandidates]:
+        self, gate: BreakEvenGate, plans: list[EventPlans], entries_that_fit: int
+    ) -> list[EventPlans]:
         """Put off optional events that would not earn back what they cost."""
         rows, passed = self.rows, []
         for plan in plans:
@@ -260,12 +256,12 @@ class CompressionScheduler:
         recorded = self.rows.owner(row).events
         return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
 
-    def _schedule(self, plans: list[EventCandidates], max_observed: int | None) -> ScheduledEvents:
+    def _book(self, plans: list[EventPlans], max_observed: int | None) -> Booked:
         """Book the events that fit a step and find their blocks; a task for each policy."""
         compactions: list[CompactionTask] = []
         observations: list[ObservationTask] = []
         if not any(len(plan.at) for plan in plans):
-            return ScheduledEvents()
+            return Booked()
         freed = np.concatenate([self._freed(plan) for plan in plans])
         observed = np.concatenate([plan.observed for plan in plans])
         at = np.concatenate([plan.at for plan in plans])
@@ -280,7 +276,7 @@ class CompressionScheduler:
                 observations.append(self._observation(best))
                 self._observing.update(observations[-1].seq_ids.tolist())
                 continue
-            if isinstance(self._triggers[plan.policy_id], QuantizeTrigger):
+            if isinstance(self._triggers[plan.policy_id], CodeBook):
                 compactions += self._code(best)
                 continue
             count = len(best.at)
@@ -290,28 +286,28 @@ class CompressionScheduler:
                 compactions.append(self._compact(best.part(slice(count))))
         if not (compactions or observations or fits.all()):
             # Those that went first find no blocks: they must not keep the others waiting.
-            return self._schedule(chosen(plans, ~fits), max_observed)
-        return ScheduledEvents(tuple(compactions), tuple(observations))
+            return self._book(chosen(plans, ~fits), max_observed)
+        return Booked(tuple(compactions), tuple(observations))
 
     def _rank(self, row: int) -> tuple[int, int]:
         """Of two rows the higher one makes way."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
-    def _freed(self, plan: EventCandidates) -> IntArray:
+    def _freed(self, plan: EventPlans) -> IntArray:
         """What events go by. Those that write codes evict little and come first, the oldest first:
         behind newer ones that evict, an old one might wait for ever.
         """
-        if isinstance(self._triggers[plan.policy_id], QuantizeTrigger):
+        if isinstance(self._triggers[plan.policy_id], CodeBook):
             return np.full(len(plan.at), NO_EVENT)
         return plan.plan.evicted
 
-    def _observation(self, plan: EventCandidates) -> ObservationTask:
+    def _observation(self, plan: EventPlans) -> ObservationTask:
         owners = np.array([self.rows.owner(row).seq_id for row in plan.at])
         trigger = self._triggers[plan.policy_id]
         tokens = None if trigger.logs else self.rows.tokens_from(plan.at, plan.plan.query_start)
         return ObservationTask(plan.policy_id, plan.at, owners, plan.plan, plan.old, tokens)
 
-    def _code(self, plan: EventCandidates) -> list[CompactionTask]:
+    def _code(self, plan: EventPlans) -> list[CompactionTask]:
         """Book, one after the other, as many events that write codes as there are blocks for."""
         assert plan.columns is not None
         released, codes = self.blocks.code(plan.at, plan.columns)
@@ -324,7 +320,7 @@ class CompressionScheduler:
         done = plan.part(slice(len(released)))
         return [replace(self._booked(done, np.zeros_like(done.at), released), codes=codes)]
 
-    def _compact(self, plan: EventCandidates) -> CompactionTask:
+    def _compact(self, plan: EventPlans) -> CompactionTask:
         """Book events; lengths and blocks are exact at once."""
         blocks, at, new = self.blocks, plan.at, plan.new
         if plan.columns is None:
@@ -336,18 +332,14 @@ class CompressionScheduler:
             released = np.array([blocks.keep_columns(*one) for one in kept], np.int32)
         return self._booked(plan, copy_start, released)
 
-    def _booked(
-        self, plan: EventCandidates, copy_start: IntArray, released: IntArray
-    ) -> CompactionTask:
+    def _booked(self, plan: EventPlans, copy_start: IntArray, released: IntArray) -> CompactionTask:
         """Events whose blocks are found, as a task; their rows' counters are those after it."""
         rows, blocks, size = self.rows, self.blocks, self.blocks.layout.block_size
         at, new = plan.at, plan.new
         observed = self._observation(plan)
-        rows.num_unmodified_tokens[at] = np.minimum(
-            rows.num_unmodified_tokens[at], plan.plan.region_start
-        )
-        rows.first_uncompressed_pos[at] = plan.plan.first_uncompressed_pos
-        log_from = self.schedule_next_event(plan.policy_id, at)
+        rows.num_identity[at] = np.minimum(rows.num_identity[at], plan.plan.region_start)
+        rows.run_start[at] = plan.plan.run_start
+        log_from = self.expect(plan.policy_id, at)
         rows.compactions[at] += 1
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
@@ -364,16 +356,14 @@ class CompressionScheduler:
         dst_blocks = blocks.kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
         return CompactionTask.of(observed, new, copy_start, dst_blocks, log_from)
 
-    def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
+    def expect(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
         rows = self.rows
         trigger, state = self._triggers[policy_id], self._row_state(at)
         next_event = trigger.next_event(state)
-        if isinstance(trigger, QuantizeTrigger) and self.blocks.codes is not None:
+        if isinstance(trigger, CodeBook) and self.blocks.codes is not None:
             # What stayed raw at the prompt's end does so for good.
-            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (
-                state.first_uncompressed_pos > 0
-            )
+            raw = ~self.blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.run_start > 0)
             next_event[raw] = NO_EVENT
         for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             seq = rows.owner(at[i])
@@ -390,6 +380,6 @@ class CompressionScheduler:
             rows.num_prompt[at],
             rows.num_computed[at],
             -(-entries // layout.groups),
-            rows.first_uncompressed_pos[at],
+            rows.run_start[at],
             layout.block_size,
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.trigger import EventPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ObservationTask:
     policy_id: int
     rows: IntArray
     seq_ids: IntArray
-    plan: EvictionSpec
+    plan: EventPlan
     old_lens: IntArray
     token_ids: IntArray | None
 

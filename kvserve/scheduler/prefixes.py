@@ -36,7 +36,7 @@ class Prefixes:
         """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
         rows, row, size = self._rows, seq.row, self._size
         first = int(rows.num_published[row])
-        end = min(num_tokens, int(rows.num_unmodified_tokens[row])) // size
+        end = min(num_tokens, int(rows.num_identity[row])) // size
         if end > first:
             tokens = rows.token_ids[row, : end * size]
             seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])

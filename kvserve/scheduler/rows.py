@@ -17,11 +17,10 @@ class RowTable:
     """Rows ``[0, num_decoding)`` decode, ``[num_decoding, num_rows)`` catch up with their tokens.
 
     ``num_tokens`` counts tokens being sampled, of which the host does not know the last
-    ``num_unknown`` yet; ``num_computed`` is the logical length of the cache;
-    ``first_uncompressed_pos`` the logical position of the oldest token that no event has taken;
-    ``caught_up`` is 1 once the row's next token comes from the sampler; ``num_unmodified_tokens``
-    bounds the entries that are still the plain image of their tokens, ``num_published`` counts the
-    columns that the prefix cache has seen.
+    ``num_unknown`` yet; ``num_computed`` is the logical length of the cache; ``run_start`` the
+    logical position of the oldest token that no event has taken; ``caught_up`` is 1 once the row's
+    next token comes from the sampler; ``num_identity`` bounds the entries that are still the plain
+    image of their tokens, ``num_published`` counts the columns that the prefix cache has seen.
     """
 
     def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
@@ -39,7 +38,7 @@ class RowTable:
             self.num_tokens,
             self.num_computed,
             self.max_len,
-            self.first_uncompressed_pos,
+            self.run_start,
             self.next_event,
             self.caught_up,
             self.replay_until,
@@ -49,7 +48,7 @@ class RowTable:
             self.compactions,
             self.blocks_released,
             self.peak_blocks,
-            self.num_unmodified_tokens,
+            self.num_identity,
             self.num_published,
             self.num_unknown,
         ) = self._counters

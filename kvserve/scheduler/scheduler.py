@@ -15,9 +15,9 @@ import numpy as np
 from kvserve.scheduler.admission import Admission
 from kvserve.scheduler.block_manager import BlockManager
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.chunks import PrefillChunks
-from kvserve.scheduler.event_plans import ScheduledEvents
-from kvserve.scheduler.events import CompressionScheduler
+from kvserve.scheduler.chunks import Chunks
+from kvserve.scheduler.event_plans import Booked
+from kvserve.scheduler.events import EventBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
@@ -72,7 +72,7 @@ class Scheduler:
             code_scratch,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
-        self.events = CompressionScheduler(
+        self.events = EventBook(
             self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
         )
         self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
@@ -90,9 +90,7 @@ class Scheduler:
             reserve=admission_reserve,
             chunked=chunked_prefill,
         )
-        self._chunks = PrefillChunks(
-            self.rows, self.blocks, self.events, self._prefixes, self._admission
-        )
+        self._chunks = Chunks(self.rows, self.blocks, self.events, self._prefixes, self._admission)
         self._max_tokens = max_num_batched_tokens
         self._arrivals = 0
         # Who ended since the last step, and whom the next update reports for outgrowing the pool.
@@ -151,11 +149,11 @@ class Scheduler:
         rows.num_computed[in_front] += 1
         chunks = self._schedule_chunks()
         # Observing what then finds no blocks, again and again, is no progress.
-        blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
-        moves_on = len(decoding) or (booked.observations and not blocked_on_blocks)
+        starving = self.events.starving and rows.num_rows > 1
+        moves_on = len(decoding) or (booked.observations and not starving)
         # Who waits for a step that is on its way can say nothing yet.
         moves_on = moves_on or in_flight
-        if blocked_on_blocks and not (moves_on or chunks or self._admission.has_new):
+        if starving and not (moves_on or chunks or self._admission.has_new):
             self._preempt()
             moves_on = True
         while not (moves_on or chunks or self._admission.has_new) and rows.num_rows:
@@ -292,7 +290,7 @@ class Scheduler:
             rows.num_decoding = 0  # it sits the step out: its token may be its last
             return
         if n == 1:
-            self._finish_pool_exhausted(seq)
+            self._outgrow(seq)
             self._drop_finished()
             return
         coded, _ = self.blocks.num_coded(seq.row)
@@ -329,14 +327,14 @@ class Scheduler:
         seq.stop_token = stop_token
         self.finish(seq, "length" if stop_token is None else "stop")
 
-    def _finish_pool_exhausted(self, seq: Sequence) -> None:
+    def _outgrow(self, seq: Sequence) -> None:
         """End a sequence that the whole pool cannot hold any longer."""
         self.finish(seq, "length")
         self._outgrown.append(seq)
 
     # ---- blocks and chunks -------------------------------------------------------------------
 
-    def _compact(self) -> ScheduledEvents:
+    def _compact(self) -> Booked:
         """Events that are due, and early ones if this step's decodes would find no blocks."""
         self.events.take_engine_wide()
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
@@ -344,7 +342,7 @@ class Scheduler:
         missing = self._missing(self.rows.decoding_next())
         if missing:
             early = self.events.compact_early(missing)
-            booked = ScheduledEvents(booked.compactions + early, booked.observations)
+            booked = Booked(booked.compactions + early, booked.observations)
         return booked
 
     def _missing(self, at: IntArray) -> int:
@@ -370,7 +368,7 @@ class Scheduler:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        if self.events.blocked_on_blocks:  # newcomers would take what it waits for
+        if self.events.starving:  # newcomers would take what it waits for
             return chunks
         while self.waiting and budget > 0 and rows.num_rows < rows.max_rows:
             seq = self.waiting.first
@@ -378,7 +376,7 @@ class Scheduler:
                 break
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:
-                    self._finish_pool_exhausted(seq)
+                    self._outgrow(seq)
                 break
             self.waiting.remove(seq)
             if not rows.caught_up[seq.row]:

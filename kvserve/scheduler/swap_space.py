@@ -24,7 +24,7 @@ class ParkedRow:
     """
 
     counters: IntArray
-    num_unmodified_tokens: int
+    num_identity: int
     kv_lens: IntArray
     log_from: int
     log_columns: tuple[int, int]
@@ -58,7 +58,7 @@ class SwapSpace:
         host = self.pool.allocate(count)
         self._parked[seq.seq_id] = ParkedRow(
             rows.counters_of(row),
-            int(min(rows.num_unmodified_tokens[row], rows.num_computed[row])),
+            int(min(rows.num_identity[row], rows.num_computed[row])),
             blocks.kv_lens[:, row].copy(),
             int(blocks.logged_from([row])[0]),
             (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
@@ -71,7 +71,7 @@ class SwapSpace:
 
     def identity_tokens(self, seq: Sequence) -> int:
         """First tokens of a parked sequence whose entries are still as computed."""
-        return self._parked[seq.seq_id].num_unmodified_tokens
+        return self._parked[seq.seq_id].num_identity
 
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
         """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""

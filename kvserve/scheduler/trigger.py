@@ -23,19 +23,19 @@ NOT_LOGGING = 2**31 - 1
 class RowState:
     """What triggers may know of n rows; all ``[n]``.
 
-    ``num_computed`` is logical, ``kv_len`` physical; ``first_uncompressed_pos`` is the logical
-    position of the oldest token that no event has taken. ``block_size`` is the cache's.
+    ``num_computed`` is logical, ``kv_len`` physical; ``run_start`` is the logical position of the
+    oldest token that no event has taken. ``block_size`` is the cache's.
     """
 
     num_prompt: IntArray
     num_computed: IntArray
     kv_len: IntArray
-    first_uncompressed_pos: IntArray
+    run_start: IntArray
     block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class EvictionSpec:
+class EventPlan:
     """One event per row; all ``[n]``.
 
     ``windows`` neighbouring windows of ``window_len`` entries each begin at physical entry
@@ -50,11 +50,11 @@ class EvictionSpec:
     keep: IntArray
     query_start: IntArray
     num_queries: IntArray
-    first_uncompressed_pos: IntArray
+    run_start: IntArray
 
-    def part(self, at: IntArray | slice) -> EvictionSpec:
+    def part(self, at: IntArray | slice) -> EventPlan:
         """The events ``at`` alone."""
-        return EvictionSpec(*(getattr(self, f.name)[at] for f in fields(EvictionSpec)))
+        return EventPlan(*(getattr(self, f.name)[at] for f in fields(EventPlan)))
 
     @property
     def evicted(self) -> IntArray:
@@ -85,7 +85,7 @@ class Trigger(Protocol):
     def logs(self) -> bool: ...
 
     def start(self, num_prompt: IntArray) -> IntArray:
-        """``first_uncompressed_pos`` of a sequence that has computed nothing."""
+        """``run_start`` of a sequence that has computed nothing."""
         ...
 
     def next_event(self, rows: RowState) -> IntArray:
@@ -96,11 +96,11 @@ class Trigger(Protocol):
         """Logical positions from which queries are logged, or ``NOT_LOGGING``."""
         ...
 
-    def plan(self, rows: RowState) -> EvictionSpec:
+    def plan(self, rows: RowState) -> EventPlan:
         """The events of rows that are due."""
         ...
 
-    def can_compress_early(self, rows: RowState) -> IntArray:
+    def willing(self, rows: RowState) -> IntArray:
         """Which decoding rows an optional event would find something to take of: bool [n]."""
         ...
 
@@ -148,7 +148,7 @@ class OnDate:
 
     optional_period: ClassVar[int] = 0
 
-    def can_compress_early(self, rows: RowState) -> IntArray:
+    def willing(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
 
 
@@ -168,7 +168,7 @@ class Never(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return np.full_like(rows.num_prompt, NOT_LOGGING)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
+    def plan(self, rows: RowState) -> EventPlan:
         raise AssertionError("Never has no events")
 
 
@@ -184,15 +184,13 @@ class AtPrefillEnd(OnDate):
         return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
-        due = (rows.first_uncompressed_pos == 0) & (
-            self.budget.of(rows.num_prompt) < rows.num_prompt
-        )
+        due = (rows.run_start == 0) & (self.budget.of(rows.num_prompt) < rows.num_prompt)
         return np.where(due, rows.num_prompt, NO_EVENT).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
+    def plan(self, rows: RowState) -> EventPlan:
         return _whole_row(rows, np.zeros_like(rows.kv_len), self.budget.of, self.num_queries)
 
 
@@ -220,7 +218,7 @@ class WhenOver(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
+    def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
@@ -262,7 +260,7 @@ class Bounded(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
+    def plan(self, rows: RowState) -> EventPlan:
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
@@ -290,22 +288,20 @@ class EveryStep(OnDate):
         due: IntArray = np.maximum(rows.num_prompt, over)
         if self.generated:
             return due
-        return np.where(
-            (rows.first_uncompressed_pos == 0) & (over <= rows.num_prompt), due, NO_EVENT
-        )
+        return np.where((rows.run_start == 0) & (over <= rows.num_prompt), due, NO_EVENT)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.first_uncompressed_pos)
+        return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.run_start)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
-        return EvictionSpec(
+    def plan(self, rows: RowState) -> EventPlan:
+        return EventPlan(
             region_start=np.zeros_like(rows.kv_len),
             windows=np.ones_like(rows.kv_len),
             window_len=rows.kv_len,
             keep=np.full_like(rows.kv_len, self.keep),
-            query_start=rows.first_uncompressed_pos,
-            num_queries=rows.num_computed - rows.first_uncompressed_pos,
-            first_uncompressed_pos=rows.num_computed,
+            query_start=rows.run_start,
+            num_queries=rows.num_computed - rows.run_start,
+            run_start=rows.num_computed,
         )
 
 
@@ -317,15 +313,15 @@ def last_queries(next_event: IntArray, count: int) -> IntArray:
     return np.where(next_event == NO_EVENT, NOT_LOGGING, first).astype(np.int32)
 
 
-def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EvictionSpec:
+def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EventPlan:
     """One window from ``start`` to the row's end."""
     length = rows.kv_len - start
-    return EvictionSpec(
+    return EventPlan(
         region_start=start,
         windows=np.ones_like(length),
         window_len=length,
         keep=keep(length),
         query_start=rows.num_computed - num_queries,
         num_queries=np.full_like(length, num_queries),
-        first_uncompressed_pos=rows.num_computed,
+        run_start=rows.num_computed,
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.datasets.datasets import add_dataset_arguments, check_dataset, read_dataset
-from kvserve.benchmarks.datasets.workload import Prompts
-from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.benchmarks.datasets import add_dataset_arguments, check_dataset, read_dataset
+from kvserve.benchmarks.workload import Prompts
+from kvserve.engine.tokenizer import Tokenizer
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import Parser, UsageError
+from kvserve.server.args import Parser, UsageError
 
 Read = Callable[..., Prompts]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.commands.evaluate import score
-from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
-from kvserve.benchmarks.datasets.task_text import count_units
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
-from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
-from kvserve.benchmarks.measuring.measure import play, wilson_interval
+from kvserve.benchmarks.evaluate import score
+from kvserve.benchmarks.measure import play, wilson_interval
+from kvserve.benchmarks.needle_grid import NeedleGrid
+from kvserve.benchmarks.task_text import count_units
+from kvserve.benchmarks.tasks import Grade, Sample
+from kvserve.benchmarks.workload import TaskPrompts, task_prompts
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
+from kvserve.server.cli import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,chunk_budget=2"

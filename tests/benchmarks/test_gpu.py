@@ -14,8 +14,8 @@ import torch
 
 from bench import gpu
 from bench.gpu_jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD
-from kvserve.benchmarks.measuring import measure
-from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.benchmarks import measure
+from kvserve.benchmarks.policy_spec import policy_spec
 from kvserve.engine.models.spec import read_spec
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 

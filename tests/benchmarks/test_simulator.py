@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from kvserve import LLM
-from kvserve.benchmarks.datasets.workload import random_prompts
-from kvserve.benchmarks.measuring.measure import play
-from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.simulator.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.measure import play
+from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.workload import random_prompts
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
+from kvserve.scheduler.trigger import EventPlan, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES
@@ -114,7 +114,7 @@ def test_lengths_have_their_mean_and_their_cap() -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    loaded = loaded_by("kvserve.benchmarks.simulator.simulator")
+    loaded = loaded_by("kvserve.benchmarks.simulator")
     assert "numpy" in loaded and "torch" not in loaded
 
 
@@ -170,7 +170,7 @@ def kara_events(count: int = 1, windows: int = 1) -> list[CompactionTask]:
     each = np.ones(count, np.int64)
     start, log_from = 1000 * each, 1968 * each
     lengths = (windows * each, 736 * each, 225 * each, start, 768 * each, 1736 * each)
-    plan = EvictionSpec(start, *lengths)
+    plan = EventPlan(start, *lengths)
     old = 1768 * each[None, :, None]
     new, blocks = old - plan.evicted[None, :, None], np.zeros((1, 1, 1, 1))
     return [CompactionTask(0, each, each, plan, old, None, new, start, blocks, log_from)]

@@ -12,8 +12,8 @@ import pytest
 
 from bench import suite
 from bench.suite import PAGE, SUITE, Measurement
-from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.server.cli import commands as cli
+from kvserve.benchmarks.policy_spec import policy_spec
+from kvserve.server import cli
 
 
 @pytest.mark.parametrize("measurement", SUITE, ids=lambda each: each.name)

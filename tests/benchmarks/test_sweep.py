@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.traffic import Traffic
-from kvserve.benchmarks.reports.crossover import PoolPoint, crossovers, verdict
-from kvserve.server.cli.commands import run
+from kvserve.benchmarks.crossover import PoolPoint, crossovers, verdict
+from kvserve.benchmarks.measure import Figures
+from kvserve.benchmarks.traffic import Traffic
+from kvserve.server.cli import run
 from tests.benchmarks.conftest import Bench
 
 SMALL = ("--num-prompts", "10", "--input-len", "16", "--output-len", "48", "--block-size", "4")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import kvserve
-from kvserve.benchmarks.datasets import task_text
-from kvserve.benchmarks.datasets.tasks import TASKS, Sample, grade, make_samples
+from kvserve.benchmarks import task_text
+from kvserve.benchmarks.tasks import TASKS, Sample, grade, make_samples
 
 
 @pytest.fixture(scope="module")

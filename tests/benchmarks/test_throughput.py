@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.datasets.workload import blocks_at_once, random_prompts
-from kvserve.benchmarks.measuring.measure import Figures, play
-from kvserve.benchmarks.measuring.traffic import Traffic
-from kvserve.benchmarks.reports import report
-from kvserve.benchmarks.reports.report import Column, markdown_table
-from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.engine.core import startup
+from kvserve.benchmarks import report
+from kvserve.benchmarks.measure import Figures, play
+from kvserve.benchmarks.policy_spec import policy_spec
+from kvserve.benchmarks.report import Column, markdown_table
+from kvserve.benchmarks.traffic import Traffic
+from kvserve.benchmarks.workload import blocks_at_once, random_prompts
+from kvserve.engine import startup
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
+from kvserve.server.cli import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.commands.tune import event_queries, notes
-from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_token, mean_held
-from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.break_even import break_even, event_s_per_token, mean_held
+from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.tune import event_queries, notes
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.periodic import Periodic
-from kvserve.server.cli import commands as cli
+from kvserve.server import cli
 
 LLAMA = parse_spec(LARGE_SHAPES["llama-3.1-8b"], "llama-3.1-8b")
 SMALL = (

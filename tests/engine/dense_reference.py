@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvserve.engine.frontend.inspect import Event
+from kvserve.engine.inspect import Event
 
 
 @dataclass(frozen=True)

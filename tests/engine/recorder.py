@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.compression.moves import MovePlan
-from kvserve.engine.frontend.inspect import Event, KeptPositions
+from kvserve.engine.inspect import Event, KeptPositions
+from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.moves import MovePlan
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.trigger import EventPlan
 
 
 @dataclass(frozen=True)
 class Choice:
     """One event: scores [W, L', Hkv, S'] of its W windows, and what was kept of each."""
 
-    plan: EvictionSpec
+    plan: EventPlan
     scores: Tensor
     kept: Tensor
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine import coder
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows
-from kvserve.engine.cache.code_store import CodeStore
-from kvserve.engine.compression import coder
-from kvserve.engine.frontend.inspect import Event, inspect
+from kvserve.engine.code_store import CodedRows, CodeStore
+from kvserve.engine.inspect import Event, inspect
 from kvserve.engine.policies.spindlekv import SpindleKV, writes_codes
 from kvserve.kernels.codebook import Cover, extend
 from kvserve.kernels.coded_entries import Codes, Slots, read_codes

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.core import request_policies
+from kvserve.engine import request_policies
+from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.policies.registry import policy_class, policy_names
-from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput

@@ -17,18 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine import coder, compressor, rank, sampler, startup
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.compression import coder, compressor
-from kvserve.engine.compression.coder import Codebook, Coder
-from kvserve.engine.core import startup
+from kvserve.engine.coder import Codebook, Coder
+from kvserve.engine.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import rank
-from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
-from kvserve.engine.sampling import sampler
 from kvserve.kernels.codebook import Cover
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
+from kvserve.engine.logit_rules import LogitRules, RowRules
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import Never
 

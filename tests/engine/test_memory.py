@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.cache import kv_cache
-from kvserve.engine.device import pages
-from kvserve.engine.runner import memory, rank
-from kvserve.engine.runner.rank import RankPlan
+from kvserve.engine import kv_cache, memory, rank
+from kvserve.engine.rank import RankPlan
 from kvserve.scheduler.output import SwapTask
 
 GIB = 2**30
@@ -140,7 +138,7 @@ def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
 
 FAULTS = """
 import resource, sys, torch
-from kvserve.engine.device.pages import keep_freed_memory
+from kvserve.engine.memory import keep_freed_memory
 
 def fill():
     # Of 40 MiB each: up to 32 glibc may come to keep a size by itself.
@@ -188,7 +186,7 @@ def can_collapse() -> bool:
 @pytest.mark.skipif(not can_collapse(), reason="needs Linux 6.1 with large pages")
 def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
     numbers, before = torch.arange(2**22), large_pages()
-    pages.use_large_pages(numbers.data_ptr(), numbers.nbytes)
+    memory.use_large_pages(numbers.data_ptr(), numbers.nbytes)
     assert large_pages() > before
     assert torch.equal(numbers, torch.arange(2**22))
-    pages.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page
+    memory.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.core import request_policies
+from kvserve.engine import request_policies
+from kvserve.engine.grammar import SequenceGrammar
+from kvserve.engine.model_runner import LaunchedStep
 from kvserve.engine.policies.registry import policy_class
-from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity

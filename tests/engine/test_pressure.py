@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.model_runner import LaunchedStep
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.cache.kv_cache import KVCache, log_block_tokens
+from kvserve.engine.kv_cache import KVCache, log_block_tokens
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine.sampling.sampler import RowSampling, SamplingRows
+from kvserve.engine.sampler import RowSampling, SamplingRows
 from kvserve.kernels import sample_tokens as kernel
 from kvserve.kernels.sample_tokens import gumbel_noise, keep_allowed
 from kvserve.scheduler.sequence import Sequence

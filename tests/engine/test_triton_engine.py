@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.compression import compressor
+from kvserve.engine import compressor, sampler
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.sampling import sampler
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton

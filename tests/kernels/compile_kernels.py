@@ -34,8 +34,7 @@ from kvserve.kernels.elementwise import (
     silu_and_mul_triton,
 )
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
-from kvserve.kernels.paged_attention import paged_attention_triton
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.kernels.token_to_chunk import token_to_chunk_triton
@@ -83,7 +82,7 @@ def attend(
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
-    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk)
+    chunks = Chunks(slots(8), last, 32_768, starts, chunk)
     coded = None
     if codes:
         kv = new(4096, 2, 64, 1, dim, dtype=dtype)

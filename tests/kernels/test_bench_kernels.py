@@ -19,8 +19,7 @@ from bench import kernels as bench
 from bench.kernel_cases import Setting
 from bench.kernel_peers import Run
 from bench.kernel_targets import EVENT, targets
-from kvserve.kernels.paged_attention import paged_attention_torch
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.paged_attention import Chunks, paged_attention_torch
 from kvserve.scheduler.layout import Granularity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +54,7 @@ def test_a_peer_gets_the_same_blocks(device: str, monkeypatch: pytest.MonkeyPatc
 
     def attend(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Run:
         last = torch.full((1, len(q)), setting.context - 1, device=device)
-        chunks = QuerySegments(torch.arange(len(q), device=device), last, setting.context)
+        chunks = Chunks(torch.arange(len(q), device=device), last, setting.context)
         inputs = q, keys, values, table[:, None], chunks, q.shape[-1] ** -0.5
         return lambda: paged_attention_torch(*inputs)
 

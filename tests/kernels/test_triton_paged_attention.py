@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.paged_attention import (
+    Chunks,
     paged_attention_torch,
     paged_attention_triton,
 )
-from kvserve.kernels.query_segments import QuerySegments
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -67,9 +67,9 @@ class Case:
         self.q = torch.randn(len(self.owner), q_heads + 2, dim).to(dtype)[:, :q_heads]
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, QuerySegments, float]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Chunks, float]:
         most = int(self.last.max()) + 1
-        chunks = QuerySegments(self.rows, self.last, most, self.starts, self.max_chunk)
+        chunks = Chunks(self.rows, self.last, most, self.starts, self.max_chunk)
         return self.q, self.keys, self.values, self.tables, chunks, self.scale
 
     def torch(self) -> Tensor:

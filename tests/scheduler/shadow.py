@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
@@ -239,7 +239,7 @@ class ShadowRunner:
 
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
-        if isinstance(self.triggers[task.policy_id], QuantizeTrigger):
+        if isinstance(self.triggers[task.policy_id], CodeBook):
             return self._observe_codes(task)
         if task.policy_id in self.scheduler.events._keeps_blocks:
             return self._observe_blocks(task)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event_plans import ScheduledEvents
+from kvserve.scheduler.event_plans import Booked
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
@@ -52,7 +52,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
     while scheduler.rows.num_computed[0] < 32:
         step(scheduler, shadow)
     assert (held_back < 32).all()
-    scheduler.rows.first_uncompressed_pos[:3] += np.array([8, 12, 0], np.int32)
+    scheduler.rows.run_start[:3] += np.array([8, 12, 0], np.int32)
     scheduler.rows.next_event[:3] = scheduler.rows.num_computed[:3]
     taken = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
 class Unwilling(Periodic):
     """Events come when they are due, whatever the pressure."""
 
-    def can_compress_early(self, rows: RowState) -> IntArray:
+    def willing(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
 
 
@@ -175,7 +175,7 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     scheduler._make_room_for_decodes = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
-    def count(entries_that_fit: int) -> ScheduledEvents:
+    def count(entries_that_fit: int) -> Booked:
         nonlocal observed
         booked = compact_due(entries_that_fit)
         observed += any(1 in task.seq_ids for task in booked.observations)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
@@ -66,10 +66,8 @@ TRIGGERS: dict[int, Trigger] = {
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
     19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
     20: Pruned(0.2, 3, Halves(0), 1, 5, Taper(0.1), 0.9),
-    21: QuantizeTrigger(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
-    22: QuantizeTrigger(
-        Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
-    ),
+    21: CodeBook(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
+    22: CodeBook(Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""

@@ -13,17 +13,15 @@ from typing import Any
 import pytest
 
 from kvserve.config import EngineConfig
-from kvserve.server.cli import commands as cli
-from kvserve.server.cli import serve
-from kvserve.server.settings import reading
-from kvserve.server.settings.args import Parser, UsageError, gather_dotted, read_size
-from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server import cli, serve
+from kvserve.server.args import Parser, UsageError, gather_dotted, read_size
+from kvserve.server.serve import ServeSettings
 
 
 def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
     parser = Parser(prog="kvserve serve")
     serve.add_arguments(parser)
-    return reading.read_settings(parser.parse(gather_dotted(argv)))
+    return serve.read_settings(parser.parse(gather_dotted(argv)))
 
 
 @pytest.fixture(autouse=True)
@@ -335,7 +333,7 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from kvserve.server.cli.commands import run\n"
+        "from kvserve.server.cli import run\n"
         "run(['--help'])\n"
         "run(['serve', '--port', 'x'])\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'transformers', 'numpy'}\n"

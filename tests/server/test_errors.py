@@ -243,7 +243,7 @@ def test_an_unforeseen_error_outside_the_engine(
     def fail(stats: object) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("kvserve.server.http.info_routes.kv_stats", fail)
+    monkeypatch.setattr("kvserve.server.info_routes.kv_stats", fail)
     assert "secret" not in check(server.http.get("/v1/kv/stats"), 500, None, "internal_error")
 
 

@@ -138,7 +138,7 @@ def test_the_client_raises_on_a_failure_in_mid_stream(start_server: StartServer)
 
 
 def test_pings_while_silent(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvserve.server.openai.streaming.FIRST_OUTPUT_GRACE", 0.05)
+    monkeypatch.setattr("kvserve.server.streaming.FIRST_OUTPUT_GRACE", 0.05)
     server = start_server(FakeEngine(), ping_interval=0.05)
     body = {"prompt": "STUCK", "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:

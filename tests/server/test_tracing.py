@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvserve.log import ConfigError
-from kvserve.server.state.tracing import Tracer
+from kvserve.server.tracing import Tracer
 from tests.server.conftest import MODEL, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 

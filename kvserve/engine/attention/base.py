@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodedRows
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.code_store import CodedRows
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
 from kvserve.scheduler.block_pool import IntArray
 

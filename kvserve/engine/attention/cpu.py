@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
+from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
 
 
 class CpuAttention:
@@ -24,13 +24,13 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
-        chunks = CpuQuerySegments(rows, starts, batch.last.contiguous())
+        chunks = Chunks(rows, starts, batch.last.contiguous())
         return _Planned(chunks, batch.tables, self._scale, batch.codes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    chunks: CpuQuerySegments
+    chunks: Chunks
     tables: Tensor
     scale: float
     codes: tuple[Codes, ...] | None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.transfer import to_device
 
 
 class FlashAttention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.transfer import to_device
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.paged_attention import paged_attention_triton
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
 
 
 def refusal(device: str, head_dim: int) -> str | None:
@@ -45,15 +44,14 @@ class TritonAttention:
         starts = None if max_chunk == 1 else to_device(batch.starts, device)
         max_held = int(batch.columns.max()) * self._block_size
         chunks = [
-            QuerySegments(rows, last, max_held, starts, max_chunk)
-            for last in batch.last.contiguous()
+            Chunks(rows, last, max_held, starts, max_chunk) for last in batch.last.contiguous()
         ]
         return _Planned(chunks, batch.tables, self._scale, batch.codes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    chunks: list[QuerySegments]
+    chunks: list[Chunks]
     tables: Tensor
     scale: float
     codes: tuple[Codes, ...] | None

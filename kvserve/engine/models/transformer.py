@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.distributed import ALONE, RankGroup
 from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators

@@ -35,7 +35,7 @@ from kvserve.engine.policies.selection import (
     uneven_best_and_newest,
     union_and_newest,
 )
-from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.code_trigger import CodeBook
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
 
@@ -156,7 +156,7 @@ class SpindleKV(WindowVotes, UnevenPolicy):
     def trigger(self) -> Trigger:
         queries = 0 if exact_ratio(self.ratio, "ratio") == 1 else self.window
         raw = self.gqa == "mean" if self.raw_fallback is None else self.raw_fallback
-        return QuantizeTrigger(self.entries, queries, self.flush_every, raw)
+        return CodeBook(self.entries, queries, self.flush_every, raw)
 
     def layer_budgets(self, num_layers: int, length: int) -> list[int]:
         """Entries that each layer keeps of ``length``, the window aside."""

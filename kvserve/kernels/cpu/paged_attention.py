@@ -46,7 +46,7 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class CpuQuerySegments:
+class Chunks:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
@@ -70,7 +70,7 @@ def paged_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: CpuQuerySegments,
+    chunks: Chunks,
     group: int,
     scale: float,
     codes: Codes | None = None,
@@ -133,7 +133,7 @@ def _check(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    chunks: CpuQuerySegments,
+    chunks: Chunks,
     codes: Codes | None,
 ) -> None:
     """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
@@ -148,7 +148,7 @@ def _check(
 
 
 def _problem(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: CpuQuerySegments
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks
 ) -> str | None:
     tokens, heads, dim = query.shape
     per_table = keys.shape[2]

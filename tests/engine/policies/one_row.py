@@ -29,11 +29,11 @@ def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], li
     prompt = np.array([num_prompt], np.int32)
     held: list[int] = []
     events, history = [], []
-    first_uncompressed_pos = policy.trigger.start(prompt)
+    run_start = policy.trigger.start(prompt)
 
     def rows(computed: int) -> RowState:
         seen, length = (np.array([n], np.int32) for n in (computed, len(held)))
-        return RowState(prompt, seen, length, first_uncompressed_pos)
+        return RowState(prompt, seen, length, run_start)
 
     due = int(policy.trigger.next_event(rows(0))[0])
     for position in range(len(keys)):
@@ -44,7 +44,7 @@ def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], li
             queries = torch.zeros(1, policy.trigger.num_queries, keys.shape[1])
             (kept,) = choose(policy, observe(queries, region[None]), keep)
             held = held[:start] + [held[start + place] for place in kept]
-            first_uncompressed_pos = plan.first_uncompressed_pos
+            run_start = plan.run_start
             events.append(position)
             due = int(policy.trigger.next_event(rows(position))[0])
         held = [*held, position]

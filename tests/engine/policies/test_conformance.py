@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.frontend.inspect import Event
+from kvserve.engine.inspect import Event
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.scoring import Observation
 from kvserve.outputs import KVCacheDetails

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compressor import Compressor
+from kvserve.engine.kv_cache import KVCache
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.dispatch import Kernel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.frontend.inspect import inspect
+from kvserve.engine.inspect import inspect
 from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.scoring import Observation
 from kvserve.log import RequestError

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.compression.moves import MovePlan
-from kvserve.engine.core import request_policies
-from kvserve.engine.frontend.inspect import Event, KeptPositions, inspect
+from kvserve.engine import request_policies
+from kvserve.engine.inspect import Event, KeptPositions, inspect
+from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.moves import MovePlan
 from kvserve.engine.policies.registry import policy_class, policy_names
-from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput

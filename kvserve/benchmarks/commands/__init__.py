@@ -1,1 +1,0 @@
-"""What `bench`, `eval`, `inspect` and `tune` do."""

@@ -1,1 +1,0 @@
-"""What is sent: tasks, traffic, files."""

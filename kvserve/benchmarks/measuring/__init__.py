@@ -1,1 +1,0 @@
-"""Runs, and what is measured of them."""

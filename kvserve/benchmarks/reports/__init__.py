@@ -1,1 +1,0 @@
-"""Tables, plots and JSON of what was measured."""

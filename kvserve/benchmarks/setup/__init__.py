@@ -1,1 +1,0 @@
-"""Settings that the commands share."""

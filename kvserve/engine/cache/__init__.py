@@ -1,1 +1,0 @@
-"""The pool's tensors, and the device's arrays of running sequences."""

@@ -1,1 +1,0 @@
-"""Compression events on the device: gather, score, select, move."""

@@ -1,1 +1,0 @@
-"""The loop that schedules and runs steps: requests in, tokens out."""

@@ -1,1 +1,0 @@
-"""What the machine offers: copies, ranks, pages."""

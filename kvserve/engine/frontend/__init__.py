@@ -1,1 +1,0 @@
-"""What users and the server call: prompts in, text out, in front of the core's process."""

@@ -1,1 +1,0 @@
-"""One rank: a step's message carried out on the device."""

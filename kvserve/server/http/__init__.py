@@ -1,1 +1,0 @@
-"""The application and its routes."""

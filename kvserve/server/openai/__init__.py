@@ -1,1 +1,0 @@
-"""OpenAI's requests and answers."""

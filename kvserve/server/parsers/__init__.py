@@ -1,1 +1,0 @@
-"""The text of an answer taken apart: reasoning, tool calls, content."""

@@ -1,1 +1,0 @@
-"""Engines on Ray Serve."""

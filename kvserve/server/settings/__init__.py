@@ -1,1 +1,0 @@
-"""Flags, environment and files, read into settings."""

@@ -1,1 +1,0 @@
-"""What the routes share: the engine, its open requests, errors, metrics."""
