@@ -16,9 +16,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 MODEL ?= kvserve/tiny
 POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
+BENCH_MODEL ?= kvserve/tiny-long
+TASK ?= long-chain-2000
+BENCH_POLICY ?= --policy kara
 PORT ?= 8000
 JOBS ?= 2
 ARGS ?=
+MINUTES ?= 60
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -31,7 +35,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long acceptance lint format docs bench bench-gpu peers clean distclean
+.PHONY: help venv install dev run test test-long soak acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -52,6 +56,9 @@ test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 test-long: $(DEV_DONE) $(OTHER_TRITON)/triton ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
+soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json --page build/soak.md $(ARGS)
+
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
 
@@ -69,11 +76,16 @@ docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
 	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
 	mv docs/compatibility.md.new docs/compatibility.md
 
-bench: $(RUN_DONE) ## measure a policy beside the full cache on a small pool (MODEL, POLICY, ARGS)
-	$(BIN)/kvserve bench throughput --model $(MODEL) --dataset chain --pool-share 0.25 --policy none $(POLICY) $(ARGS)
+# With matplotlib there, a plot too.
+bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (TASK, BENCH_POLICY, ARGS)
+	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
+		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
 
-# With what is installed: a machine lent for its GPU may reach no package index.
-bench-gpu: ## measure the engine, then the kernels, on a GPU, in pieces of minutes (ARGS)
+# These two with what is installed: a machine lent for its GPU may reach no package index.
+gpu-check: ## is everything right on this GPU? tokens, graphs, waits, logits, kernels (ARGS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_check $(ARGS)
+
+bench-gpu: ## measure the engine on a GPU, in rows of 80 s and calls of 9 minutes (ARGS)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(ARGS)
 
 peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)

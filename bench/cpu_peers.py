@@ -3,6 +3,8 @@
     python -m bench.peers.install     # once: about a quarter of an hour
     python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
 
+    python -m bench.cpu_peers --traffic long --shapes 4m --dtypes bfloat16
+
 Everybody has a process of its own on the same CPU, with one thread, the same random weights and the
 same prompts, and is warmed up. They take turns; a ratio is the median over turns. Every output is
 checked for its length, and those of float32 are compared with kvserve's token by token.
@@ -14,8 +16,6 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,55 +24,26 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bench.peers.contestants import BASE, CONTESTANTS, Contestant
+from bench.peers.long_traffic import COLUMNS as LONG_COLUMNS
+from bench.peers.long_traffic import LongCase
 from bench.peers.peer import PEERS, PeerError, PeerProcess
-from kvserve.benchmarks.checkpoint import SHAPES, opened_checkpoint
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.setup.checkpoint import SHAPES, opened_checkpoint
+from kvserve.benchmarks.setup.options import (
+    KV_CACHE_DTYPES,
+    add_report_arguments,
+    at_least,
+    number,
+)
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 
 _WARMUP_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One column: an adapter and what it is told at its start."""
-
-    name: str
-    title: str
-    peer: str | None = None  # kvserve itself without one
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def start(self, cpu: int) -> PeerProcess:
-        if self.peer is None:
-            return PeerProcess.of_kvserve(cpu)
-        return PeerProcess.of(PEERS[self.peer], cpu=cpu)
-
-
-def _kvserve(backend: str, layout: str) -> Contestant:
-    settings = {"attention_backend": backend, "kv_layout": layout, "max_num_batched_tokens": 4096}
-    title = "kvserve" + (f" {layout.upper()}" if layout != "model" else "")
-    title += f", {backend}" if backend != "cpu" else ""
-    return Contestant(f"kvserve_{backend}_{layout}", title, settings=settings)
-
-
-BASE = "kvserve_cpu_model"
-CONTESTANTS = {
-    each.name: each
-    for each in (
-        *(_kvserve(*both) for both in product(("cpu", "torch"), ("model", "layer", "head"))),
-        Contestant("vllm", "vLLM CPU", "vllm", {"max_num_batched_tokens": 4096}),
-        Contestant("llama_cpp", "llama.cpp", "llama_cpp"),
-        Contestant("transformers", "transformers", "transformers"),
-        Contestant(
-            "transformers_continuous",
-            "transformers, continuous",
-            "transformers",
-            {"continuous": True},
-        ),
-    )
-}
 _LEFT_OUT = ("kvserve_torch_layer", "kvserve_torch_head", "transformers_continuous")
 DEFAULT = [name for name in CONTESTANTS if name not in _LEFT_OUT]
-COLUMNS = (
+SHORT_COLUMNS = (
     Column("shape", "shape", left=True),
     Column("dtype", "dtype", left=True),
     Column("batch", "batch", "d"),
@@ -84,6 +55,7 @@ COLUMNS = (
         for layout in ("layer", "head")
     ),
 )
+COLUMNS = (*SHORT_COLUMNS, *LONG_COLUMNS)
 
 
 class Comparison:
@@ -91,7 +63,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._cpu = args.cpu if args.cpu is not None else max(os.sched_getaffinity(0))
+        self._cpu = _chosen_cpu(args)
         self._missing: list[str] = []
         self._versions: dict[str, str] = {}
         self._rows: list[Row] = []
@@ -131,7 +103,9 @@ class Comparison:
         }
         notes = [*dict.fromkeys([*self._missing, *self._notes])]
         program = "python -m bench.cpu_peers"
-        return Report("cpu_peers", about, COLUMNS, self._rows, settings, notes, program=program)
+        return Report(
+            "cpu_peers", about, SHORT_COLUMNS, self._rows, settings, notes, program=program
+        )
 
     def _measure_with(self, shape: str, model: Path, dtype: str, bar: tqdm) -> None:
         """One set of processes for all batches."""
@@ -225,10 +199,64 @@ def _random_checkpoint(shape: str, seed: int) -> Iterator[Path]:
         yield checkpoint.path
 
 
+class LongComparison:
+    """Shapes x dtypes under ``--traffic long``."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._cpu = _chosen_cpu(args)
+        self._cases: dict[tuple[str, str], LongCase] = {}
+
+    def measure(self) -> None:
+        args = self._args
+        for shape in args.shapes:
+            with _random_checkpoint(shape, args.seed) as model:
+                for dtype in args.dtypes:
+                    case = self._cases[shape, dtype] = LongCase(args, shape, dtype, self._cpu)
+                    case.measure(model, True if args.disable_tqdm else None)
+
+    def report(self) -> Report:
+        args, cases = self._args, self._cases
+        busy = ", per second of CPU time on a busy machine" if args.clock == "cpu" else ""
+        about = [
+            f"prompts of {args.input_len} tokens, random weights, one thread on CPU {self._cpu}"
+            f"{busy}; medians of {args.repeat} runs in turns",
+            *(f"{' '.join(key)}: {case.traffic.describe()}" for key, case in cases.items()),
+        ]
+        names = (
+            "num_prompts",
+            "input_len",
+            "output_len",
+            "output_sigma",
+            "output_cap",
+            "repeat",
+            "clock",
+        )
+        settings = {name: getattr(args, name) for name in (*names, "pool_share", "seed")}
+        settings["versions"] = {k: v for case in cases.values() for k, v in case.versions.items()}
+        about.append(", ".join(f"{k} {v}" for k, v in settings["versions"].items()))
+        rows = [
+            row
+            for (shape, dtype), case in cases.items()
+            for row in case.rows({"shape": shape, "dtype": dtype})
+        ]
+        notes = [note for case in cases.values() for note in case.notes]
+        columns = (*SHORT_COLUMNS[:2], *LONG_COLUMNS)
+        program = "python -m bench.cpu_peers"
+        return Report("cpu_peers_long", about, columns, rows, settings, notes, program=program)
+
+
+def _chosen_cpu(args: argparse.Namespace) -> int:
+    return args.cpu if args.cpu is not None else max(os.sched_getaffinity(0))
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_report_arguments(parser)
     count = at_least(1)
+    words = "short: so many sequences at once, all alike; long: answers of thousands of tokens on "
+    words += "a pool that is too small for them (default: short)"
+    parser.add_argument("--traffic", choices=("short", "long"), default="short", help=words)
     for name, default in (
         ("contestants", DEFAULT),
         ("shapes", list(SHAPES)),
@@ -239,17 +267,39 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", nargs="+", choices=choices, default=default, metavar="NAME", help=words
         )
-    words = "sequences at once (default: 1 16 64)"
+    words = "short: sequences at once (default: 1 16 64)"
     parser.add_argument(
         "--batches", nargs="+", type=count, default=[1, 16, 64], metavar="N", help=words
     )
-    for name, number, words in (
-        ("input-len", 64, "tokens per prompt"),
-        ("output-len", 64, "tokens per output"),
-        ("repeat", 3, "turns"),
+    usual: int | None
+    for name, usual, words in (
+        ("input-len", None, "tokens per prompt (default: 64; long: 128)"),
+        ("output-len", None, "tokens per output (default: 64; long: 3,000 on average)"),
+        ("output-cap", 8192, "long: longest output (default: 8192)"),
+        ("num-prompts", 16, "long: requests, all there at once (default: 16)"),
+        ("repeat", 3, "turns (default: 3)"),
     ):
-        words = f"{words} (default: {number})"
-        parser.add_argument(f"--{name}", type=count, default=number, metavar="N", help=words)
+        parser.add_argument(f"--{name}", type=count, default=usual, metavar="N", help=words)
+    for name, least, value, words in (
+        ("output-sigma", 0, 0.7, "long: sigma of the logarithm of lengths (default: 0.7)"),
+        ("pool-share", 0, 0.25, "long: pool, as a share of the demand (default: 0.25)"),
+    ):
+        parser.add_argument(f"--{name}", type=number(least), default=value, metavar="X", help=words)
+    words = "long: kvserve under these (default: none and kara)"
+    parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
+    parser.add_argument(
+        "--kv-cache-dtypes",
+        nargs="+",
+        choices=KV_CACHE_DTYPES,
+        default=["auto"],
+        metavar="DTYPE",
+        help=f"long: kvserve's cache held in each of these, some of {', '.join(KV_CACHE_DTYPES)}",
+    )
+    words = (
+        "long: seconds of the wall, or of each engine's process on a CPU, for a machine that is "
+    )
+    words += "busy with other things (default: wall)"
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help=words)
     parser.add_argument("--cpu", type=at_least(0), metavar="N", help="default: the last one")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default: 0")
     return parser
@@ -258,7 +308,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = make_parser().parse_args()
     torch.set_num_threads(1)  # as everybody else has; the report says so
-    return measure_and_publish(Comparison(args), args)
+    long = args.traffic == "long"
+    args.policy = args.policy or [NO_COMPRESSION, PolicySpec("kara")]
+    args.input_len = args.input_len or (128 if long else 64)
+    args.output_len = args.output_len or (3000 if long else 64)
+    return measure_and_publish(LongComparison(args) if long else Comparison(args), args)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kvserve.benchmarks.checkpoint import SHAPES
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.checkpoint import SHAPES
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.models.linear import linear, packed, select_product
 
 PRODUCTS = ("compiled", "oneDNN", "torch")

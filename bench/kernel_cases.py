@@ -21,24 +21,43 @@ from kvserve.kernels.gather_kv import (
     gather_queries_triton,
 )
 from kvserve.kernels.paged_attention import (
-    Chunks,
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.window_scores import window_scores_torch, window_scores_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
-LAYERS = 4  # of a model's, so that a large batch fits; attention and stores are timed on one
-BLOCK = 64
-WINDOW, KEPT, BUFFER = 512, 144, 32  # Kara's defaults
-CHUNK_BUDGET, MAX_CHUNK = 16, 8
 # query heads, KV heads, head dim
-SHAPES = {"llama-8b": (32, 8, 128), "qwen3-4b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
-VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064}
+SHAPES = {
+    "llama-8b": (32, 8, 128),
+    "qwen3-4b": (32, 8, 128),
+    "qwen2.5-7b": (28, 4, 128),
+    "smoke": (4, 2, 16),
+}
+VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064, "smoke": 90}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Layers of a model's, so that a large batch fits (attention and stores are timed on one), and
+    the numbers of an event: Kara's defaults."""
+
+    layers: int = 4
+    block: int = 64
+    window: int = 512
+    kept: int = 144
+    buffer: int = 32
+    chunk_budget: int = 16
+    max_chunk: int = 8
+
+
+SMOKE = Sizes(layers=2, block=16, window=40, kept=12, buffer=8, chunk_budget=4)
+"""What Triton's interpreter runs in seconds."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +85,12 @@ class Setting:
     rows: int
     dtype: torch.dtype
     device: str
-    layers: int = LAYERS
+    sizes: Sizes = Sizes()
 
     @property
     def layout(self) -> KVLayout:
         _, kv_heads, dim = SHAPES[self.shape]
-        return KVLayout(self.layers, kv_heads, dim, BLOCK, self.granularity)
+        return KVLayout(self.sizes.layers, kv_heads, dim, self.sizes.block, self.granularity)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -79,7 +98,7 @@ class Setting:
     def cache(self) -> tuple[Tensor, Tensor]:
         """A full cache, and block tables [LG, rows, R, M] in random order."""
         layout = self.layout
-        columns = -(-self.context // BLOCK)
+        columns = -(-self.context // self.sizes.block)
         count = self.rows * columns * layout.groups
         blocks = torch.randperm(count, device=self.device).int() + 1
         tables = blocks.view(layout.layer_groups, self.rows, layout.rows, columns)
@@ -95,7 +114,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         yield coded_case(setting)
     yield store_case(setting, cache, tables)
     yield from sampling_cases(setting)
-    if setting.context >= WINDOW:
+    if setting.context >= setting.sizes.window:
         yield from event_cases(setting, cache, tables)
 
 
@@ -116,7 +135,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         last = torch.arange(chunk, device=setting.device).repeat(rows).int()
         last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
         starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        chunks = Chunks(own, last, setting.context, starts, chunk)
+        chunks = QuerySegments(own, last, setting.context, starts, chunk)
         inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         yield Case(
@@ -132,17 +151,18 @@ def coded_case(setting: Setting) -> Case:
     """Decoding over rows that are codes but for their newest block; a codebook has half as many
     vectors as they had keys and values."""
     q_heads, kv_heads, dim = SHAPES[setting.shape]
-    rows, device, coded = setting.rows, setting.device, (setting.context - 1) // BLOCK * BLOCK
-    per_block = 2 * BLOCK * dim * setting.dtype.itemsize // (2 * CODE_WORDS)
-    widths = -(-coded // per_block), -(-coded // (2 * BLOCK)), 1
+    rows, device, block = setting.rows, setting.device, setting.sizes.block
+    coded = (setting.context - 1) // block * block
+    per_block = 2 * block * dim * setting.dtype.itemsize // (2 * CODE_WORDS)
+    widths = -(-coded // per_block), -(-coded // (2 * block)), 1
     count = rows * kv_heads * sum(widths)
     blocks = torch.randperm(count, device=device).int() + 1
     index, book, raw = (
         part.contiguous() for part in blocks.view(rows, kv_heads, -1).split(widths, dim=2)
     )
-    tables = torch.zeros(rows, kv_heads, coded // BLOCK + 1, dtype=torch.int32, device=device)
+    tables = torch.zeros(rows, kv_heads, coded // block + 1, dtype=torch.int32, device=device)
     tables[..., -1:] = raw
-    cache = setting.random(count + 1, 2, BLOCK, 1, dim)
+    cache = setting.random(count + 1, 2, block, 1, dim)
     slots = cache.view(count + 1, -1).view(torch.int16).view(count + 1, per_block, CODE_WORDS)
     shape = rows * kv_heads * widths[0], per_block
     refs = torch.randint(0, coded, (2, *shape), device=device)
@@ -155,7 +175,7 @@ def coded_case(setting: Setting) -> Case:
     inv_freq = 1e4 ** -(torch.arange(0, dim, 2, device=device) / dim)
     codes = Codes(
         slots,
-        cache.view(count + 1, 2 * BLOCK, dim),
+        cache.view(count + 1, 2 * block, dim),
         torch.full((rows, kv_heads), coded, device=device),
         index,
         book,
@@ -163,7 +183,14 @@ def coded_case(setting: Setting) -> Case:
     )
     own, q = torch.arange(rows, device=device), setting.random(rows, q_heads, dim)
     last = torch.full((kv_heads, rows), setting.context - 1, dtype=torch.int32, device=device)
-    inputs = q, cache[:, 0], cache[:, 1], tables, Chunks(own, last, setting.context), dim**-0.5
+    inputs = (
+        q,
+        cache[:, 0],
+        cache[:, 1],
+        tables,
+        QuerySegments(own, last, setting.context),
+        dim**-0.5,
+    )
     vectors = (coded + 2 * (setting.context - coded)) * dim * q.itemsize
     return Case(
         "decode of codes",
@@ -179,7 +206,7 @@ def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
     key, value = (setting.random(setting.rows, kv_heads, dim) for _ in range(2))
     rows = torch.arange(setting.rows, device=setting.device)
     last = torch.full_like(rows, setting.context - 1).expand(1, setting.layout.rows, -1)
-    slots = slot_mapping(tables[:1], rows, last, BLOCK)[0]
+    slots = slot_mapping(tables[:1], rows, last, setting.sizes.block)[0]
 
     def store(kernel: Callable[..., None]) -> Tensor:
         kernel(cache, 0, slots, key, value)
@@ -214,14 +241,17 @@ def sampling_cases(setting: Setting) -> Iterator[Case]:
 
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     """An event of every row: gather a window's keys, score them, move what is kept."""
-    layout, rows, layers = setting.layout, setting.rows, setting.layers
+    layout, rows, sizes = setting.layout, setting.rows, setting.sizes
+    layers, size = sizes.layers, sizes.window
     _, kv_heads, dim = SHAPES[setting.shape]
-    lanes, seen = (layout.num_layers, kv_heads), WINDOW - BUFFER
-    start, device = setting.context - WINDOW, setting.device
+    lanes, seen = (layout.num_layers, kv_heads), size - sizes.buffer
+    start, device = setting.context - size, setting.device
 
     def slots(entries: Tensor) -> Tensor:
         owners = torch.arange(rows, device=device).repeat_interleave(entries.shape[-1])
-        return slot_mapping(tables, owners, entries.expand(*lanes, rows, -1).flatten(2), BLOCK)
+        return slot_mapping(
+            tables, owners, entries.expand(*lanes, rows, -1).flatten(2), sizes.block
+        )
 
     window = slots(start + torch.arange(seen, device=device))
     entry = dim * cache.itemsize
@@ -235,7 +265,7 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
     # One byte a number, as queries are logged on a GPU that has e4m3.
     log = cache.view(torch.uint8).view(len(cache), layout.layers_per_block, -1, cache.shape[4], dim)
     logged = torch.randint(
-        log.shape[2], log.shape[2] * len(log), (*lanes, rows * WINDOW), device=device
+        log.shape[2], log.shape[2] * len(log), (*lanes, rows * size), device=device
     )
     yield Case(
         "gather queries",
@@ -245,7 +275,7 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
         layers=layers,
     )
     keys = gather_keys_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
-    query = setting.random(rows, *lanes, WINDOW, dim)
+    query = setting.random(rows, *lanes, size, dim)
     logged_queries = {"window scores": query}
     if capability(query.device) >= (8, 9):
         logged_queries["window scores e4m3"] = query.to(torch.float8_e4m3fn)
@@ -256,24 +286,26 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
             partial(window_scores_triton, *inputs),
             partial(window_scores_torch, *inputs),
             2 * (queries.nbytes + keys.nbytes),
-            4 * rows * math.prod(lanes) * WINDOW * seen * dim,
+            4 * rows * math.prod(lanes) * size * seen * dim,
             layers,
         )
     scores = torch.rand(rows, *lanes, seen, device=device)
-    select = scores, KEPT, CHUNK_BUDGET, MAX_CHUNK
+    select = scores, sizes.kept, sizes.chunk_budget, sizes.max_chunk
     yield from beside_torch(
         Case(
             "select",
             partial(token_to_chunk_triton, *select),
             partial(token_to_chunk_torch, *select),
-            scores.nbytes + scores.numel() // seen * KEPT * 8,
+            scores.nbytes + scores.numel() // seen * sizes.kept * 8,
             layers=layers,
         )
     )
-    kept = torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., :KEPT].sort(-1).values
-    buffer = torch.arange(seen, WINDOW, device=device).expand(*lanes, rows, -1)
+    kept = (
+        torch.rand(*lanes, rows, seen, device=device).argsort(-1)[..., : sizes.kept].sort(-1).values
+    )
+    buffer = torch.arange(seen, size, device=device).expand(*lanes, rows, -1)
     src = slots(start + torch.cat([kept, buffer], dim=-1))
-    dst = slots(start + torch.arange(KEPT + BUFFER, device=device))
+    dst = slots(start + torch.arange(sizes.kept + sizes.buffer, device=device))
 
     def compact(kernel: Callable[..., None], *runs: int) -> Tensor:
         kernel(cache, src, dst, *runs)

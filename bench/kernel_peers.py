@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import BLOCK, SHAPES, Case, Setting, attention_cases
+from bench.kernel_cases import SHAPES, Case, Setting, attention_cases
 from kvserve.scheduler.layout import Granularity
 
 Run = Callable[[], Tensor]
@@ -24,7 +24,7 @@ def _flashinfer(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table
     grouped = q_heads // kv_heads >= 4
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=grouped)
     ends = torch.arange(setting.rows + 1, dtype=torch.int32, device=setting.device)
-    in_last = torch.full_like(ends[1:], (setting.context - 1) % BLOCK + 1)
+    in_last = torch.full_like(ends[1:], (setting.context - 1) % setting.sizes.block + 1)
     wrapper.plan(
         ends * table.shape[1],
         table.flatten(),
@@ -32,7 +32,7 @@ def _flashinfer(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table
         q_heads,
         kv_heads,
         dim,
-        BLOCK,
+        setting.sizes.block,
         q_data_type=q.dtype,
         kv_data_type=q.dtype,
     )

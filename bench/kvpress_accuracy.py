@@ -18,13 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.peers.peer import PEERS, PeerProcess
-from kvserve.benchmarks.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.checkpoint import Checkpoint
-from kvserve.benchmarks.measure import accuracy, play
-from kvserve.benchmarks.options import add_engine_arguments, add_report_arguments, at_least
-from kvserve.benchmarks.policy_spec import PolicySpec
-from kvserve.benchmarks.report import Column, Report, Row
-from kvserve.benchmarks.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
+from kvserve.benchmarks.measuring.measure import accuracy, play
+from kvserve.benchmarks.reports.report import Column, Report, Row
+from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.options import add_engine_arguments, add_report_arguments, at_least
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 _EVERY = 32  # decode steps between events of the policies that compress while decoding
 

@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 from kvserve import LLM
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.turns import STRETCH, drain, median, stretch_seconds, submit
+from kvserve.benchmarks.datasets.turns import STRETCH, drain, median, stretch_seconds, submit
+from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 
 WINDOW = 32
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (

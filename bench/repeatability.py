@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 
 _DECIDED = (
     *("output_tokens", "exact", "exact_match", "correct_prefix", "score"),
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    from bench.suite import SUITE  # which has a row that runs this module
+    from bench.measurements import SUITE  # which has a row that runs this module
 
     parser = make_parser()
     args = parser.parse_args()

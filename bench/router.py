@@ -17,19 +17,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence as Request
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, Trigger
-from kvserve.server.routing import HeldTokenRouter
+from kvserve.server.replicas.routing import HeldTokenRouter
 
 SHAPE, DEVICE = "llama-3.1-8b", "h100"
 BLOCK, POOL_TOKENS, MAX_NUM_SEQS = 16, 120_000, 128

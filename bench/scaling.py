@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel
-from kvserve.benchmarks.report import Column, Row, markdown_table
+from kvserve.benchmarks.reports.report import Column, Row, markdown_table
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel
 from kvserve.engine.models.spec import ModelSpec, parse_spec
 
 DEVICE = DEVICES["h200"]

@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.simulator import lognormal_lengths
+from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.scheduler.event import EventKind, KeptCounts
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import ObservationTask
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
@@ -69,13 +70,14 @@ def make_scheduler(
 def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, policy: str) -> None:
     tokens = np.zeros(prompt, np.int32)
     tokens[0] = seq_id  # no two prompts begin alike
-    trigger, uneven = (TRIGGERS | UNEVEN)[policy], policy in UNEVEN
-    scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger, uneven))
+    trigger = (TRIGGERS | UNEVEN)[policy]
+    kind = EventKind.UNEVEN if policy in UNEVEN else EventKind.EVEN
+    scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger, kind))
 
 
-def kept_counts(task: ObservationTask, rng: np.random.Generator) -> np.ndarray:
-    """What observed events keep, ``[LG, E, R]``: their mean, more or less."""
-    return rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32)
+def kept_counts(task: ObservationTask, rng: np.random.Generator) -> KeptCounts:
+    """What observed events keep: their mean, more or less."""
+    return KeptCounts(rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32))
 
 
 def advance(scheduler: Scheduler, steps: int) -> np.ndarray:

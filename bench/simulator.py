@@ -18,15 +18,16 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.options import add_report_arguments, at_least
-from kvserve.benchmarks.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
+from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.scheduler import Scheduler
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, Trigger, WhenOver
 
 POOL_TOKENS, PROMPT, MEAN, SIGMA, CAP = 335_000, 250, 3000, 0.7, 8192
@@ -41,7 +42,7 @@ class LoggedEngineWide(EngineWide):
     logs: ClassVar[bool] = True
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return rows.run_start
+        return rows.first_uncompressed_pos
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvserve.config import EngineConfig
-    from kvserve.engine.async_engine import AsyncEngine
-    from kvserve.engine.llm import LLM
+    from kvserve.engine.frontend.async_engine import AsyncEngine
+    from kvserve.engine.frontend.llm import LLM
     from kvserve.outputs import CompletionOutput, RequestOutput
     from kvserve.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "LLM": "kvserve.engine.llm",
-    "AsyncEngine": "kvserve.engine.async_engine",
+    "LLM": "kvserve.engine.frontend.llm",
+    "AsyncEngine": "kvserve.engine.frontend.async_engine",
     "EngineConfig": "kvserve.config",
     "SamplingParams": "kvserve.sampling_params",
     "RequestOutput": "kvserve.outputs",

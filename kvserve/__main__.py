@@ -1,6 +1,6 @@
 """``python -m kvserve`` is the ``kvserve`` command."""
 
-from kvserve.server.cli import main
+from kvserve.server.cli.commands import main
 
 if __name__ == "__main__":
     main()

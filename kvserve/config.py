@@ -9,6 +9,7 @@ from typing import Any
 
 from kvserve.log import ConfigError
 
+KV_CACHE_DTYPES = ("auto", "int8", "k8v4", "fp8")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -115,7 +116,13 @@ class CacheConfig:
         "which lengths may differ; auto is what --policy needs",
         choices=("auto", "model", "layer", "head"),
     )
-    kv_cache_dtype: str = setting("auto", "auto is the model's dtype", choices=("auto", "fp8"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "what keys and values are stored as: numbers of the model's dtype (auto), or levels with a "
+        "scale for each token and head, of 8 bits (int8; fp8: e4m3) or keys of 8 and values of 4 "
+        "(k8v4)",
+        choices=KV_CACHE_DTYPES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +304,11 @@ def _validate(config: EngineConfig) -> None:
         ),
         (scheduler.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
         (scheduler.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
-        (cache.kv_cache_dtype == "auto", "--kv-cache-dtype: only auto is built"),
+        (
+            cache.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"--kv-cache-dtype: {cache.kv_cache_dtype!r} is not one of "
+            f"{', '.join(KV_CACHE_DTYPES)}",
+        ),
         (
             all(size >= 1 for size in config.cudagraph_capture_sizes),
             "--cudagraph-capture-sizes must be >= 1",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import sys
+from collections.abc import Iterable
 
 logger = logging.getLogger("kvserve")
 
@@ -20,6 +22,15 @@ def configure_logging(level: str | int = "INFO") -> None:
     logger.setLevel(level.upper() if isinstance(level, str) else level)
 
 
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
+
+
+def shown(value: object) -> str:
+    """A value in a message: ``repr`` of a small one, the beginning of a large one."""
+    return _SHOWN.repr(value)
+
+
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the flag and what to do."""
 
@@ -31,6 +42,14 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class SequenceError(RuntimeError):
+    """Something failed over these sequences alone: they end, and nobody else has to."""
+
+    def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.seq_ids = frozenset(seq_ids)
 
 
 class EngineDeadError(RuntimeError):

@@ -19,9 +19,10 @@ class KVCacheDetails:
     """Proof of what the policy did to one request (``usage.kv_cache_details``).
 
     ``held_tokens`` is the mean over layers and KV heads, rounded up; ``held_entries`` their sum;
-    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks the
-    request named at its end. Of its entries ``coded_entries`` were held as codes, with
-    ``codebook_entries`` vectors for their keys and values. Choices of one request are summed.
+    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks that
+    held its entries at its end, ``log_bytes`` those of its logged queries. Of its entries
+    ``coded_entries`` were held as codes, with ``codebook_entries`` vectors for their keys and
+    values. Choices of one request are summed.
     """
 
     policy: str = "none"
@@ -33,6 +34,7 @@ class KVCacheDetails:
     blocks_released: int = 0
     peak_blocks: int = 0
     held_bytes: int = 0
+    log_bytes: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
 
@@ -107,6 +109,7 @@ class RequestStats:
     held_tokens: int
     blocks: int
     compactions: int
+    held_bytes: int = 0
 
 
 ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
@@ -127,7 +130,8 @@ class CompactionCounts:
 class EngineStats:
     """The engine's state and counters (totals since start).
 
-    ``blocks_cached`` are those that only the prefix cache names: they make room when needed.
+    ``blocks_cached`` are those that only the prefix cache names: they make room when needed. The
+    pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
     Of the entries of running requests ``coded_entries`` are held as codes, with
@@ -140,6 +144,8 @@ class EngineStats:
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    bytes_total: int = 0
+    bytes_held: int = 0
     tokens_logical: int = 0
     tokens_held: int = 0
     prompt_tokens_total: int = 0

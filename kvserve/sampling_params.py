@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.log import RequestError
+from kvserve.log import RequestError, shown
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
 _MAX_INT = 2**31
+MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
+"""Strings of a choice; characters of a schema, a choice, a regular expression or a grammar."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -40,7 +42,13 @@ class StructuredOutput:
         if len(given) != 1:
             raise RequestError(f"{field} must hold one of {', '.join(_KINDS)}", param=field)
         [(kind, value)] = given.items()
-        return cls(kind, _value_text(kind, value, field), field)
+        text = _value_text(kind, value, field)
+        if len(text) > MAX_GRAMMAR:
+            raise RequestError(
+                f"{field}.{kind} has {len(text)} characters, and at most {MAX_GRAMMAR} are read",
+                param=field,
+            )
+        return cls(kind, text, field)
 
 
 def _value_text(kind: str, value: Any, field: str) -> str:
@@ -52,6 +60,11 @@ def _value_text(kind: str, value: Any, field: str) -> str:
         except ValueError as exc:
             raise RequestError(f"{field}.json is not JSON: {exc}", param=field) from None
     if kind == "choice" and isinstance(value, list) and value:
+        if len(value) > MAX_CHOICES:
+            raise RequestError(
+                f"{field}.choice has {len(value)} strings, and at most {MAX_CHOICES} are read",
+                param=field,
+            )
         if all(isinstance(item, str) and item for item in value):
             return json.dumps(value)
     elif kind in ("regex", "grammar") and isinstance(value, str) and value:
@@ -112,7 +125,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_output", parsed)
         for name, ok, allowed in self._checks():
             if not ok:
-                given = repr(getattr(self, name))
+                given = shown(getattr(self, name))
                 raise RequestError(f"{name} must be {allowed}, got {given:.200}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -138,8 +151,8 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("top_k", -1 <= self.top_k < _MAX_INT, "-1 or 0 (off), or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "at least 0"),
+            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "between 1 and 2147483647"),
+            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "between 0 and 2147483647"),
             ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
             (
                 "stop_token_ids",
@@ -162,8 +175,12 @@ class SamplingParams:
                 allowed is None or (len(allowed) > 0 and _token_ids(allowed)),
                 "at least one token id",
             ),
-            ("bad_words", _short(words), "up to 128 non-empty strings of 1000 characters"),
-            ("thinking_token_budget", budget is None or 0 <= budget < _MAX_INT, "at least 0"),
+            ("bad_words", _short(words, 100), "up to 128 non-empty strings of 100 characters"),
+            (
+                "thinking_token_budget",
+                budget is None or 0 <= budget < _MAX_INT,
+                "between 0 and 2147483647",
+            ),
             ("priority", -_MAX_INT <= self.priority < _MAX_INT, "a 32-bit integer"),
         )
 
@@ -191,6 +208,6 @@ def _token_ids(ids: Sequence[int]) -> bool:
     return all(0 <= token < _MAX_INT for token in ids)
 
 
-def _short(texts: Sequence[str]) -> bool:
+def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:
     """Every token is compared with them."""
-    return len(texts) <= _MAX_WORDS and all(0 < len(text) <= _MAX_WORD_LENGTH for text in texts)
+    return len(texts) <= _MAX_WORDS and all(0 < len(text) <= longest for text in texts)

@@ -40,7 +40,8 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
+    "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
     "llama-mha-tied": (
         LlamaConfig,
         LlamaForCausalLM,

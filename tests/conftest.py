@@ -20,6 +20,19 @@ from tests.checkpoints import write_checkpoint
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Settings of plugins that are not there, as on a machine that is lent for its GPU: they would
+    be refused as unknown (``--strict-config``), and nothing that runs there needs them."""
+    settings = {
+        "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+        "timeout": ("timeout",),
+    }
+    for plugin, names in settings.items():
+        if not pluginmanager.hasplugin(plugin):
+            for name in names:
+                parser.addini(name, f"of pytest-{plugin}, which is not installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -30,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama checkpoint: 3 layers, 8 query and 2 KV heads, 128 tokens of vocabulary."""
+    """A random Llama checkpoint: 3 layers, 8 query and 2 KV heads of 16, 128 words."""
     return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 

@@ -7,7 +7,6 @@ torch, triton, ray, ...) stand in the tables below.
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -15,14 +14,12 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "kvserve"
+from tests.import_graph import PACKAGE, ROOT, Import, imports_of, python_files
+
 LINKS = ("engine", "kernels", "scheduler", "server")
 
 # Packages by height; a module directly under kvserve/ is shared vocabulary, at the bottom.
@@ -53,19 +50,25 @@ ONLY = {
     "kvserve/scheduler/": ("numpy", "kvserve"),
     "kvserve/kernels/": ("torch", "triton"),
     "kvserve/kernels/cpu/": ("torch", "kvserve.kernels"),
+    "kvserve/kernels/scores/": ("torch", "triton", "kvserve.kernels"),
     "kvserve/engine/policies/": POLICY_IMPORTS,
     "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),
     "kvserve/engine/policies/selection.py": (*POLICY_IMPORTS, "kvserve.kernels"),
 }
 
 # Only these paths know these packages.
-PROCESS_SEAM = tuple(f"kvserve/engine/{m}.py" for m in ("client", "core_process", "messages"))
+PROCESS_SEAM = tuple(
+    f"kvserve/engine/{m}.py" for m in ("frontend/client", "core/core_process", "messages")
+)
 OWNERS = {
     "triton": ("kvserve/kernels/",),
     "flash_attn": ("kvserve/engine/attention/flash.py",),
     "flash_attn_interface": ("kvserve/engine/attention/flash.py",),
     "xformers": ("kvserve/engine/attention/xformers.py",),
-    "ray": ("kvserve/server/replicas.py", "kvserve/server/engine_replica.py"),
+    "ray": (
+        "kvserve/server/replicas/replicated_engine.py",
+        "kvserve/server/replicas/engine_replica.py",
+    ),
     "msgspec": PROCESS_SEAM,
     "zmq": PROCESS_SEAM,
 }
@@ -80,99 +83,6 @@ FORBIDDEN = {
 }
 # Installed by extras that anyone may use: never needed to import a module.
 OPTIONAL = {"matplotlib", "openai", "opentelemetry"}
-
-
-# ---- reading a file -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported name; ``when``: load, guarded (``except ImportError``), typing or call."""
-
-    name: str
-    line: int
-    when: str
-
-    @property
-    def top(self) -> str:
-        return self.name.partition(".")[0]
-
-    @property
-    def deferred(self) -> bool:
-        return self.when in ("call", "typing")
-
-    def within(self, prefix: str) -> bool:
-        return self.name == prefix or self.name.startswith(prefix + ".")
-
-
-class ImportReader(ast.NodeVisitor):
-    """Collects the imports of a module of ``package``, relative and literal dynamic ones too."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package.split(".")
-        self.when = "load"
-        self.found: list[Import] = []
-
-    def add(self, name: str, line: int) -> None:
-        self.found.append(Import(name, line, self.when))
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self.add(alias.name, node.lineno)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        base = [node.module] if node.module else []
-        if node.level:
-            base = self.package[: len(self.package) - node.level + 1] + base
-        for alias in node.names:
-            self.add(".".join(base if alias.name == "*" else [*base, alias.name]), node.lineno)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
-        called = called.id if isinstance(called, ast.Name) else called
-        if called in ("import_module", "__import__") and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                self.add(name.value, node.lineno)
-        self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.AST) -> None:
-        with self.during("call"):
-            self.generic_visit(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-    visit_Lambda = visit_FunctionDef
-
-    def visit_If(self, node: ast.If) -> None:
-        typing = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        with self.during("typing" if typing else self.when):
-            self.visit_each(node.body)
-        self.visit_each(node.orelse)
-
-    def visit_Try(self, node: ast.Try) -> None:
-        caught = " ".join(ast.unparse(h.type) for h in node.handlers if h.type)
-        guarded = "ImportError" in caught or "ModuleNotFoundError" in caught
-        with self.during("guarded" if guarded else self.when):
-            self.visit_each(node.body)
-        self.visit_each([*node.handlers, *node.orelse, *node.finalbody])
-
-    def visit_each(self, nodes: Iterable[ast.AST]) -> None:
-        for node in nodes:
-            self.visit(node)
-
-    @contextmanager
-    def during(self, when: str) -> Iterator[None]:
-        before = self.when
-        if before not in ("call", "typing"):
-            self.when = when
-        yield
-        self.when = before
-
-
-def imports_of(path: str, source: str) -> list[Import]:
-    reader = ImportReader(".".join(PurePosixPath(path).parent.parts))
-    reader.visit(ast.parse(source, path))
-    return reader.found
 
 
 # ---- judging it ---------------------------------------------------------------------------------
@@ -222,7 +132,7 @@ def faults(path: str, imported: Import) -> Iterator[str]:
         yield f"only {', '.join(owners)} may know {top}"
     if top in FORBIDDEN.get(unit, ()):
         yield f"{unit} does not import {top}"
-    if path == "kvserve/server/cli.py" and top in SERVING and not imported.deferred:
+    if path == "kvserve/server/cli/commands.py" and top in SERVING and not imported.deferred:
         yield f"the command line imports {top} inside the commands that serve"
     if top in OPTIONAL and imported.when == "load":
         yield f"{top} comes with an extra: import it where it is used"
@@ -236,11 +146,6 @@ def violations(path: str, source: str) -> list[str]:
         for imported in imports_of(path, source)
         for fault in faults(path, imported)
     ]
-
-
-def python_files(folder: Path) -> list[tuple[str, str]]:
-    files = sorted(folder.rglob("*.py"))
-    return [(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
 
 
 # ---- the repository keeps the rules -------------------------------------------------------------
@@ -299,12 +204,12 @@ def test_scheduler_loads_no_torch() -> None:
 
 
 def test_command_line_loads_no_server() -> None:
-    assert not loaded_by("kvserve.server.cli") & SERVING
+    assert not loaded_by("kvserve.server.cli.commands") & SERVING
 
 
 def test_engine_needs_neither_server_nor_extras() -> None:
     absent = {*SERVING, *OPTIONAL, *OWNERS}
-    assert "torch" in loaded_by("kvserve.engine.llm", absent=absent)
+    assert "torch" in loaded_by("kvserve.engine.frontend.llm", absent=absent)
 
 
 # ---- what is installed --------------------------------------------------------------------------
@@ -342,19 +247,19 @@ GOOD = [
     ("kvserve/kernels/a.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
     ("kvserve/engine/a.py", "from kvserve.scheduler import scheduler\nimport kvserve.kernels"),
     ("kvserve/engine/a.py", "from ..config import EngineConfig\nfrom .policies import registry"),
-    ("kvserve/engine/client.py", "import msgspec, zmq.asyncio"),
+    ("kvserve/engine/frontend/client.py", "import msgspec, zmq.asyncio"),
     ("kvserve/engine/policies/a.py", "import math, torch\nfrom .scoring import mass"),
     ("kvserve/engine/policies/a.py", "from kvserve.scheduler.trigger import AtPrefillEnd"),
-    ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.window_scores import mass"),
-    ("kvserve/engine/policies/selection.py", "from kvserve.kernels.token_to_chunk import x"),
+    ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.scores.window_scores import mass"),
+    ("kvserve/engine/policies/selection.py", "from kvserve.kernels.scores.token_to_chunk import x"),
     ("kvserve/engine/attention/flash.py", "import flash_attn"),
     ("kvserve/benchmarks/a.py", "def plot():\n    import matplotlib.pyplot\n    import openai"),
     ("kvserve/benchmarks/a.py", "from kvserve import LLM, __version__"),
     ("kvserve/server/a.py", "import fastapi\nfrom kvserve.benchmarks import report"),
-    ("kvserve/server/replicas.py", "import ray"),
-    ("kvserve/server/cli.py", "def serve():\n    import uvicorn"),
-    ("kvserve/__init__.py", "if TYPE_CHECKING:\n    from kvserve.engine.llm import LLM"),
-    ("kvserve/__main__.py", "from kvserve.server.cli import main"),
+    ("kvserve/server/replicas/replicated_engine.py", "import ray"),
+    ("kvserve/server/cli/commands.py", "def serve():\n    import uvicorn"),
+    ("kvserve/__init__.py", "if TYPE_CHECKING:\n    from kvserve.engine.frontend.llm import LLM"),
+    ("kvserve/__main__.py", "from kvserve.server.cli.commands import main"),
     ("kvserve/config.py", "import dataclasses\nfrom kvserve.log import ConfigError"),
 ]
 BAD = [
@@ -387,9 +292,12 @@ BAD = [
     ("kvserve/benchmarks/a.py", "import matplotlib.pyplot as plt"),
     ("kvserve/server/a.py", "import ray.serve"),
     ("kvserve/server/a.py", "import msgspec"),
-    ("kvserve/server/cli.py", "import uvicorn"),
-    ("kvserve/server/cli.py", "try:\n    from fastapi import FastAPI\nexcept ImportError: ..."),
-    ("kvserve/__init__.py", "from kvserve.engine.llm import LLM"),
+    ("kvserve/server/cli/commands.py", "import uvicorn"),
+    (
+        "kvserve/server/cli/commands.py",
+        "try:\n    from fastapi import FastAPI\nexcept ImportError: ...",
+    ),
+    ("kvserve/__init__.py", "from kvserve.engine.frontend.llm import LLM"),
     ("kvserve/config.py", "from kvserve.scheduler.layout import Granularity"),
     ("kvserve/config.py", "from pydantic import BaseModel"),
     ("kvserve/helpers/a.py", ""),

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +23,8 @@ Tokens = list[list[int]]
 
 class Adapter(Protocol):
     """`load` comes first and says which versions there are. `run` continues every prompt greedily:
-    `seconds` of the whole call, and the new `tokens`."""
+    `seconds` of the whole call, its `cpu_seconds` where they are known, and the new `tokens`.
+    `max_tokens` is one number, or, of those that batch continuously, one for each prompt."""
 
     @property
     def load(self) -> Callable[..., dict[str, Any]]: ...
@@ -44,6 +46,23 @@ def serve(adapter: Adapter) -> None:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def limits(max_tokens: int | list[int], count: int) -> list[int]:
+    """The limit of each of ``count`` prompts."""
+    return max_tokens if isinstance(max_tokens, list) else [max_tokens] * count
+
+
+class Stopwatch:
+    """Runs from when it is made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        """Of the wall, and of this process, all threads of it, on a CPU."""
+        cpu = time.process_time() - self._cpu
+        return {"seconds": time.perf_counter() - self._wall, "cpu_seconds": cpu}
 
 
 def versions(*packages: str) -> dict[str, str]:

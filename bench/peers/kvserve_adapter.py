@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import kvserve
-from bench.peers.adapter import Tokens, serve
+from bench.peers.adapter import Stopwatch, Tokens, limits, serve
 from kvserve import LLM, SamplingParams
 
 
 class Kvserve:
-    def load(self, *, model: str, **settings: Any) -> dict[str, Any]:
+    def load(self, *, model: str, kv_cache_memory: int = 2**30, **settings: Any) -> dict[str, Any]:
         self._llm = LLM(
             model,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            kv_cache_memory=2**30,
+            kv_cache_memory=kv_cache_memory,
             **settings,
         )
         return {"kvserve": kvserve.__version__}
 
-    def run(self, prompts: Tokens, *, max_tokens: int) -> dict[str, Any]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        started = time.perf_counter()
+    def run(self, prompts: Tokens, *, max_tokens: int | list[int]) -> dict[str, Any]:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
+            for limit in limits(max_tokens, len(prompts))
+        ]
+        stopwatch = Stopwatch()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        return {**stopwatch.seconds(), "tokens": tokens}
 
 
 if __name__ == "__main__":

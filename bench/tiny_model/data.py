@@ -5,19 +5,22 @@ exactly what a chat client sends. Batches are a pure function of (seed, step).
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from bench.tiny_model.tokenizer import ASSISTANT, EOS, MAX_POSITIONS, PAD
-from kvserve.benchmarks import task_text
-from kvserve.benchmarks.task_text import Sample
+from bench.tiny_model.recipes import Recipe
+from bench.tiny_model.tokenizer import ASSISTANT, EOS, PAD
+from kvserve.benchmarks.datasets import long_chain, task_text
+from kvserve.benchmarks.datasets.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 10.0
-SUM_WEIGHT = 4.0
+SUM_WEIGHT = 6.0
+REPORT_WEIGHT = 3.0
+TALK_WEIGHT = 0.3
 GAP_SHARE = 0.4
 SYSTEM_SHARE = 0.08
 SYSTEM_UNITS = 32
@@ -55,7 +58,7 @@ class Batch:
     tasks: list[str]
 
 
-def needle(rng: random.Random, length: int) -> Sample:
+def needle(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     """Half the documents use few digits: numbers that begin alike are told apart by name only."""
     questions = rng.randint(1, min(8, max(1, length // 64)))
     units = length - 1 - 16 * questions
@@ -65,42 +68,48 @@ def needle(rng: random.Random, length: int) -> Sample:
     return task_text.needles(rng, units, count, questions, held_out=False, digits=digits)
 
 
-def recall(rng: random.Random, length: int) -> Sample:
+def recall(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     asked = rng.randint(2, 24)
     pairs = min(40, (length - 5 - 5 * asked) // 4)
     if pairs < asked:
         asked = pairs = (length - 5) // 9
-    return task_text.recall(rng, pairs, asked, held_out=False)
+    return task_text.recall(rng, pairs, asked, held_out=False, pool=pool)
 
 
-def aggregation(rng: random.Random, length: int) -> Sample:
-    marked = rng.randint(2, max(3, min(12, length // 24)))
-    return task_text.aggregation(rng, length - 10 - marked, marked, held_out=False)
+def chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
+    most = min(len(pool) // 2 + 8, (length - 16) // 17)
+    steps = rng.randint(max(1, most * 2 // 3), most)
+    return task_text.chain(rng, steps, held_out=False, pool=pool)
 
 
-def chain(rng: random.Random, length: int) -> Sample:
-    most = min(40, (length - 16) // 17)
-    return task_text.chain(rng, rng.randint(max(1, most // 2), most), held_out=False)
-
-
-def redundant_chain(rng: random.Random, length: int) -> Sample:
+def redundant_chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
+    """Up to three reports of the state; the task has one."""
     registers = rng.randint(3, 8 if length > 300 else 5)
-    most = min(36, (length - 13 - 5 * registers) // 35)
-    steps = rng.randint(max(1, most // 2), most)
-    report_after = rng.randint(1, steps)
-    return task_text.redundant_chain(rng, registers, steps, report_after, held_out=False)
+    reports = rng.randint(1, 3 if length > 300 else 1)
+    most = min(36, (length - 13 - 3 * registers - reports * (2 * registers + 4)) // 35)
+    steps = rng.randint(max(1, most * 2 // 3), max(1, most))
+    after = rng.sample(range(1, steps + 1), min(reports, steps))
+    return task_text.redundant_chain(rng, registers, steps, after, held_out=False, pool=pool)
 
 
-def copy(rng: random.Random, length: int) -> Sample:
+def long_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
+    most = min(len(pool) - 10, (length - 10) // 54)
+    lines = rng.randint(max(1, most * 3 // 4), most)
+    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), ambiguous=True)
+
+
+def copy(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     count = rng.randint(2, (length - 7) // 2)
     words = "".join(
-        rng.choice("0123456789") if rng.random() < 0.3 else f" {rng.choice(task_text.WORDS)}"
+        rng.choice("0123456789")
+        if rng.random() < 0.3
+        else f" {rng.choice(pool if rng.random() < 0.5 else task_text.WORDS)}"
         for _ in range(count)
     ).strip()
     return Sample("copy", (f"Repeat: {words}",), (words,), (words,))
 
 
-def talk(rng: random.Random, length: int) -> Sample:
+def talk(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     kind = rng.random()
     if kind < 0.4:
         question = rng.choice(GREETINGS) + rng.choice(("", "!", "."))
@@ -124,52 +133,33 @@ def _gibberish(rng: random.Random) -> str:
     return " ".join(words).strip() + rng.choice(("", ".", "?", "!"))
 
 
-BUILDERS: dict[str, Callable[[random.Random, int], Sample]] = {
+BUILDERS: dict[str, Callable[[random.Random, int, Sequence[str]], Sample]] = {
     "needle": needle,
     "recall": recall,
-    "aggregation": aggregation,
     "chain": chain,
     "redundant-chain": redundant_chain,
+    "long-chain": long_trace,
     "copy": copy,
     "talk": talk,
 }
-MIX = {
-    96: {"recall": 0.5, "copy": 0.5},
-    128: {
-        "needle": 0.25,
-        "recall": 0.15,
-        "aggregation": 0.15,
-        "chain": 0.2,
-        "redundant-chain": 0.2,
-        "copy": 0.03,
-        "talk": 0.02,
-    },
-    256: {
-        "needle": 0.35,
-        "recall": 0.12,
-        "aggregation": 0.1,
-        "chain": 0.15,
-        "redundant-chain": 0.25,
-        "talk": 0.03,
-    },
-    640: {"needle": 0.4, "aggregation": 0.1, "chain": 0.1, "redundant-chain": 0.4},
-    1152: {"needle": 0.6, "aggregation": 0.2, "chain": 0.1, "redundant-chain": 0.1},
-}
-STAGES = (96, 128, 256, 640)
-LONGEST = 1152
 
 
 class Documents:
     """Turns builders' samples into padded, weighted rows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> None:
         self.tokenizer = tokenizer
+        self.recipe = recipe
         self.seed = seed
-        self.comma = tokenizer.convert_tokens_to_ids(",")
+        self.pool = long_chain.ALL_NAMES if recipe.long else task_text.NAMES
+        vocab = tokenizer.get_vocab()
+        self.comma, self.report, self.stop = (vocab[t] for t in (",", "ĠReport", "."))
+        self.hard = np.zeros(len(vocab) + 1, dtype=bool)
+        self.hard[[vocab[d] for d in "0123456789"] + [vocab[f"Ġ{n}"] for n in self.pool]] = True
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
         rng = random.Random(f"train/{self.seed}/{step}/{length}")
-        mix = MIX[length]
+        mix = self.recipe.mixes[length]
         tasks = rng.choices(list(mix), weights=list(mix.values()), k=max(1, tokens // length))
         rows = [self._encode(rng, task, length) for task in tasks]
         longest = max(len(row) for row in rows)
@@ -178,7 +168,7 @@ class Documents:
         for i, (task, row) in enumerate(zip(tasks, rows, strict=True)):
             ids[i, : len(row)] = row
             weights[i, : len(row)] = self._weights(row, task)
-        positions = np.stack([_positions(rng, longest) for _ in rows])
+        positions = np.stack([_positions(rng, longest, self.recipe.reach) for _ in rows])
         return Batch(ids[:, :-1], positions, ids[:, 1:], weights[:, 1:], tasks)
 
     def _encode(self, rng: random.Random, task: str, length: int) -> list[int]:
@@ -189,7 +179,7 @@ class Documents:
                 text = task_text.filler_sentence(rng, rng.choice((6, 7, 11)))
             messages.append({"role": "system", "content": text})
             length -= SYSTEM_UNITS
-        sample = BUILDERS[task](rng, length)
+        sample = BUILDERS[task](rng, length, self.pool)
         for turn, answer in zip(sample.turns, sample.answers, strict=True):
             messages.append({"role": "user", "content": turn})
             messages.append({"role": "assistant", "content": answer})
@@ -197,26 +187,34 @@ class Documents:
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def _weights(self, row: list[int], task: str) -> np.ndarray:
-        """A result, the second token after a comma, is the one token a step has to compute."""
-        answer_weight = LIST_WEIGHT if task in ("needle", "aggregation", "recall") else 1.0
+        """Results of sums and reported names weigh most, names and digits more than talk."""
+        ids = np.asarray(row)
         weights = np.full(len(row), PROMPT_WEIGHT, dtype=np.float32)
-        answering = False
-        for i, token in enumerate(row):
-            if answering:
-                weights[i] = answer_weight
-                if task in ("chain", "redundant-chain") and row[i - 2] == self.comma:
-                    weights[i] = SUM_WEIGHT
-            answering = (answering or token == ASSISTANT) and token != EOS
+        answering = np.zeros(len(row), dtype=bool)
+        answering[1:] = (np.cumsum(ids == ASSISTANT) - np.cumsum(ids == EOS))[:-1] > 0
+        if task in ("needle", "recall"):
+            weights[answering] = LIST_WEIGHT
+            return weights
+        weights[answering] = 1.0
+        if task.endswith("chain"):
+            if task == "long-chain":
+                weights[answering & ~self.hard[ids]] = TALK_WEIGHT
+            result = np.zeros(len(row), dtype=bool)
+            result[2:] = ids[:-2] == self.comma
+            weights[answering & result] = SUM_WEIGHT
+            for start in np.flatnonzero(answering & (ids == self.report)):
+                length = int(np.argmax(ids[start:] == self.stop))
+                weights[start : start + length] = REPORT_WEIGHT
         return weights
 
 
-def _positions(rng: random.Random, length: int) -> np.ndarray:
+def _positions(rng: random.Random, length: int, reach: int) -> np.ndarray:
     """Consecutive positions, or for some rows with a few gaps, so that long contexts work."""
     steps = np.ones(length, dtype=np.int64)
     steps[0] = rng.randint(0, 64)
     if rng.random() < GAP_SHARE:
         cuts = rng.randint(1, 1 + length // 160)
-        room = rng.randint(0, min(MAX_POSITIONS, 2400) - length - 64)
+        room = rng.randint(0, max(0, reach - length - 64))
         for _ in range(cuts):
             steps[rng.randrange(length)] += room // cuts
     return np.cumsum(steps)

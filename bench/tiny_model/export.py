@@ -10,7 +10,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from bench.tiny_model.model import ModelConfig, TinyLlama
-from bench.tiny_model.tokenizer import BOS, EOS, MAX_POSITIONS, PAD, USER, build_tokenizer
+from bench.tiny_model.recipes import RECIPES
+from bench.tiny_model.tokenizer import BOS, EOS, PAD, USER, build_tokenizer
 
 
 def llama_config(c: ModelConfig) -> LlamaConfig:
@@ -22,7 +23,7 @@ def llama_config(c: ModelConfig) -> LlamaConfig:
         num_attention_heads=c.num_heads,
         num_key_value_heads=c.num_kv_heads,
         head_dim=c.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=c.max_positions,
         rms_norm_eps=c.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         tie_word_embeddings=True,
@@ -51,7 +52,7 @@ def export(checkpoint: Path, directory: Path) -> None:
         do_sample=False, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=[EOS, USER]
     )
     target.to(torch.bfloat16).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory, save_jinja_files=False)
+    build_tokenizer(RECIPES[saved["recipe"]]).save_pretrained(directory, save_jinja_files=False)
     for path in directory.iterdir():
         path.chmod(0o644)
 

@@ -52,10 +52,16 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = self._attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """On a CPU in float32, whose backward pass is faster there than bfloat16's."""
+        dtype = v.dtype if v.is_cuda else torch.float32
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        with torch.autocast(v.device.type, enabled=False):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Mlp(nn.Module):

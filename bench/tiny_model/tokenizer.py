@@ -7,7 +7,9 @@ token, a digit is one token, anything else falls back to bytes, so any text roun
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvserve.benchmarks.task_text import WORDS
+from bench.tiny_model.recipes import Recipe
+from kvserve.benchmarks.datasets.long_chain import LONG_WORDS
+from kvserve.benchmarks.datasets.task_text import WORDS
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, USER, ASSISTANT = range(len(SPECIALS))
@@ -15,8 +17,6 @@ CHAT_WORDS = """
     Repeat Hello Hi Hey I am can small model that ships with kvserve you are and in texts add
     up step by do not know about this Ask me for or who help Thank Bye welcome
 """
-VOCAB_SIZE = 448
-MAX_POSITIONS = 4096
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -37,12 +37,15 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """The tokens of `tiny` are the first of those of `tiny-long`."""
     words = [word for word in dict.fromkeys((*WORDS, *CHAT_WORDS.split())) if len(word) > 1]
     entries = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     entries += [f"Ġ{word}" for word in words] + ["ĠA", "Ġa", "ĠI"]
-    if len(entries) > VOCAB_SIZE:
-        raise ValueError(f"{len(entries)} entries do not fit a vocabulary of {VOCAB_SIZE}")
+    if recipe.long:
+        entries += [f"Ġ{word}" for word in LONG_WORDS if word not in words]
+    if len(entries) > recipe.vocab_size:
+        raise ValueError(f"{len(entries)} entries do not fit a vocabulary of {recipe.vocab_size}")
     vocab = {entry: i for i, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,7 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=SPECIALS[BOS],
         eos_token=SPECIALS[EOS],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=MAX_POSITIONS,
+        model_max_length=recipe.max_positions,
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )

@@ -1,7 +1,8 @@
-"""Train the model that ships, in one process, on a CPU or a GPU.
+"""Train a model that ships, in one process, on a CPU or a GPU.
 
-`python -m bench.tiny_model.train --out /tmp/tiny --minutes 30`; run it again to resume.
-Lengths grow once every task of a stage is learnt; the learning rate reaches zero with the budget.
+`python -m bench.tiny_model.train --recipe tiny-long --out /tmp/tiny-long`; run it again to resume.
+The model is exported to `model/` beside the checkpoint when the budget is spent. Lengths grow once
+every task of a stage is learnt; the learning rate reaches zero with the budget.
 """
 
 import argparse
@@ -16,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.tiny_model.data import LONGEST, STAGES, Batch, Documents
+from bench.tiny_model.data import Batch, Documents
+from bench.tiny_model.export import export
 from bench.tiny_model.model import ModelConfig, TinyLlama
 from bench.tiny_model.muon import Muon
+from bench.tiny_model.recipes import RECIPES
 from bench.tiny_model.structure import init_structure
 from bench.tiny_model.tokenizer import build_tokenizer
-from kvserve.benchmarks.task_text import NAMES
 
 log = logging.getLogger("tiny_model")
 
@@ -41,39 +43,38 @@ class Progress:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--recipe", default="tiny", choices=list(RECIPES))
+    parser.add_argument("--minutes", type=float, default=30.0, help="CPU time of the process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=8, help="query heads, four for a KV head")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--muon-lr", type=float, default=0.005)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--decay-share", type=float, default=0.6)
     parser.add_argument("--pass-accuracy", type=float, default=0.95)
-    parser.add_argument(
-        "--latest",
-        type=float,
-        nargs=len(STAGES) - 1,
-        default=(0.06, 0.22, 0.42),
-        help="shares of the budget at which a stage ends even if not every task is learnt",
-    )
     parser.add_argument("--save-every", type=float, default=3.0, help="minutes")
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace) -> TinyLlama:
+def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
+    recipe = RECIPES[args.recipe]
     config = ModelConfig(
+        vocab_size=recipe.vocab_size,
+        max_positions=recipe.max_positions,
+        rope_theta=recipe.rope_theta,
         hidden_size=args.hidden,
         num_layers=args.layers,
-        num_heads=args.hidden // 16,
-        num_kv_heads=args.hidden // 64,
+        num_heads=args.heads,
+        num_kv_heads=args.heads // 4,
         intermediate_size=3 * args.hidden,
     )
     model = TinyLlama(config)
     model.init_weights()
-    init_structure(model)
+    init_structure(model, digits)
     return model.to(args.device)
 
 
@@ -94,16 +95,14 @@ def build_optimizers(model: TinyLlama, args: argparse.Namespace) -> list[torch.o
 class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.tokenizer = build_tokenizer()
-        self.documents = Documents(self.tokenizer, args.seed)
-        self.model = build_model(args)
+        self.recipe = RECIPES[args.recipe]
+        tokenizer = build_tokenizer(self.recipe)
+        self.documents = Documents(tokenizer, self.recipe, args.seed)
+        self.model = build_model(args, [tokenizer.get_vocab()[digit] for digit in "0123456789"])
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
         self.checkpoint = args.out / "checkpoint.pt"
-        vocab = self.tokenizer.get_vocab()
-        hard = [vocab[digit] for digit in "0123456789"] + [vocab[f"Ġ{name}"] for name in NAMES]
-        self.hard = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
-        self.hard[hard] = True
+        self.hard = torch.from_numpy(self.documents.hard)
 
     def load(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.args.device)
@@ -115,6 +114,7 @@ class Trainer:
 
     def save(self) -> None:
         saved = {
+            "recipe": self.args.recipe,
             "config": asdict(self.model.config),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -136,14 +136,17 @@ class Trainer:
         return factor
 
     def pick_length(self) -> int:
-        """Seven batches in ten have the stage's length, the others an earlier or the longest."""
-        stage = self.progress.stage
+        """Most batches have the stage's length, the others an earlier or a longer one."""
+        stages, stage = self.recipe.stages, self.progress.stage
         draw = torch.rand(2, generator=torch.Generator().manual_seed(self.progress.step)).tolist()
-        if stage == 0 or draw[0] < 0.7:
-            return STAGES[stage]
-        if stage == len(STAGES) - 1 and draw[0] < 0.8:
-            return LONGEST
-        earlier = STAGES[1:stage] or STAGES[:1]
+        if stage == len(stages) - 1:
+            for length, share in self.recipe.longer.items():
+                if draw[0] < share:
+                    return length
+                draw[0] -= share
+        if stage == 0 or draw[0] < 0.6:
+            return stages[stage]
+        earlier = stages[1:stage] or stages[:1]
         return earlier[int(draw[1] * len(earlier))]
 
     def train_step(self, batch: Batch) -> tuple[float, Tensor]:
@@ -171,17 +174,17 @@ class Trainer:
         for task, share in zip(batch.tasks, shares.tolist(), strict=True):
             if not math.isnan(share):  # rows without a hard token
                 progress.accuracy[task] = 0.97 * progress.accuracy.get(task, 0.0) + 0.03 * share
-        if progress.stage == len(STAGES) - 1:
+        if progress.stage == len(self.recipe.stages) - 1:
             return
         learnt = min(progress.accuracy.values()) > self.args.pass_accuracy
-        late = progress.seconds > 60 * self.args.minutes * self.args.latest[progress.stage]
+        late = progress.seconds > 60 * self.args.minutes * self.recipe.latest[progress.stage]
         if late or (learnt and progress.stage_step > 50):
             log.info("stage %d ends: %s", progress.stage, progress.accuracy)
             progress.stage, progress.stage_step, progress.accuracy = progress.stage + 1, 0, {}
 
     def run(self) -> None:
         progress, losses = self.progress, 0.0
-        started = time.time() - progress.seconds
+        started = time.process_time() - progress.seconds
         saved = time.time()
         while progress.seconds < 60 * self.args.minutes:
             factor = self.schedule()
@@ -193,8 +196,8 @@ class Trainer:
             progress.step += 1
             progress.stage_step += 1
             progress.tokens += batch.ids.size
-            progress.seconds = time.time() - started
-            if length == STAGES[progress.stage]:
+            progress.seconds = time.process_time() - started
+            if length == self.recipe.stages[progress.stage]:
                 self.advance(batch, shares)
             if progress.step % 50 == 0:
                 self.report(losses / 50, factor)
@@ -212,7 +215,7 @@ class Trainer:
             p.seconds / 60,
             p.tokens / 1e6,
             p.tokens / p.seconds,
-            STAGES[p.stage],
+            self.recipe.stages[p.stage],
             factor,
             loss,
             " ".join(f"{task} {accuracy:.3f}" for task, accuracy in sorted(p.accuracy.items())),
@@ -230,6 +233,7 @@ def main() -> None:
         trainer.load()
     log.info("%.2f M parameters", sum(p.numel() for p in trainer.model.parameters()) / 1e6)
     trainer.run()
+    export(trainer.checkpoint, args.out / "model")
 
 
 if __name__ == "__main__":

@@ -2,21 +2,20 @@
 
 Shapes are always checked. What addresses hold is known to the device alone, and kernels pass over
 those outside of the cache; ``KVSERVE_CHECK_ADDRESSES=1`` makes launchers wait for the device, look,
-and refuse them.
+and refuse them. While a graph is captured nothing can be waited for, so nobody looks.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
-
-if TYPE_CHECKING:
-    from kvserve.kernels.paged_attention import Chunks
+from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -32,13 +31,24 @@ def check_head_dim(*tensors: Tensor) -> None:
             )
 
 
-def _looks() -> bool:
-    return os.environ.get("KVSERVE_CHECK_ADDRESSES") == "1"
+def runs_triton(x: Tensor) -> bool:
+    """Whether entries ``x [..., D]`` are for the kernels: on CUDA, of a head dimension they know.
+
+    Others are for the torch references, on any device.
+    """
+    return x.is_cuda and x.shape[-1] in HEAD_DIMS
+
+
+def _looks(x: Tensor) -> bool:
+    """Whether what ``x`` holds may be read back now, and is asked for."""
+    if os.environ.get("KVSERVE_CHECK_ADDRESSES") != "1":
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_slots(slots: Tensor, num_blocks: int, block: int) -> None:
     """Raises ``IndexError`` if asked to look and a slot is not in the cache."""
-    if not _looks():
+    if not _looks(slots):
         return
     outside = slots[(slots < 0) | (slots >= num_blocks * block)]
     if len(outside):
@@ -53,7 +63,7 @@ def check_tables(
     rows: Tensor,
     last: Tensor,
     starts: Tensor | None,
-    keys: Tensor,
+    keys: Tensor | QuantizedVectors,
     coded: Tensor | None = None,
 ) -> None:
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
@@ -62,7 +72,7 @@ def check_tables(
     keys: [num_blocks, B, ...]. Block 0, which freed columns name, is no row's. The first ``coded
     [num_rows, R]`` entries stand elsewhere.
     """
-    if not _looks():
+    if not _looks(tables):
         return
     num_rows, _, columns = tables.shape
     num_blocks, block = keys.shape[:2]
@@ -113,7 +123,7 @@ def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
 
 def check_references(codes: Codes, rows: Tensor) -> None:
     """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` refers to nothing."""
-    if not _looks():
+    if not _looks(rows):
         return
 
     def inside(what: str, number: Tensor, end: int, least: int = 0) -> None:
@@ -136,24 +146,54 @@ def check_references(codes: Codes, rows: Tensor) -> None:
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
-def check_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    chunks: Chunks,
-    codes: Codes | None,
+def check_shares(shares: Shares | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the shares of q [T, Hq, D] can be written."""
+    if shares is None:
+        return
+    for name, x, shape, dtype in (
+        ("out", shares.out, q.shape[:2], torch.float32),
+        ("recent", shares.recent, q.shape[:1], torch.int64),
+    ):
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of shares has to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
+
+
+def _check_entries(
+    q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> None:
-    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
-    token sees is not there. Arguments are those of ``paged_attention_triton``.
-    """
+    if not isinstance(keys, Tensor) and not isinstance(values, Tensor):
+        check_head_dim(q)
+        if not keys.shape == values.shape == (*keys.shape[:3], q.shape[-1]):
+            raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
+        return
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        raise ValueError("keys and values are not both levels")
     check_head_dim(q, keys, values)
-    rows, last, _, starts, _ = chunks
-    tokens, per_row = len(q), tables.shape[1]
     if keys.shape != values.shape or keys.stride() != values.stride():
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
     if len({x.dtype for x in (q, keys, values)}) > 1:
         raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
+
+
+def check_attention(
+    q: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    chunks: QuerySegments,
+    codes: Codes | None,
+    shares: Shares | None = None,
+) -> None:
+    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
+    token sees is not there. Arguments are those of ``paged_attention_triton``.
+    """
+    _check_entries(q, keys, values)
+    check_shares(shares, q)
+    rows, last, _, starts, _ = chunks
+    tokens, per_row = len(q), tables.shape[1]
     if q.shape[1] % (per_row * keys.shape[2]):
         groups = f"{per_row} * {keys.shape[2]} KV heads"
         raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
@@ -169,5 +209,6 @@ def check_attention(
     coded = None if codes is None else codes.coded
     check_tables(tables, rows, last, starts, keys, coded)
     if codes is not None:
+        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables, keys)
         check_references(codes, rows)

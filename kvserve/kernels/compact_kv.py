@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots
+from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import entry_rows
 
@@ -22,7 +22,7 @@ def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> Non
     inside a run no destination is the source of a later entry, across runs of none. What goes to
     block 0 is not wanted.
     """
-    if kv_cache.is_cuda:
+    if runs_triton(kv_cache):
         compact_kv_triton(kv_cache, src, dst, runs)
     else:
         compact_kv_torch(kv_cache, src, dst)

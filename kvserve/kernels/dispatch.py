@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from kvserve.kernels.tiles import FLOAT32_TILES, SORTED_ROWS, TILES, Tile
+
 # Arguments that change from step to step: no code is compiled for particular values of them.
-VARYING = {"columns", "inner", "length", "places", "splits", "tokens", "window"}
+VARYING = {"columns", "inner", "least", "length", "places", "splits", "tokens", "window"}
 
 
 class Helper:
@@ -58,46 +60,23 @@ def _complete(module: dict[str, Any]) -> None:
         _complete(source.__globals__)
 
 
-class Tile(NamedTuple):
-    """What one program takes: ``rows`` (queries), ``columns`` (entries), warps, pipeline stages."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-# Chosen so that nothing spills (tests/kernels/budget.json holds them to it), not by time: no GPU
-# has run them yet. Two-byte numbers, by the lowest compute capability that has these tiles:
-_TILES = {
-    (8, 0): {
-        "decode": Tile(16, 64, 4, 2),
-        "prefill": Tile(64, 64, 8, 2),
-        "scores": Tile(64, 64, 4, 2),
-    },
-    (9, 0): {
-        "decode": Tile(16, 64, 4, 3),
-        "prefill": Tile(128, 64, 8, 2),
-        "scores": Tile(64, 64, 4, 3),
-    },
-}
-# float32 is multiplied exactly, outside of the tensor cores.
-_FLOAT32_TILES = {
-    "decode": Tile(16, 32, 4, 3),
-    "prefill": Tile(32, 16, 8, 2),
-    "scores": Tile(32, 32, 8, 1),
-}
-
-
 def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
-    if dtype is torch.float32:
-        tile = _FLOAT32_TILES[kernel]
-    else:
-        older = [known for known in _TILES if known <= capability(device)]
-        tile = _TILES[max(older, default=min(_TILES))][kernel]
+    table = FLOAT32_TILES if dtype is torch.float32 else TILES[_generation(device)]
+    tile = table[kernel]
     part = max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
+
+
+def most_sorted_rows(device: torch.device) -> int:
+    """Rows up to which sampling with filters is left to torch's sort."""
+    return SORTED_ROWS.get(_generation(device), 0)
+
+
+def _generation(device: torch.device) -> tuple[int, int]:
+    """The newest of ``TILES`` that is not newer than ``device``."""
+    older = [known for known in TILES if known <= capability(device)]
+    return max(older, default=min(TILES))
 
 
 @cache

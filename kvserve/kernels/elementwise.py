@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _TILE = 1024
+_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST = 1e-12  # of a row's largest number, so that a row of zeros has a scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,6 +44,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def argmax(x: Tensor) -> Tensor:
     """x: [T, N] -> the first place of each row's largest number: int64 [T]."""
     return x.argmax(dim=-1)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [T, N] -> e4m3 [T, N] and float32 scales [T, 1]: a row's largest number becomes 448."""
+    numbers = x.float()
+    largest = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST)
+    rounded = (numbers * (_E4M3_MAX / largest)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    return rounded.to(torch.float8_e4m3fn), largest / _E4M3_MAX
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,6 +106,27 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
         grid, out, gate_up, gate_up.stride(0), WIDTH=both // 2, TILE=_TILE, num_warps=4
     )
     return out
+
+
+def quantize_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``quantize_rows``, in one launch instead of eight."""
+    tokens, width = x.shape
+    _check("quantize_rows", x, width > 0)
+    out = torch.empty(tokens, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    _quantize_rows.launch(
+        (tokens,),
+        out,
+        scales,
+        x,
+        x.stride(0),
+        _SMALLEST,
+        _E4M3_MAX,
+        WIDTH=width,
+        SPAN=1 << (width - 1).bit_length(),
+        num_warps=16 if width > 8192 else 8 if width > 2048 else 4,
+    )
+    return out, scales
 
 
 def _check(name: str, x: Tensor, fits: bool) -> None:
@@ -175,3 +206,24 @@ def _silu_and_mul(out, gate_up, token_stride, WIDTH: tl.constexpr, TILE: tl.cons
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     tl.store(out + token * WIDTH + place, (activated * up).to(gate.dtype), mask=mask)
+
+
+@Kernel
+def _quantize_rows(
+    out,
+    scales,
+    x,
+    token_stride,
+    smallest,
+    most,
+    WIDTH: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SPAN)
+    mask = place < WIDTH
+    numbers = tl.load(x + token * token_stride + place, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(numbers)), smallest)
+    rounded = tl.clamp(numbers * tl.div_rn(most, largest), -most, most)
+    tl.store(out + token * WIDTH + place, rounded.to(out.dtype.element_ty), mask=mask)
+    tl.store(scales + token, tl.div_rn(largest, most))

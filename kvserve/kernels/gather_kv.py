@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots
+from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def entry_rows(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None)
 
 def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """slots: int64 [L', Hkv, S] of layers ``layer_ids`` -> keys [L', Hkv, S, D]."""
-    gather = gather_keys_triton if kv_cache.is_cuda else gather_keys_torch
+    gather = gather_keys_triton if runs_triton(kv_cache) else gather_keys_torch
     return gather(kv_cache, slots, layer_ids)
 
 
@@ -37,7 +37,7 @@ def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = 
 
     query_log: [num_blocks, Lb, tokens, Hb, D]; slots: int64 [L', Hlog, S], of the log.
     """
-    gather = gather_queries_triton if query_log.is_cuda else gather_queries_torch
+    gather = gather_queries_triton if runs_triton(query_log) else gather_queries_torch
     return gather(query_log, slots, layer_ids)
 
 
@@ -54,6 +54,8 @@ def gather_queries_torch(
     """The reference of ``gather_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     layer, head = _lane_places(slots, layer_ids, layers, heads)
+    if not query_log.is_contiguous():  # blocks of bytes, of which a few are left over
+        return query_log[slots // tokens, layer, slots % tokens, head]
     row = (slots // tokens * layers + layer) * tokens + slots % tokens
     rows = (row * heads + head).view(-1)
     return query_log.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)

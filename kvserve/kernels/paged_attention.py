@@ -9,7 +9,7 @@ of a table may be held as codes (``coded_entries.py``): they are decoded tile by
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,42 +17,42 @@ from torch import Tensor
 from kvserve.kernels.checks import check_attention
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
+from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
+from kvserve.kernels.quantized_triton import (
+    bfloat16_as_float,
+    form_of,
+    levels_as_floats,
+    parts_of,
+)
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+    from kvserve.kernels.tiles import Tile
+
 _MAX_SPLITS = 64
-
-
-class Chunks(NamedTuple):
-    """P chunks of consecutive tokens, T in all; tensors of integers on the device.
-
-    ``rows [P]`` of the block tables; token t sees entries 0 to ``last[r, t]`` (``[R, T]``, below
-    ``max_held``) of table r of its row. ``starts [P + 1]`` are the first tokens of chunks of at
-    most ``max_chunk``; ``None``: P = T chunks of one.
-    """
-
-    rows: Tensor
-    last: Tensor
-    max_held: int
-    starts: Tensor | None = None
-    max_chunk: int = 1
+_MAX_LONG_SPLITS = 4  # most of them find nothing to do
 
 
 def paged_attention_torch(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: QuerySegments,
     scale: float,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where entries are held as
-    ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
+    entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
+    them. ``shares`` takes what each query gave to the newest of them, 0 for a token that sees
+    nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -60,7 +60,7 @@ def paged_attention_torch(
     own = tables[rows].long()
     tokens, per_token = own.shape[:2]
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (x[own].flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
     place = torch.arange(k.shape[4], device=q.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
@@ -74,7 +74,13 @@ def paged_attention_torch(
         hidden = ~read_slots(*coded).seen_by(logits.shape[3])
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
-    probs = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if shares is not None:
+        older = place <= (chunks.last - shares.recent).T[..., None]
+        recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
+        share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+        shares.out.copy_(share.flatten(1))
+    probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
     return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
@@ -82,61 +88,69 @@ def paged_attention_torch(
 
 def paged_attention_triton(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: QuerySegments,
     scale: float,
     num_splits: int | None = None,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
     that refer to what is not there.
 
-    Query heads of a KV head share its loads; few long rows are split over the context.
-    ``num_splits`` (default: enough for all multiprocessors) follows from shapes and ``max_held``
-    alone, so a captured graph stays valid while lengths grow up to it.
+    Levels are widened as they are loaded, keys without their scales, which logits are multiplied
+    by. Query heads of a KV head share its loads; few rows, and long ones among many, are split over
+    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and
+    ``max_held`` alone, so a captured graph stays valid while lengths grow up to it.
     """
-    check_attention(q, keys, values, tables, chunks, codes)
+    check_attention(q, keys, values, tables, chunks, codes, shares)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    tile = tile_of("decode" if packed <= 64 else "prefill", q.device, dim, q.dtype)
+    # Decoding an entry takes registers that its tile then lacks.
+    kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
+    tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
         tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
-    if codes is not None:
-        # Decoding an entry takes registers that its tile then lacks.
-        tile = tile._replace(columns=max(16, tile.columns // 2))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
+    least = 1
     if num_splits is None:
-        num_splits = _splits(lanes * query_tiles, max_held, tile, q.device)
+        num_splits, least = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts, sums = out, last
+    # What is not asked for is not written: any address does.
+    given, recent = (last, rows) if shares is None else shares
+    parts, sums, part_recent = out, last, given
     if num_splits > 1:
         parts = q.new_empty(num_splits, tokens, heads, dim, dtype=torch.float32)
         sums = q.new_empty(num_splits, tokens, heads, dtype=torch.float32)
+        if shares is not None:
+            part_recent = torch.empty_like(sums)
     _attend.launch(
         (lanes, query_tiles, num_splits),
         parts,
         sums,
+        part_recent,
         q,
-        keys,
-        values,
+        *_entry_arguments(keys, values, tables),
         tables,
         rows,
         last,
         rows if starts is None else starts,
+        recent,
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
+        least,
         columns,
         num_blocks,
         *q.stride()[:2],
-        *keys.stride()[:3],
+        *_entry_strides(keys, values),
         ROWS=per_row,
         HEADS=kv_heads,
         GROUP=group,
@@ -145,8 +159,11 @@ def paged_attention_triton(
         QUERIES=tile.rows,
         TILE=tile.columns,
         SPLIT=num_splits > 1,
+        SHARES=shares is not None,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
+        KEYS=form_of(keys),
+        VALUES=form_of(values),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -156,13 +173,35 @@ def paged_attention_triton(
             out,
             parts,
             sums,
+            part_recent,
+            given,
             tokens * heads,
             num_splits,
             DIM=dim,
             SPAN=1 << (num_splits - 1).bit_length(),
+            SHARES=shares is not None,
             num_warps=4,
         )
     return out
+
+
+def _entry_arguments(
+    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors, unused: Tensor
+) -> tuple[Tensor, ...]:
+    """Keys, values, and what stands beside their levels."""
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        return keys, values, unused, unused, unused
+    (k, k_scale, _), (v, *beside) = parts_of(keys), parts_of(values)
+    return k, v, k_scale, *beside
+
+
+def _entry_strides(
+    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
+) -> tuple[int, ...]:
+    """Of blocks, entries and KV heads, and of the values' entries."""
+    k, v = (x if isinstance(x, Tensor) else x.levels for x in (keys, values))
+    return *k.stride()[:3], v.stride(1)
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:
@@ -174,24 +213,35 @@ def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, 
     return slots.view(torch.int32), vectors, coded, slot_tables, vector_tables, turns, *widths
 
 
-def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> int:
-    """A power of two: two programs for each multiprocessor, but four tiles or more for each."""
-    wanted = 2 * num_processors(device) // max(1, programs)
-    most = min(wanted, max_held // (4 * tile.columns), _MAX_SPLITS)
-    return 1 << (max(1, most).bit_length() - 1)
+def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> tuple[int, int]:
+    """Parts of a context, and the fewest entries of a part.
+
+    Few rows are split until every multiprocessor has ``tile.programs``, into parts of four tiles or
+    more. Where there are rows enough, only those are split that hold more than ``tile.longest``.
+    """
+    fill = tile.programs * num_processors(device) // max(1, programs)
+    fill = max(1, min(fill, max_held // (4 * tile.columns), _MAX_SPLITS))
+    if fill > 1 or not tile.longest:
+        return fill, 4 * tile.columns
+    return max(1, min(-(-max_held // tile.longest), _MAX_LONG_SPLITS)), tile.longest
 
 
 @Kernel
 def _attend(
     out,
     sums,
+    shares,
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
+    value_lows,
     tables,
     rows,
     last,
     starts,
+    recent,
     slots,
     vectors,
     coded,
@@ -203,6 +253,7 @@ def _attend(
     num_turns,
     scale,
     tokens,
+    least,
     columns,
     num_blocks,
     token_stride,
@@ -210,6 +261,7 @@ def _attend(
     block_stride,
     entry_stride,
     kv_head_stride,
+    value_stride,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -218,8 +270,11 @@ def _attend(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SHARES: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -240,15 +295,20 @@ def _attend(
     limit = tl.minimum(limit, columns * BLOCK)
 
     end = tl.max(limit, axis=0)
-    share = tl.cdiv(tl.cdiv(end, TILE), tl.num_programs(2)) * TILE
+    share = tl.maximum(tl.cdiv(end, tl.num_programs(2)), least)
+    share = tl.cdiv(share, TILE) * TILE
     begin = split * share
     end = tl.minimum(begin + share, end)
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
     k_base = keys + head * kv_head_stride + dims[None, :]
-    v_base = values + head * kv_head_stride + dims[None, :]
+    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
+    v_base = values + head * kv_head_stride + (dims % V_WIDTH)[None, :]
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SHARES:
+        newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
+        near = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     if SLOTS > 0:
         HALF: tl.constexpr = DIM // 2
@@ -268,7 +328,14 @@ def _attend(
                 block = block.to(tl.int64)
                 known = (block >= 0) & (block < num_blocks)
                 at = (block * block_stride + entry % BLOCK * entry_stride)[:, None]
-                k = tl.load(k_base + at, mask=known[:, None], other=0.0)
+                if KEYS > 0:
+                    beside = block * (block_stride // 2) + head * (kv_head_stride // 2)
+                    beside += entry % BLOCK
+                    k = tl.load(k_base + at, mask=known[:, None], other=0)
+                    k = levels_as_floats(k, KEYS, 0).to(queries.dtype)
+                    k_scale = bfloat16_as_float(tl.load(key_scales + beside, mask=known, other=0))
+                else:
+                    k = tl.load(k_base + at, mask=known[:, None], other=0.0)
             else:
                 block = tl.load(
                     slot_tables + row * slot_columns + entry // SLOTS,
@@ -307,7 +374,7 @@ def _attend(
                 k = own * cos + pair * tl.where(negative, -sin, sin)
                 k = k.to(queries.dtype)
             logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-            if not raw:
+            if KEYS > 0 or not raw:
                 logits *= k_scale.to(tl.float32)[None, :]
             seen = (entry[None, :] < limit[:, None]) & known[None, :]
             if not raw:
@@ -321,8 +388,22 @@ def _attend(
             probs = tl.exp2(logits - shift[:, None])
             decay = tl.exp2(high - shift)
             total = total * decay + tl.sum(probs, axis=1)
+            if SHARES:
+                in_share = entry[None, :] >= newer[:, None]
+                near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if raw:
-                v = tl.load(v_base + at, mask=known[:, None], other=0.0)
+                at = (block * block_stride + entry % BLOCK * value_stride)[:, None]
+                if VALUES > 0:
+                    v = tl.load(v_base + at, mask=known[:, None], other=0)
+                    v = levels_as_floats(v, VALUES, (dims // V_WIDTH)[None, :])
+                    v_scale = tl.load(value_scales + beside, mask=known, other=0)
+                    v *= bfloat16_as_float(v_scale)[:, None]
+                    if VALUES == 2:
+                        v_low = tl.load(value_lows + beside, mask=known, other=0)
+                        v += bfloat16_as_float(v_low)[:, None]
+                    v = v.to(queries.dtype)
+                else:
+                    v = tl.load(v_base + at, mask=known[:, None], other=0.0)
             else:
                 v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
                 probs *= v_scale.to(tl.float32)[None, :]
@@ -336,7 +417,15 @@ def _attend(
     if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
+    if SHARES:
+        share = high + tl.log2(near)
+        if not SPLIT:
+            share = tl.where(high == float("-inf"), 0.0, share - high - tl.log2(total))
+            share *= 0.6931471805599453  # ln(2)
+        tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
+    if SPLIT:  # a part without entries is left as it is: nobody reads it
+        real = real & (begin < end)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -345,19 +434,27 @@ def _merge(
     out,
     parts,
     sums,
+    part_recent,
+    shares,
     places,
     splits,
     DIM: tl.constexpr,
     SPAN: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
     at = part.to(tl.int64) * places + place
     log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
     high = tl.max(log_sum, axis=0)
-    weight = tl.exp2(log_sum - tl.where(high == float("-inf"), 0.0, high))
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight = tl.exp2(log_sum - base)
     part_at = parts + at[:, None] * DIM + dims[None, :]
-    means = tl.load(part_at, mask=(part < splits)[:, None], other=0.0)
+    means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
     total = tl.sum(weight, axis=0)
+    if SHARES:
+        recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))
+        share = tl.log2(tl.sum(tl.exp2(recent - base), axis=0)) - tl.log2(total)
+        tl.store(shares + place, tl.where(total > 0, share * 0.6931471805599453, 0.0))  # ln(2)
     mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

@@ -50,6 +50,10 @@ def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Ten
     """The reference of ``store_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     query = _as_logged(query_log, slots, query)
+    if not query_log.is_contiguous():  # blocks of bytes, of which a few are left over
+        by_row = query.unflatten(1, (len(slots), -1)).transpose(0, 1)
+        query_log[:, layer][slots // tokens, slots % tokens] = by_row
+        return
     rows = (slots + slots // tokens * (tokens * (layers - 1)) + layer * tokens).view(-1)
     flat = query_log.view(-1, heads * dim)
     flat.index_copy_(0, rows, _by_row(query, slots, heads * dim))

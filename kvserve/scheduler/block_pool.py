@@ -35,6 +35,13 @@ class BlockPool:
         # A stack whose top is taken first: recently freed blocks are still in the CPU's caches.
         self._free: IntArray = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks - 1
+        self._column_of: IntArray = np.full(num_blocks, -1, np.int32)
+        self.only_cached: IntArray = np.zeros(0, np.int32)
+        """Of each column of the prefix cache, the blocks that nobody else names.
+
+        Kept up as references come and go, so that nobody has to look through the pool for them.
+        """
+        self.num_only_cached = 0
 
     @property
     def capacity(self) -> int:
@@ -52,13 +59,45 @@ class BlockPool:
 
     def share(self, blocks: IntArray) -> None:
         """Add one reference to each block."""
+        self._count_only_cached(blocks, -1)
         np.add.at(self.ref, blocks, 1)
+
+    def cache_column(self, blocks: IntArray, column: int) -> None:
+        """Name the (different) blocks as a column of the prefix cache."""
+        if column >= len(self.only_cached):
+            more = np.zeros(max(column + 1, 64), np.int32)
+            self.only_cached = np.concatenate([self.only_cached, more])
+        self.share(blocks)
+        self._column_of[blocks] = column
+        self._count_only_cached(blocks, 1)
+
+    def release_column(self, blocks: IntArray) -> None:
+        """The prefix cache names the blocks no more."""
+        self._count_only_cached(blocks, -1)
+        self._column_of[blocks] = -1
+        self.release(blocks)
+
+    def columns_of(self, blocks: IntArray) -> set[int]:
+        """The columns of the prefix cache that name any of the blocks."""
+        return set(self._column_of[blocks].tolist()) - {-1}
+
+    def _count_only_cached(self, blocks: IntArray, sign: int) -> None:
+        """Count those of the blocks whose one reference is the cache's."""
+        if self._caches:
+            alone = np.unique(blocks[(self._column_of[blocks] >= 0) & (self.ref[blocks] == 1)])
+            np.add.at(self.only_cached, self._column_of[alone], sign)
+            self.num_only_cached += sign * len(alone)
+
+    @property
+    def _caches(self) -> bool:
+        return bool(len(self.only_cached))
 
     def release(self, blocks: IntArray) -> int:
         """Drop one reference to each block; return how many of them came free."""
         if not len(blocks):
             return 0
         np.subtract.at(self.ref, blocks, 1)
+        self._count_only_cached(blocks, 1)
         freed = np.unique(blocks[self.ref[blocks] == 0])
         self._free[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
@@ -72,4 +111,8 @@ class BlockPool:
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == self.num_free, "a block is free twice"
         assert not self.ref[free].any(), "a free block is referenced"
+        alone = self._column_of[(self._column_of >= 0) & (self.ref == 1)]
+        counted = np.bincount(alone, minlength=len(self.only_cached))
+        assert np.array_equal(counted, self.only_cached), "blocks that only the cache names"
+        assert self.num_only_cached == len(alone)
         assert self.num_free + np.count_nonzero(self.ref) == self.capacity, "a block leaked"

@@ -11,7 +11,7 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.trigger import (
     NO_EVENT,
     Budget,
-    EventPlan,
+    EvictionSpec,
     OnDate,
     RowState,
     last_queries,
@@ -19,7 +19,7 @@ from kvserve.scheduler.trigger import (
 
 
 @dataclass(frozen=True)
-class CodeBook(OnDate):
+class QuantizeTrigger(OnDate):
     """At the prompt's end, and whenever ``period`` more tokens are in: what is held becomes codes.
 
     The first event evicts too, down to ``budget``; the others take windows of no entries. With
@@ -36,22 +36,26 @@ class CodeBook(OnDate):
         return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
-        return np.where(rows.run_start == 0, rows.num_prompt, rows.run_start + self.period)
+        return np.where(
+            rows.first_uncompressed_pos == 0,
+            rows.num_prompt,
+            rows.first_uncompressed_pos + self.period,
+        )
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        first = (rows.run_start == 0) & (rows.num_prompt > self.num_queries)
+        first = (rows.first_uncompressed_pos == 0) & (rows.num_prompt > self.num_queries)
         return last_queries(np.where(first, next_event, NO_EVENT), self.num_queries)
 
-    def plan(self, rows: RowState) -> EventPlan:
-        first = rows.run_start == 0
+    def plan(self, rows: RowState) -> EvictionSpec:
+        first = rows.first_uncompressed_pos == 0
         length = np.where(first, rows.kv_len, 0)
         queries = np.where(first & (rows.kv_len > self.num_queries), self.num_queries, 0)
-        return EventPlan(
+        return EvictionSpec(
             region_start=np.zeros_like(length),
             windows=np.ones_like(length),
             window_len=length,
             keep=self.budget.of(length),
             query_start=rows.num_computed - queries,
             num_queries=queries,
-            run_start=rows.num_computed,
+            first_uncompressed_pos=rows.num_computed,
         )

@@ -16,11 +16,11 @@ def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) 
     After many events it is taken to grow as it has since half of them.
     """
     prompt = np.array([num_prompt], np.int32)
-    run_start = trigger.start(prompt)
+    first_uncompressed_pos = trigger.start(prompt)
     seen = held = 0
     peaks = [(num_prompt, 0)]
     for _ in range(max_len):
-        state = _state(prompt, seen, held, run_start, block_size)
+        state = _state(prompt, seen, held, first_uncompressed_pos, block_size)
         due = min(int(trigger.next_event(state)[0]), max_len)
         held, seen = held + due - seen, due
         if seen > num_prompt:
@@ -29,15 +29,19 @@ def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) 
             return max(most for _, most in peaks)
         if len(peaks) > _EVENTS:
             break
-        plan = trigger.plan(_state(prompt, seen, held, run_start, block_size))
-        held, run_start = held - int(plan.evicted[0]), plan.run_start
+        plan = trigger.plan(_state(prompt, seen, held, first_uncompressed_pos, block_size))
+        held, first_uncompressed_pos = held - int(plan.evicted[0]), plan.first_uncompressed_pos
     (before, less), (now, more) = peaks[_EVENTS // 2], peaks[-1]
     return more + (more - less) * (max_len - now) // (now - before)
 
 
 def _state(
-    prompt: IntArray, seen: int, held: int, run_start: IntArray, block_size: int
+    prompt: IntArray, seen: int, held: int, first_uncompressed_pos: IntArray, block_size: int
 ) -> RowState:
     return RowState(
-        prompt, np.array([seen], np.int32), np.array([held], np.int32), run_start, block_size
+        prompt,
+        np.array([seen], np.int32),
+        np.array([held], np.int32),
+        first_uncompressed_pos,
+        block_size,
     )

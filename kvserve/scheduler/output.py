@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ObservationTask:
-    """E events of one policy, to be scored; arrays ``[E]`` but ``old_lens [LG, E, R]``.
+    """E events of one policy, all of a ``kind``, to be scored; arrays ``[E]`` but ``old_lens [LG,
+    E, R]``.
 
     ``rows`` are those before ``SchedulerOutput.row_swaps``, ``plan`` says what is taken of them and
     ``old_lens`` what they hold. Where queries are recomputed, ``token_ids [E, T]`` are the tokens
@@ -31,20 +34,24 @@ class ObservationTask:
     policy_id: int
     rows: IntArray
     seq_ids: IntArray
-    plan: EventPlan
+    plan: EvictionSpec
     old_lens: IntArray
     token_ids: IntArray | None
+    kind: EventKind = field(default=EventKind.EVEN, kw_only=True)
 
     def part(self, at: IntArray) -> ObservationTask:
         """The events ``at`` alone."""
-        return ObservationTask(
-            self.policy_id,
-            self.rows[at],
-            self.seq_ids[at],
-            self.plan.part(at),
-            self.old_lens[:, at],
-            None if self.token_ids is None else self.token_ids[at],
-        )
+        return replace(self, **self._of(at))
+
+    def _of(self, at: IntArray) -> dict[str, Any]:
+        """The fields that have a part for each event, those of the events ``at``."""
+        return {
+            "rows": self.rows[at],
+            "seq_ids": self.seq_ids[at],
+            "plan": self.plan.part(at),
+            "old_lens": self.old_lens[:, at],
+            "token_ids": None if self.token_ids is None else self.token_ids[at],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,9 @@ class CompactionTask(ObservationTask):
 
     Entries from ``copy_start[e]`` on are written again: ``dst_blocks[lg, e, r, j]`` is the block of
     column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
-    What was observed in the step before (``SchedulerOutput.observations``) is not scored again.
-    With ``codes``, entries become codes: those are written, and raw entries where rows are afresh.
-    ``early`` events were not due, but blocks were wanted.
+    What was scored in a step before (``SchedulerOutput.observations``) is not scored again.
+    Those of kind ``CODED`` write ``codes``, and raw entries where rows are afresh. ``early`` events
+    were not due, but blocks were wanted.
     """
 
     new_lens: IntArray
@@ -85,6 +92,14 @@ class CompactionTask(ObservationTask):
     codes: CodeBlocks | None = None
     early: bool = False
 
+    @property
+    def compacts(self) -> IntArray:
+        """Which events evict entries, or turn some into codes; the others are none: bool [E]."""
+        changed = (self.new_lens != self.old_lens).any(axis=(0, 2))
+        if self.codes is not None:
+            changed |= (self.codes.coded != self.codes.coded_before).any(axis=(0, 2))
+        return np.asarray(changed)
+
     @classmethod
     def of(
         cls,
@@ -93,6 +108,7 @@ class CompactionTask(ObservationTask):
         copy_start: IntArray,
         dst_blocks: IntArray,
         log_from: IntArray,
+        codes: CodeBlocks | None = None,
     ) -> CompactionTask:
         """Carry out ``events``."""
         return cls(
@@ -106,19 +122,21 @@ class CompactionTask(ObservationTask):
             copy_start,
             dst_blocks,
             log_from,
+            codes,
+            kind=events.kind,
         )
 
     def part(self, at: IntArray) -> CompactionTask:
         """The events ``at`` alone."""
-        part = CompactionTask.of(
-            ObservationTask.part(self, at),
-            self.new_lens[:, at],
-            self.copy_start[at],
-            self.dst_blocks[:, at],
-            self.log_from[at],
+        return replace(
+            self,
+            **self._of(at),
+            new_lens=self.new_lens[:, at],
+            copy_start=self.copy_start[at],
+            dst_blocks=self.dst_blocks[:, at],
+            log_from=self.log_from[at],
+            codes=None if self.codes is None else self.codes.part(at),
         )
-        codes = None if self.codes is None else self.codes.part(at)
-        return replace(part, codes=codes, early=self.early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +154,47 @@ class SwapTask:
 
 
 @dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A sequence that was given ``row``: what the runner has to know of it, once.
+
+    ``token_ids`` are all known ones, generated before a preemption or in the prompt; ``sampling``
+    is carried unread.
+    """
+
+    seq_id: int
+    row: int
+    num_prompt_tokens: int
+    token_ids: IntArray
+    stop_token_ids: tuple[int, ...]
+    sampling: Any
+
+    @classmethod
+    def of(cls, seq: Sequence) -> NewRequest:
+        return cls(
+            seq.seq_id,
+            seq.row,
+            seq.num_prompt_tokens,
+            seq.token_ids,
+            seq.stop_token_ids,
+            seq.sampling,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class NewRows:
     """Rows given to n sequences: what they hold before this step's forward.
 
     ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
-    ``log_from [n]`` on; ``last_token [n]`` is the newest known token.
+    ``log_from [n]`` on, for windows that begin ``log_span [n]`` tokens apart; prompts have
+    ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest known one.
     """
 
-    sequences: tuple[Sequence, ...]
+    requests: tuple[NewRequest, ...]
+    prompt_lens: IntArray
     num_computed: IntArray
     kv_lens: IntArray
     log_from: IntArray
+    log_span: IntArray
     last_token: IntArray
 
 
@@ -193,7 +241,8 @@ class SchedulerOutput:
     sampled_chunks: IntArray
     """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
-    """Who gets a token: the decoding rows in order, then the sampled chunks in order."""
+    """Who gets a token: the decoding rows in order, then the sampled chunks in order. For the
+    engine's core; the runner does not look at what the scheduler goes on to change."""
     sampled_at: IntArray
     """Logical positions of those tokens."""
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import NO_EVENT, NOT_LOGGING, EventPlan, OnDate, RowState
+from kvserve.scheduler.trigger import NO_EVENT, NOT_LOGGING, EvictionSpec, OnDate, RowState
 
 
 @dataclass(frozen=True)
@@ -39,38 +39,46 @@ class Periodic:
         return self.window
 
     @property
+    def log_span(self) -> int:
+        return self.compressible
+
+    @property
     def optional_period(self) -> int:
         return self.period
 
-    def willing(self, rows: RowState) -> IntArray:
-        return np.asarray(self.pending_windows(rows.num_computed - rows.run_start) > 0)
+    def can_compress_early(self, rows: RowState) -> IntArray:
+        return np.asarray(self.pending_windows(rows.num_computed - rows.first_uncompressed_pos) > 0)
 
     def start(self, num_prompt: IntArray) -> IntArray:
         return num_prompt if self.protect_prompt else np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         """First position, a whole number of periods after the prompt, with a full window."""
-        steps = np.maximum(rows.run_start + self.window - rows.num_prompt, 0)
+        steps = np.maximum(rows.first_uncompressed_pos + self.window - rows.num_prompt, 0)
         return np.asarray(rows.num_prompt + -(-steps // self.period) * self.period)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return rows.run_start if self.logs else np.full_like(rows.run_start, NOT_LOGGING)
+        return (
+            rows.first_uncompressed_pos
+            if self.logs
+            else np.full_like(rows.first_uncompressed_pos, NOT_LOGGING)
+        )
 
     def pending_windows(self, run: IntArray) -> IntArray:
         """Windows in ``run >= buffer`` uncompressed tokens; neighbours overlap by the buffer."""
         return np.asarray((run - self.buffer) // self.compressible)
 
-    def plan(self, rows: RowState) -> EventPlan:
-        run = rows.num_computed - rows.run_start
+    def plan(self, rows: RowState) -> EvictionSpec:
+        run = rows.num_computed - rows.first_uncompressed_pos
         windows = self.pending_windows(run)
-        return EventPlan(
+        return EvictionSpec(
             region_start=rows.kv_len - run,
             windows=windows,
             window_len=np.full_like(run, self.compressible),
             keep=np.full_like(run, self.keep),
-            query_start=rows.run_start,
+            query_start=rows.first_uncompressed_pos,
             num_queries=np.full_like(run, self.window),
-            run_start=rows.run_start + windows * self.compressible,
+            first_uncompressed_pos=rows.first_uncompressed_pos + windows * self.compressible,
         )
 
 
@@ -106,21 +114,21 @@ class EngineWide(OnDate):
 
     def eligible(self, rows: RowState) -> IntArray:
         """Whether a row's trailing full blocks hold a whole generated window: bool [n]."""
-        run_entry = rows.kv_len - (rows.num_computed - rows.run_start)
+        run_entry = rows.kv_len - (rows.num_computed - rows.first_uncompressed_pos)
         return np.asarray(self._region_start(rows) >= np.maximum(run_entry, rows.num_prompt))
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         start = self._region_start(rows)
         position = rows.num_computed - (rows.kv_len - start)
         taken = np.full_like(start, self.window - self.buffer)
-        return EventPlan(
+        return EvictionSpec(
             region_start=start,
             windows=np.ones_like(start),
             window_len=taken,
             keep=np.full_like(start, self.keep),
             query_start=position,
             num_queries=np.full_like(start, self.window),
-            run_start=position + taken,
+            first_uncompressed_pos=position + taken,
         )
 
     def _region_start(self, rows: RowState) -> IntArray:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import EventPlan, OnDate, RowState
+from kvserve.scheduler.trigger import EvictionSpec, OnDate, RowState
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Pruned(OnDate):
         return num_prompt - self.recent(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
-        later = rows.run_start + self.recent(rows.num_prompt) + self.period
+        later = rows.first_uncompressed_pos + self.recent(rows.num_prompt) + self.period
         return np.where(self._to_be_pruned(rows), rows.num_prompt, later)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
@@ -86,17 +86,19 @@ class Pruned(OnDate):
         logged = np.where(self._to_be_pruned(rows), rows.num_prompt + self.period, next_event)
         return np.asarray(np.maximum(logged - self.recent(rows.num_prompt), 0))
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         recent, in_prompt = self.recent(rows.num_prompt), rows.num_computed == rows.num_prompt
         dropped = self.period - int(self.period * self.share)
-        return EventPlan(
+        return EvictionSpec(
             region_start=np.zeros_like(rows.kv_len),
             windows=np.ones_like(rows.kv_len),
             window_len=rows.kv_len,
             keep=rows.kv_len - dropped,
             query_start=rows.num_computed - recent,
             num_queries=recent,
-            run_start=np.where(in_prompt, rows.run_start, rows.run_start + self.period),
+            first_uncompressed_pos=np.where(
+                in_prompt, rows.first_uncompressed_pos, rows.first_uncompressed_pos + self.period
+            ),
         )
 
     def _to_be_pruned(self, rows: RowState) -> IntArray:

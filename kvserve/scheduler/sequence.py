@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
 
@@ -32,10 +33,8 @@ class Sequence:
     stop_token_ids: tuple[int, ...]
     policy_id: int
     trigger: Trigger
-    uneven: bool = False
-    """Its policy keeps unequal counts: an event is observed first, compacted in the next step."""
-    keeps_blocks: bool = False
-    """Its policy keeps whole blocks: what is observed is which, and no entry moves."""
+    event_kind: EventKind = EventKind.EVEN
+    """What decides how much its policy's events keep."""
     prunes_prompt: bool = False
     """Its prompt is computed in one step, fewer tokens from layer to layer."""
     sampling: Any = None
@@ -60,6 +59,7 @@ class Sequence:
     held_tokens: int = 0
     held_entries: int = 0
     held_blocks: int = 0
+    log_blocks: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
     compactions: int = 0

@@ -16,6 +16,8 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 
 NO_EVENT = 2**31 - 1
+ONE_WINDOW = 2**31 - 1
+"""``log_span`` where queries are logged for one window at a time."""
 NOT_LOGGING = 2**31 - 1
 
 
@@ -23,19 +25,19 @@ NOT_LOGGING = 2**31 - 1
 class RowState:
     """What triggers may know of n rows; all ``[n]``.
 
-    ``num_computed`` is logical, ``kv_len`` physical; ``run_start`` is the logical position of the
-    oldest token that no event has taken. ``block_size`` is the cache's.
+    ``num_computed`` is logical, ``kv_len`` physical; ``first_uncompressed_pos`` is the logical
+    position of the oldest token that no event has taken. ``block_size`` is the cache's.
     """
 
     num_prompt: IntArray
     num_computed: IntArray
     kv_len: IntArray
-    run_start: IntArray
+    first_uncompressed_pos: IntArray
     block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class EventPlan:
+class EvictionSpec:
     """One event per row; all ``[n]``.
 
     ``windows`` neighbouring windows of ``window_len`` entries each begin at physical entry
@@ -50,11 +52,20 @@ class EventPlan:
     keep: IntArray
     query_start: IntArray
     num_queries: IntArray
-    run_start: IntArray
+    first_uncompressed_pos: IntArray
 
-    def part(self, at: IntArray | slice) -> EventPlan:
+    def part(self, at: IntArray | slice) -> EvictionSpec:
         """The events ``at`` alone."""
-        return EventPlan(*(getattr(self, f.name)[at] for f in fields(EventPlan)))
+        return EvictionSpec(*(getattr(self, f.name)[at] for f in fields(EvictionSpec)))
+
+    def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether each event takes nothing but what rows of ``kv_len [n]`` entries hold."""
+        within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
+            self.keep <= self.window_len
+        )
+        within &= self.region_start >= 0
+        within &= self.region_start + self.windows * self.window_len <= kv_len
+        return within
 
     @property
     def evicted(self) -> IntArray:
@@ -72,7 +83,8 @@ class Trigger(Protocol):
 
     They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
     Events that come every ``optional_period`` steps may come early under memory pressure, or be
-    left out where they do not pay; 0 where they keep a bound.
+    left out where they do not pay; 0 where they keep a bound. Windows whose queries are logged
+    begin ``log_span`` tokens apart, the first at ``log_from``.
     """
 
     @property
@@ -84,8 +96,11 @@ class Trigger(Protocol):
     @property
     def logs(self) -> bool: ...
 
+    @property
+    def log_span(self) -> int: ...
+
     def start(self, num_prompt: IntArray) -> IntArray:
-        """``run_start`` of a sequence that has computed nothing."""
+        """``first_uncompressed_pos`` of a sequence that has computed nothing."""
         ...
 
     def next_event(self, rows: RowState) -> IntArray:
@@ -96,11 +111,11 @@ class Trigger(Protocol):
         """Logical positions from which queries are logged, or ``NOT_LOGGING``."""
         ...
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         """The events of rows that are due."""
         ...
 
-    def willing(self, rows: RowState) -> IntArray:
+    def can_compress_early(self, rows: RowState) -> IntArray:
         """Which decoding rows an optional event would find something to take of: bool [n]."""
         ...
 
@@ -147,8 +162,9 @@ class OnDate:
     """The part of a trigger whose events come when they are due and never otherwise."""
 
     optional_period: ClassVar[int] = 0
+    log_span: ClassVar[int] = ONE_WINDOW
 
-    def willing(self, rows: RowState) -> IntArray:
+    def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
 
 
@@ -168,7 +184,7 @@ class Never(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return np.full_like(rows.num_prompt, NOT_LOGGING)
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         raise AssertionError("Never has no events")
 
 
@@ -184,13 +200,15 @@ class AtPrefillEnd(OnDate):
         return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
-        due = (rows.run_start == 0) & (self.budget.of(rows.num_prompt) < rows.num_prompt)
+        due = (rows.first_uncompressed_pos == 0) & (
+            self.budget.of(rows.num_prompt) < rows.num_prompt
+        )
         return np.where(due, rows.num_prompt, NO_EVENT).astype(np.int32)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         return _whole_row(rows, np.zeros_like(rows.kv_len), self.budget.of, self.num_queries)
 
 
@@ -218,7 +236,7 @@ class WhenOver(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
@@ -260,7 +278,7 @@ class Bounded(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
-    def plan(self, rows: RowState) -> EventPlan:
+    def plan(self, rows: RowState) -> EvictionSpec:
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
@@ -288,20 +306,22 @@ class EveryStep(OnDate):
         due: IntArray = np.maximum(rows.num_prompt, over)
         if self.generated:
             return due
-        return np.where((rows.run_start == 0) & (over <= rows.num_prompt), due, NO_EVENT)
+        return np.where(
+            (rows.first_uncompressed_pos == 0) & (over <= rows.num_prompt), due, NO_EVENT
+        )
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.run_start)
+        return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.first_uncompressed_pos)
 
-    def plan(self, rows: RowState) -> EventPlan:
-        return EventPlan(
+    def plan(self, rows: RowState) -> EvictionSpec:
+        return EvictionSpec(
             region_start=np.zeros_like(rows.kv_len),
             windows=np.ones_like(rows.kv_len),
             window_len=rows.kv_len,
             keep=np.full_like(rows.kv_len, self.keep),
-            query_start=rows.run_start,
-            num_queries=rows.num_computed - rows.run_start,
-            run_start=rows.num_computed,
+            query_start=rows.first_uncompressed_pos,
+            num_queries=rows.num_computed - rows.first_uncompressed_pos,
+            first_uncompressed_pos=rows.num_computed,
         )
 
 
@@ -313,15 +333,15 @@ def last_queries(next_event: IntArray, count: int) -> IntArray:
     return np.where(next_event == NO_EVENT, NOT_LOGGING, first).astype(np.int32)
 
 
-def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EventPlan:
+def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EvictionSpec:
     """One window from ``start`` to the row's end."""
     length = rows.kv_len - start
-    return EventPlan(
+    return EvictionSpec(
         region_start=start,
         windows=np.ones_like(length),
         window_len=length,
         keep=keep(length),
         query_start=rows.num_computed - num_queries,
         num_queries=np.full_like(length, num_queries),
-        run_start=rows.num_computed,
+        first_uncompressed_pos=rows.num_computed,
     )

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvserve.server import cli
+from kvserve.server.cli import commands as cli
 
 EOS = "<|eos|>"
 SHAPE = {

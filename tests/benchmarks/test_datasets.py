@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.datasets import add_dataset_arguments, check_dataset, read_dataset
-from kvserve.benchmarks.workload import Prompts
-from kvserve.engine.tokenizer import Tokenizer
+from kvserve.benchmarks.datasets.datasets import add_dataset_arguments, check_dataset, read_dataset
+from kvserve.benchmarks.datasets.workload import Prompts
+from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
-from kvserve.server.args import Parser, UsageError
+from kvserve.server.settings.args import Parser, UsageError
 
 Read = Callable[..., Prompts]
 
@@ -55,6 +55,17 @@ def test_random_lengths_stay_within_their_range(read: Read) -> None:
     assert min(lengths) == 10 and max(lengths) == 30
     assert min(ranged.limits) == 5 and max(ranged.limits) == 15
     assert exact.ignore_eos and not read(*flags, "--no-ignore-eos").ignore_eos
+
+
+def test_random_answers_may_be_log_normal(read: Read) -> None:
+    flags = ("--num-prompts", "200", "--input-len", "20", "--output-len", "100")
+    found = read(*flags, "--random-output-sigma", "0.7", "--random-output-cap", "250")
+    assert {len(prompt) for prompt in found.prompts} == {20}
+    assert max(found.limits) == 250 and min(found.limits) < 30
+    assert 80 < sum(found.limits) / 200 < 110
+    assert max(read(*flags, "--random-output-sigma", "0.7").limits) > 250
+    with pytest.raises(ConfigError, match="--random-range-ratio"):
+        read(*flags, "--random-output-sigma", "0.7", "--random-range-ratio", "0.5")
 
 
 def test_prefixes_are_shared_evenly(read: Read) -> None:

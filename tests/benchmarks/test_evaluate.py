@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.evaluate import score
-from kvserve.benchmarks.measure import play, wilson_interval
-from kvserve.benchmarks.needle_grid import NeedleGrid
-from kvserve.benchmarks.task_text import count_units
-from kvserve.benchmarks.tasks import Grade, Sample
-from kvserve.benchmarks.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.commands.evaluate import score
+from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
+from kvserve.benchmarks.datasets.task_text import count_units
+from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.measuring.measure import play, wilson_interval
+from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli import run
+from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,chunk_budget=2"
+DTYPES = "auto", "int8", "fp8"
 
 
 class WordTokenizer:
@@ -68,7 +70,7 @@ def workload_of(task: str, count: int) -> TaskPrompts:
     return task_prompts(task, count, WordTokenizer(), seed=0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", ["chain", "needle-512", "aggregation"])
+@pytest.mark.parametrize("task", ["chain", "needle-512", "long-chain-1000"])
 def test_right_answers_score_one(task: str) -> None:
     workload = workload_of(task, 3)
     engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
@@ -97,23 +99,34 @@ def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
 def test_every_policy_and_retention_stands_beside_the_full_cache(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--tasks", "recall", "aggregation", "--num-samples", "2", "--batch", "2")
+    flags = ("--tasks", "recall", "needle-512", "--num-samples", "2", "--batch", "2")
     policies = ("--policy", KARA, "--policy", "none", "--retention", "0.2", "0.6")
     status, saved = bench("eval", *flags, *policies, "--seed", "3")
     rows = saved["rows"]
     assert status == 0
     assert [(row["task"], row["retention"]) for row in rows] == [
-        (task, retention) for task in ("recall", "aggregation") for retention in (None, 0.2, 0.6)
+        (task, retention) for task in ("recall", "needle-512") for retention in (None, 0.2, 0.6)
     ]
     none, low, high = rows[:3]
     assert none["policy"] == "none" and none["held_over_logical_at_end"] == 1.0
     assert low["held_over_logical_at_end"] < high["held_over_logical_at_end"] < 1.0
     assert low["compactions_per_request"] > 0 and low["requests_compacted"] == 2
     assert all(row["n"] == 2 and row["seed"] == 3 for row in rows)
-    # 24 tokens never fill a window of 32.
+    # 8 tokens a turn never fill a window of 32.
     assert rows[4]["compactions_per_request"] == 0 and rows[4]["held_over_logical_at_end"] == 1.0
     shown = capsys.readouterr().out.splitlines()
     assert sum("never reached" in line for line in shown) == 2
+
+
+def test_caches_of_fewer_bits_are_rows_and_lines_of_their_own(bench: Bench, tmp_path: Path) -> None:
+    flags = ("--tasks", "recall", "--num-samples", "2", "--save-plots", str(tmp_path))
+    status, saved = bench("eval", *flags, "--policy", "none", "--compare-kv-cache-dtypes", *DTYPES)
+    assert status == 0 and [row["kv_cache_dtype"] for row in saved["rows"]] == list(DTYPES)
+    entries = [row["held_bytes_at_end"] / row["held_entries_at_end"] for row in saved["rows"]]
+    assert entries == [2 * 8 * 4, 2 * (8 + 2), 2 * (8 + 2)]
+    assert list(methods(saved["rows"])) == ["none", "none in int8", "none in fp8"]
+    both = ("--kv-cache-dtype", "int8", "--compare-kv-cache-dtypes", "auto")
+    assert bench("eval", "--tasks", "recall", *both)[0] == 2
 
 
 def test_the_needle_grid_counts_cells_and_draws_them(bench: Bench, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks import latency
-from kvserve.benchmarks.measure import Played
+from kvserve.benchmarks.commands import latency
+from kvserve.benchmarks.measuring.measure import Played
 from tests.benchmarks.conftest import Bench
 
 SMALL = (

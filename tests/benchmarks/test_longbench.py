@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.published import read_benchmark
-from kvserve.benchmarks.workload import TaskPrompts
+from kvserve.benchmarks.datasets.published import read_benchmark
+from kvserve.benchmarks.datasets.workload import TaskPrompts
 from kvserve.log import ConfigError
 from tests.benchmarks.conftest import Bench
 from tests.benchmarks.test_evaluate import WordTokenizer

@@ -194,3 +194,59 @@ def test_ratios_may_spread_by_five_percent() -> None:
     assert repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.04, 1.02)])])
     assert not repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.06, 1.02)])])
     assert repeatable([compared([{"policy": "none", "exact": 1}] * 3)])  # eval has no ratios
+
+
+# ---- long answers -------------------------------------------------------------------------------
+
+
+class FakeEngine(FakeProcess):
+    """Answers of the lengths asked for; notes how it was started."""
+
+    def load(self, **settings: Any) -> dict[str, str]:
+        self.settings = settings
+        return {"fake": "1.0"}
+
+    def run(self, prompts: list[list[int]], max_tokens: int | list[int]) -> dict[str, Any]:
+        asked = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        return {"seconds": sum(asked) / self.rate, "tokens": [[7] * limit for limit in asked]}
+
+
+def test_long_answers_get_as_many_bytes_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, FakeEngine] = {}
+
+    def start(self: cpu_peers.Contestant, cpu: int) -> FakeEngine:
+        rate = {"kvserve none auto": 300.0, "kvserve kara auto": 600.0, "vllm": 200.0}[self.name]
+        return started.setdefault(self.name, FakeEngine(rate))
+
+    monkeypatch.setattr(cpu_peers.Contestant, "start", start)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    long = ("--traffic", "long", "--dtypes", "bfloat16", "--num-prompts", "5", "--repeat", "2")
+    saved = compare(tmp_path, monkeypatch, *long, "--output-len", "400", "--disable-tqdm")
+    assert [row["vs_vllm"] for row in saved["rows"]] == pytest.approx([1.5, 3.0, 1.0])
+    assert [row.get("policy") for row in saved["rows"]] == ["none", "kara", None]
+    ours, theirs = (started[name].settings for name in ("kvserve kara auto", "vllm"))
+    token = 2 * 4 * 4 * 32 * 2  # keys and values, layers, heads, head dim, bytes
+    usable = (theirs["num_gpu_blocks_override"] - 1) * theirs["block_size"]
+    assert 0 <= usable * token - (ours["kv_cache_memory"] - 16 * token) < 32 * token
+    assert ours["policy"] == {"name": "kara"} and theirs["block_size"] == 32
+    assert ours["max_model_len"] == theirs["max_model_len"] > 128 + 400
+    assert all(process.closed for process in started.values())
+
+
+def test_answers_of_other_lengths_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(FakeEngine):
+        def run(self, prompts: list[list[int]], max_tokens: Any) -> dict[str, Any]:
+            return {"seconds": 1.0, "tokens": [[7]] * len(prompts)}
+
+    monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: Short(1.0))
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    long = ("--traffic", "long", "--dtypes", "bfloat16", "--num-prompts", "2", "--disable-tqdm")
+    with pytest.raises(PeerError, match="other lengths"):
+        compare(tmp_path, monkeypatch, *long)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.published import last_boxed, read_benchmark
-from kvserve.benchmarks.tasks import Grade
-from kvserve.benchmarks.workload import TaskPrompts
+from kvserve.benchmarks.datasets.published import last_boxed, read_benchmark
+from kvserve.benchmarks.datasets.tasks import Grade
+from kvserve.benchmarks.datasets.workload import TaskPrompts
 from kvserve.log import ConfigError
 
 GSM8K = {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 1,042"}

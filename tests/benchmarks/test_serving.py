@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.arrivals import Ramp, send_times
-from kvserve.benchmarks.serving_client import Answer, ServingClient
-from kvserve.benchmarks.serving_metrics import report_block, summary
-from kvserve.server.cli import run
+from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
+from kvserve.benchmarks.measuring.serving_client import Answer, ServingClient
+from kvserve.benchmarks.measuring.serving_metrics import report_block, summary
+from kvserve.server.cli.commands import run
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.server.fake_engine import FakeEngine
 

@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from kvserve import LLM
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.measure import play
-from kvserve.benchmarks.simulator import Simulation, lognormal_lengths
-from kvserve.benchmarks.workload import random_prompts
+from kvserve.benchmarks.datasets.workload import random_prompts
+from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.simulator.simulator import Simulation
+from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
+from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask
 from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import EventPlan, Never, Trigger, WhenOver
+from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES
@@ -114,7 +117,7 @@ def test_lengths_have_their_mean_and_their_cap() -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    loaded = loaded_by("kvserve.benchmarks.simulator")
+    loaded = loaded_by("kvserve.benchmarks.simulator.simulator")
     assert "numpy" in loaded and "torch" not in loaded
 
 
@@ -145,11 +148,12 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     measured = play(llm.engine, workload).figures
     made = make_policy(policy)
     layout = KVLayout(2, 2, 8, 4)
-    log_tokens = 4 if made.query_reduction == "heads" else 8
+    form = LogForm(4, "int4" if policy["name"] == "kara" else "model")
+    log_tokens = form.block_tokens(layout, entry_format("auto", 4), 4)
     blocks = {"num_blocks": 111, "num_host_blocks": 110, "log_block_tokens": log_tokens}
     scheduler = Scheduler(layout, **blocks, **settings)  # type: ignore[arg-type]
     lengths = np.full(12, 16), np.full(12, 96)
-    figures = Simulation(scheduler, made.trigger, cost_model(), NO_QUERIES, *lengths).run()
+    figures = Simulation(scheduler, made.event_trigger, cost_model(), NO_QUERIES, *lengths).run()
     assert figures["steps"] == measured["steps"] - 1  # the engine's last step drops the last row
     assert sequence_steps(figures) == sequence_steps(measured)
     for name in ("output_tokens", "compactions", "evicted_tokens", "preemptions"):
@@ -170,7 +174,7 @@ def kara_events(count: int = 1, windows: int = 1) -> list[CompactionTask]:
     each = np.ones(count, np.int64)
     start, log_from = 1000 * each, 1968 * each
     lengths = (windows * each, 736 * each, 225 * each, start, 768 * each, 1736 * each)
-    plan = EventPlan(start, *lengths)
+    plan = EvictionSpec(start, *lengths)
     old = 1768 * each[None, :, None]
     new, blocks = old - plan.evicted[None, :, None], np.zeros((1, 1, 1, 1))
     return [CompactionTask(0, each, each, plan, old, None, new, start, blocks, log_from)]
@@ -179,12 +183,16 @@ def kara_events(count: int = 1, windows: int = 1) -> list[CompactionTask]:
 def test_sizes_and_rates_of_known_models() -> None:
     llama, qwen = cost_model(), cost_model(QWEN)
     assert (llama.entry_bytes, qwen.entry_bytes) == (128 * 1024, 144 * 1024)
+    spec, device = llama.spec, DEVICES["h200"]
+    quantized = {name: CostModel(spec, device, name).entry_bytes for name in ("int8", "k8v4")}
+    assert quantized == {"int8": 32 * 8 * 260, "k8v4": 32 * 8 * 198}
+    assert CostModel(spec, device, "k8v4").weights_bytes == llama.weights_bytes
     assert llama.params == pytest.approx(7.50e9, rel=1e-3)
     assert (llama.recompute_params, qwen.recompute_params) == pytest.approx(
         (6.52e9, 3.36e9), rel=1e-3
     )
-    for device, ridge in (("h200", 150), ("h100", 214), ("a100", 135)):
-        cost = cost_model(device=device)
+    for name, ridge in (("h200", 150), ("h100", 214), ("a100", 135)):
+        cost = cost_model(device=name)
         assert cost.weights_s / cost.token_s == pytest.approx(ridge, rel=0.01)
 
 

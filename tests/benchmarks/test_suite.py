@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from bench import suite
-from bench.suite import PAGE, SUITE, Measurement
-from kvserve.benchmarks.policy_spec import policy_spec
-from kvserve.server import cli
+from bench import measurement as measuring
+from bench import measurements, page
+from bench.measurement import Measurement
+from bench.measurements import SUITE
+from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.server.cli import commands as cli
 
 
 @pytest.mark.parametrize("measurement", SUITE, ids=lambda each: each.name)
 def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, ran = measurement.argv(suite.RESULTS / "r.json"), []
+    words, ran = measurement.argv(measuring.RESULTS / "r.json"), []
     if measurement.module is None:
         name, _ = cli._split(words)
         module = importlib.import_module(cli.COMMANDS[name].module)
@@ -30,14 +32,17 @@ def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.M
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == suite.page(), "run `python -m bench.suite document`"
-    assert suite.BY_HAND.read_text().strip() in PAGE.read_text()
+    assert page.PAGE.read_text() == page.page(), "run `python -m bench.suite document`"
+    assert page.README.read_text() == page.readme(), "run `python -m bench.suite document`"
+    assert page.BY_HAND.read_text().strip() in page.PAGE.read_text()
 
 
 def test_decoding_policies_hold_equally_many_entries() -> None:
     """The prompt and a share of the trace, whether a policy counts the prompt or not."""
     for retention, kept in ((0.2, 67), (0.6, 200)):
-        bounds = [policy_spec(text).fields["budget"] for text in suite.decoding_policies(retention)]
+        bounds = [
+            policy_spec(text).fields["budget"] for text in measurements.decoding_policies(retention)
+        ]
         assert bounds == [kept] * 6 + [191 + kept] * 2
 
 
@@ -47,23 +52,24 @@ def test_sections_show_the_newest_complete_result(
     def result(rate: float, complete: bool = True) -> dict[str, Any]:
         return {
             "complete": complete, "date": "today", "threads": 1, "commit": "abc",
+            "benchmark": "throughput",
             "device": {"type": "cpu", "name": "chip"}, "about": ["pool of 9 blocks"],
             "versions": {"torch": "2", "kvserve": "1"}, "notes": ["kara: it paid"],
             "columns": ["policy", "output_tok_s"], "command": "kvserve as it was run",
             "rows": [{"policy": "none", "output_tok_s": rate}],
         }  # fmt: skip
 
-    monkeypatch.setattr(suite, "RESULTS", tmp_path)
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
     command = "bench throughput --shape '4m'"
     trial = Measurement("trial", "A trial", "What it is.", command, minutes=1)
-    said = suite.section(trial)
+    said = page.section(trial)
     assert said.endswith("```\nkvserve bench throughput --shape '4m'\n```\n\nNot measured yet.")
     for day, document in (("01", result(5.0)), ("02", result(7.0)), ("03", result(9.0, False))):
         (tmp_path / f"2026-12-{day}-trial.json").write_text(json.dumps(document))
-    shown = suite.section(trial)
+    shown = page.section(trial)
     assert "| none   |          7.0 |" in shown and "- kara: it paid" in shown
     assert "```\nkvserve as it was run\n```" in shown
-    assert shlex.split(trial.command) == trial.argv(suite.ROOT / "x.json")[:-2]
+    assert shlex.split(trial.command) == trial.argv(measuring.ROOT / "x.json")[:-2]
     peers = Measurement("p", "P", "P.", "--repeat 2", minutes=1, module="bench.cpu_peers")
-    assert "```\npython -m bench.cpu_peers --repeat 2\n```" in suite.section(peers)
+    assert "```\npython -m bench.cpu_peers --repeat 2\n```" in page.section(peers)
     assert [column.title for column in peers.table(["batch", "vllm"])] == ["batch", "vLLM CPU"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.crossover import PoolPoint, crossovers, verdict
-from kvserve.benchmarks.measure import Figures
-from kvserve.benchmarks.traffic import Traffic
-from kvserve.server.cli import run
+from kvserve.benchmarks.measuring.measure import Figures
+from kvserve.benchmarks.measuring.traffic import Traffic
+from kvserve.benchmarks.reports.crossover import Point, crossovers, length_verdict, verdict
+from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 
 SMALL = ("--num-prompts", "10", "--input-len", "16", "--output-len", "48", "--block-size", "4")
@@ -19,8 +19,8 @@ KARA = "kara:window=32,buffer=4,period=4,chunk_budget=2"
 DEMAND = 10 * 16  # 63 cached tokens in blocks of 4
 
 
-def points(**ratios: float) -> list[PoolPoint]:
-    return [PoolPoint(int(blocks[1:]), [ratio]) for blocks, ratio in ratios.items()]
+def points(**ratios: float) -> list[Point]:
+    return [Point(int(blocks[1:]), [ratio]) for blocks, ratio in ratios.items()]
 
 
 def test_the_crossover_lies_between_its_neighbours() -> None:
@@ -47,8 +47,16 @@ def test_other_shapes_are_said_too(ratios: dict[str, float], said: str) -> None:
     assert said in verdict("p", points(**ratios), demand=200)
 
 
+def test_a_length_from_which_on_a_policy_pays() -> None:
+    said = length_verdict("kara", [Point(500, [0.9]), Point(1500, [1.1]), Point(3000, [2.0])])
+    assert said == (
+        "kara: beats none above answers of about 1,000 tokens: faster than none at 1,500 (1.10x), "
+        "3,000 (2.00x), loses at 500 (0.90x)."
+    )
+
+
 def test_runs_that_disagree_are_named() -> None:
-    found = [PoolPoint(100, [1.3, 1.2, 1.4]), PoolPoint(200, [0.9, 1.1, 0.95])]
+    found = [Point(100, [1.3, 1.2, 1.4]), Point(200, [0.9, 1.1, 0.95])]
     assert verdict("p", found, demand=200).endswith("; runs disagree at 1.00.")
     assert "disagree" not in verdict("p", found[:1], demand=200)
 
@@ -163,3 +171,31 @@ def test_mistakes_are_named_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("kvserve bench sweep: error: ") and error.count("\n") == 1
     assert named in error
+
+
+def test_lengths_are_swept_like_pools(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def fake(self: Traffic, spec: Any, title: str, *, pool: Any, **_: Any) -> Figures:
+        longest = max(self.workload.full_lengths())
+        asked.append((spec.name, longest, pool.blocks))
+        return {"output_tok_s": longest / 40 if spec.name == "kara" else 1.0}
+
+    monkeypatch.setattr(Traffic, "run", fake)
+    flags = ("--num-prompts", "10", "--input-len", "17", "--block-size", "4", "--policy", KARA)
+    grid = ("--output-lens", "64", "16", "--pool-shares", "0.5", "--save-plots", str(tmp_path))
+    status, saved = bench("bench sweep", *flags, *grid)
+    assert status == 0
+    assert asked == [
+        *(("none", 32, 40), ("kara", 32, 40)),
+        *(("none", 80, 100), ("kara", 80, 100)),  # half of each length's own demand
+    ]
+    assert [row["output_len"] for row in saved["rows"]] == [16, 16, 64, 64]
+    (crossing,) = saved["crossovers"]
+    assert crossing["tokens"] == [pytest.approx(16 + 48 * 0.2 / 1.2)]
+    assert crossing["pool_share"] == 0.5
+    assert [path.name for path in tmp_path.glob("*.png")] == ["lengths.png"]
+    refused, _ = bench("bench sweep", *SMALL, "--output-lens", "16", "--policy", KARA)
+    assert refused == 2  # --output-len is in SMALL

@@ -1,20 +1,19 @@
 """The shipped tasks are fixed, deterministic, held out of training and exactly gradable."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvserve
-from kvserve.benchmarks import task_text
-from kvserve.benchmarks.tasks import TASKS, Sample, grade, make_samples
+from kvserve.benchmarks.datasets import task_text
+from kvserve.benchmarks.datasets.tasks import TASKS, Sample, default_tasks, grade, make_samples
+from kvserve.engine.models.hub import SHIPPED_MODELS, find_model
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
+@pytest.fixture(scope="module", params=sorted(SHIPPED_MODELS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(Path(kvserve.__file__).parent / "data/tiny")
+    return transformers.AutoTokenizer.from_pretrained(find_model(request.param))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -92,13 +91,16 @@ def test_redundant_chain_reassigns_and_reports() -> None:
         assert task_text.count_units(sample.answers[0]) >= 300
 
 
-def test_recall_and_aggregation_sizes() -> None:
+def test_recall_asks_for_sixteen_names() -> None:
     (recall,) = make_samples("recall", 1, seed=0)
     assert len(recall.answers[0].split()) == 16
-    (aggregation,) = make_samples("aggregation", 1, seed=0)
-    assert len(aggregation.answers[0].split()) == 8
-    text, _ = aggregation.turns[0].split(" List all")
-    assert task_text.count_units(text) == 512
+
+
+def test_default_tasks_are_those_a_model_was_trained_for() -> None:
+    short, long = default_tasks("kvserve/tiny"), default_tasks("kvserve/tiny-long")
+    assert not any(name.startswith("long") for name in short) and "needle-512" in short
+    assert {"long-chain-4000", "redundant-chain"} <= set(long) and "recall" not in long
+    assert {*short, *long} == set(TASKS)
 
 
 def test_held_out_name_orders_never_occur_in_training() -> None:
@@ -125,9 +127,11 @@ def test_chain_is_exact_when_the_final_answer_is() -> None:
     assert not grade(sample, ["Bo= Al1+ Cy2, Bo3; answer Bo3 Bo"]).exact
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_units_are_tokens_of_the_tiny_model(task: str, tokenizer: Any) -> None:
-    for sample in make_samples(task, 2, seed=0):
+@pytest.mark.parametrize("model", sorted(SHIPPED_MODELS))
+def test_units_are_tokens_of_the_shipped_model(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(find_model(model))
+    for sample in (s for task in default_tasks(model) for s in make_samples(task, 2, seed=0)):
         for text in (*sample.turns, *sample.answers):
             assert task_text.count_units(text) == len(tokenizer.encode(f" {text}"))
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvserve.benchmarks import report
-from kvserve.benchmarks.measure import Figures, play
-from kvserve.benchmarks.policy_spec import policy_spec
-from kvserve.benchmarks.report import Column, markdown_table
-from kvserve.benchmarks.traffic import Traffic
-from kvserve.benchmarks.workload import blocks_at_once, random_prompts
-from kvserve.engine import startup
+from kvserve.benchmarks.datasets.workload import blocks_at_once, random_prompts
+from kvserve.benchmarks.measuring.measure import Figures, play
+from kvserve.benchmarks.measuring.traffic import Traffic
+from kvserve.benchmarks.reports import report
+from kvserve.benchmarks.reports.report import Column, markdown_table
+from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.engine.core import startup
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli import run
+from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
@@ -294,6 +294,27 @@ def test_figures_are_those_of_the_steps() -> None:
     assert figures["cut_short"] == 1  # the second has two tokens of three
 
 
+def test_time_goes_on_while_the_engine_is_watched() -> None:
+    """A device whose steps overlap works on meanwhile: its tokens would otherwise cost no time."""
+    now = 0.0
+
+    class Slow(ScriptedEngine):
+        def step(self) -> list[RequestOutput]:
+            nonlocal now
+            now += 10.0
+            return super().step()
+
+        def stats(self) -> EngineStats:
+            nonlocal now
+            now += 1.0
+            return super().stats()
+
+    prompts = random_prompts([(4, 3)] * 2, 50, seed=0)
+    figures = play(Slow(), prompts, clock=lambda: now).figures
+    assert figures["wall_s"] == 54.0, "five steps, and four looks between them"
+    assert figures["itl_p50_ms"] == 11_000.0
+
+
 def test_demand_counts_whole_blocks_of_cached_tokens() -> None:
     prompts = random_prompts([(10, 7)] * 3, 50, seed=0)
     assert blocks_at_once(prompts, 16) == 3  # 16 tokens: the last one sampled is not stored
@@ -306,9 +327,9 @@ def test_a_package_inside_another_checkout_has_no_commit(
     site_packages = tmp_path / "project" / "site-packages"
     site_packages.mkdir(parents=True)
     monkeypatch.setattr(report, "_ROOT", site_packages)
-    assert report._commit() == "unknown"
+    assert report.commit() == "unknown"
     subprocess.run(["git", "init", "-q", str(site_packages.parent)], check=True)
-    assert report._commit() == "unknown"
+    assert report.commit() == "unknown"
 
 
 def test_tables_are_aligned_and_leave_out_empty_columns() -> None:

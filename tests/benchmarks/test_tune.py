@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.break_even import break_even, event_s_per_token, mean_held
-from kvserve.benchmarks.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
-from kvserve.benchmarks.tune import event_queries, notes
+from kvserve.benchmarks.commands.tune import event_queries, notes
+from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_token, mean_held
+from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.periodic import Periodic
-from kvserve.server import cli
+from kvserve.server.cli import commands as cli
 
 LLAMA = parse_spec(LARGE_SHAPES["llama-3.1-8b"], "llama-3.1-8b")
 SMALL = (
@@ -100,12 +100,13 @@ def test_lengths_from_a_file_and_a_model_from_a_directory(tmp_path: Path, model_
     [
         ((), "one of the arguments --model --shape is required"),
         (("--shape", "llama"), "--shape: invalid choice"),
-        (("--window", "8"), "--buffer: policy kara: buffer must be below window (8)"),
+        (("--window", "8"), "--buffer: policy kara: buffer must be an integer below window (8)"),
         (("--ratio", "1.5"), "--ratio: '1.5' is not a number in (0, 1]"),
         (("--bandwidth", "0"), "--bandwidth: must be above 0"),
         (("--len-sigma", "-1"), "--len-sigma: '-1' is not a number >= 0"),
         (("--kv-cache-memory", "2 spoons"), "--kv-cache-memory: '2 spoons' is not"),
         (("--kv-cache-memory", "1MiB"), "--kv-cache-memory: 1,048,576 bytes do not hold two"),
+        (("--kv-cache-dtype", "int4"), "--kv-cache-dtype: invalid choice"),
         (("--kv-cache-tokens", "16"), "--kv-cache-tokens: under none a prompt of"),
         (("--max-num-batched-tokens", "4"), "--max-num-batched-tokens must be at least"),
         (("--output-len-mean", "90000", "--output-len-cap", "140000"), "--output-len-cap: 14"),
@@ -141,6 +142,13 @@ def test_notes_name_requests_that_ended_early() -> None:
     assert notes([]) == []
 
 
+def test_notes_name_policies_that_are_simulated_as_even() -> None:
+    none = {"policy": "none", "policy_args": {"name": "none"}, "cut_short": 0, "ratio_to_none": 1}
+    rows = [none, {**none, "policy": "adakv:budget=64", "lengths": "head"}]
+    (said,) = [note for note in notes(rows) if "as if all layers and heads" in note]
+    assert said.startswith("adakv:budget=64: ")
+
+
 # ---- where queries come from --------------------------------------------------------------------
 
 
@@ -148,10 +156,11 @@ def test_notes_name_requests_that_ended_early() -> None:
     ("policy", "queries"),
     [
         ("none", Queries("none")),
-        ("kara", Queries("log", 8)),
+        ("kara", Queries("log", 32)),
+        ({"name": "kara", "query_reduce": "group_mean"}, Queries("log", 8)),
         ({"name": "kara", "query_reduce": "heads", "query_stride": 8}, Queries("log", 32, 1 / 8)),
-        ({"name": "kara", "query_source": "recompute"}, Queries("recompute", 8)),
-        ({"name": "kara", "queries": "buffer"}, Queries("log", 8, 32 / 512)),
+        ({"name": "kara", "query_source": "recompute"}, Queries("recompute", 32)),
+        ({"name": "kara", "queries": "buffer"}, Queries("log", 32, 32 / 512)),
         ({"name": "kara", "preset": "paper"}, Queries("recompute", 32)),
         ({"name": "snapkv", "budget": 64}, Queries("log", 32)),
         ({"name": "keydiff", "budget": 64}, Queries("none")),

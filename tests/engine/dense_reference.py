@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvserve.engine.inspect import Event
+from kvserve.engine.frontend.inspect import Event
+from kvserve.kernels.entry_format import EntryFormat, VectorForm
+from kvserve.kernels.quantized_entries import quantize
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,15 @@ def load_dense(directory: Path) -> PreTrainedModel:
 
 
 def dense_pass(
-    model: PreTrainedModel, tokens: list[int], events: Sequence[Event], *, pruned: bool = False
+    model: PreTrainedModel,
+    tokens: list[int],
+    events: Sequence[Event],
+    *,
+    pruned: bool = False,
+    form: EntryFormat | None = None,
 ) -> DensePass:
     """One dense pass of transformers; every query sees what its layer and head then held: what
-    events say of KV heads, or of query heads.
+    events say of KV heads, or of query heads. Keys and values are rounded to ``form``, if given.
 
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
@@ -51,6 +58,8 @@ def dense_pass(
                 held = torch.as_tensor(of_layer[head * len(of_layer) // heads]).long()
                 visible[head, first:, held[held >= 0]] = True
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
+        if form is not None:
+            hooks.append(block.self_attn.v_proj.register_forward_hook(_rounding(model, form.value)))
         hooks.append(
             block.self_attn.register_forward_pre_hook(
                 lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
@@ -58,7 +67,7 @@ def dense_pass(
             )
         )
     try:
-        with torch.no_grad(), _rotated(model) as rotated:
+        with torch.no_grad(), _rotated(model, form) as rotated:
             logits: Tensor = model(torch.tensor([tokens])).logits[0]
     finally:
         for hook in hooks:
@@ -67,14 +76,27 @@ def dense_pass(
     return DensePass(logits, queries, keys)
 
 
+def _rounding(model: PreTrainedModel, form: VectorForm) -> Callable[..., Tensor]:
+    """A hook behind a projection: what it gives, each head's vector rounded."""
+    heads = model.config.num_key_value_heads
+
+    def rounded(module: Any, args: Any, values: Tensor) -> Tensor:
+        return quantize(values.unflatten(-1, (heads, -1)), form).widened().flatten(-2)
+
+    return rounded
+
+
 @contextmanager
-def _rotated(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _rotated(
+    model: PreTrainedModel, form: EntryFormat | None
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Queries and keys of every layer after RoPE, [1, H, T, D], as the model runs."""
     module: Any = sys.modules[type(model).__module__]
     original, seen = module.apply_rotary_pos_emb, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append(original(*args, **kwargs))
+        queries, keys = original(*args, **kwargs)
+        seen.append((queries, keys if form is None else quantize(keys, form.key).widened()))
         return seen[-1]
 
     module.apply_rotary_pos_emb = watched

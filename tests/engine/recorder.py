@@ -11,22 +11,24 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.inspect import Event, KeptPositions
-from kvserve.engine.model_runner import LaunchedStep
-from kvserve.engine.moves import MovePlan
+from kvserve.engine.cache.entry_store import QuantizedEntries
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.quantized_entries import places_of
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 
 
 @dataclass(frozen=True)
 class Choice:
     """One event: scores [W, L', Hkv, S'] of its W windows, and what was kept of each."""
 
-    plan: EventPlan
+    plan: EvictionSpec
     scores: Tensor
     kept: Tensor
 
@@ -98,7 +100,7 @@ class Recorder:
             self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
         layout = self._runner.cache.layout
         back = {task.row for task in output.swap_ins}
-        for seq in output.admitted.sequences:
+        for seq in output.admitted.requests:
             self._owner[seq.row] = seq.seq_id
             if seq.row in back:
                 continue
@@ -135,7 +137,7 @@ class Recorder:
             after = self._entries(after_table, new)
             source = self._sources.pop(int(task.rows[e]))
             moved = before[e].gather(
-                3, source[None, ..., None].expand(2, -1, -1, -1, after.shape[4])
+                3, source[None, ..., None].expand(len(after), -1, -1, -1, after.shape[4])
             )
             same = torch.equal(after[..., :start, :], before[e][..., :start, :])
             record = self.records[self._owner[int(task.rows[e])]]
@@ -158,11 +160,17 @@ class Recorder:
             self._sources[int(row)] = one.src[0]
 
     def _entries(self, table: Tensor, length: int) -> Tensor:
-        """Keys and values of one row: [2, L, Hkv, length, D]."""
+        """Keys and values of one row, as they are stored: [2, L, Hkv, length, D], or bytes."""
         cache = self._runner.cache
         layout = cache.layout
         rows = torch.zeros(length, dtype=torch.long)
         lanes = torch.arange(length).expand(layout.num_layers, layout.num_kv_heads, -1)
-        at = entry_rows(cache.kv, slot_mapping(table, rows, lanes, layout.block_size))
+        slots = slot_mapping(table, rows, lanes, layout.block_size)
+        if isinstance(cache.entries, QuantizedEntries):
+            blocks, at = cache.entries.blocks, places_of(cache.entries.blocks.keys, slots)
+            parts = [part[at] for held in (blocks.keys, blocks.values) for part in held.parts]
+            stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
+            return torch.cat(stored, dim=-1)[None]
+        rows = entry_rows(cache.kv, slots)
         flat = cache.kv.view(-1, layout.head_dim)
-        return torch.stack([flat[at], flat[at + layout.block_size * layout.heads_per_block]])
+        return torch.stack([flat[rows], flat[rows + layout.block_size * layout.heads_per_block]])

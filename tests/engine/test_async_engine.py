@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvserve import AsyncEngine, EngineConfig, SamplingParams
-from kvserve.engine.grammar import GrammarCompiler, Matcher
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer

@@ -35,8 +35,13 @@ class StoredCase:
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         return self._found
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
+    logs_shares = False
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         raise AssertionError("attention stores nothing")
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        raise AssertionError("attention logs nothing")
 
 
 def forward_batch(case: Case, block_size: int) -> ForwardBatch:
@@ -91,7 +96,7 @@ def test_greedy_equals_transformers(
 def test_recomputed_queries_keep_the_same_entries(llama_dir: Path, layout: str) -> None:
     """Observation passes, whose tokens see their rows up to entries of their own."""
     policy = {
-        **{"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "period": 5},
+        **{"name": "kara", "window": 20, "buffer": 4, "ratio": 0.35, "period": 5},
         **{"query_source": "recompute", "query_stride": 2, "query_reduce": "heads"},
     }
     found = [
@@ -148,6 +153,17 @@ def test_without_a_build_auto_takes_torch_and_says_why(
         select_backend("cpu", NEEDS)
     assert why in str(caught.value)
     assert not list(empty_cache.glob("cache/kvserve/*"))
+
+
+def test_a_compiler_that_fails_is_run_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = empty_cache / "runs"
+    use_compiler(empty_cache, f"echo once >> {runs}; {FAILS}", monkeypatch)
+    for _ in range(3):
+        with pytest.raises(build.BuildError, match="boom"):
+            build.load_library("linear")
+    assert runs.read_text() == "once\n"
 
 
 @compiled

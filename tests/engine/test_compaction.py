@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.inspect import KeptPositions
-from kvserve.engine.llm_engine import LLMEngine
-from kvserve.engine.moves import MovePlan, plan_moves
+from kvserve.engine.compression.moves import MovePlan, plan_moves
+from kvserve.engine.frontend.inspect import KeptPositions
+from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import EventPlan
+from kvserve.scheduler.trigger import EvictionSpec
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
 
@@ -126,7 +126,7 @@ def test_plan_follows_the_worked_example() -> None:
     """b=4, prompt 5, 14 entries, W=8, U=2, N=3: two heads keep different places."""
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
     one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
-    events = EventPlan(five, one, six, three, five, eight, five)
+    events = EvictionSpec(five, one, six, three, five, eight, five)
     held = ObservationTask(
         0, np.zeros(1, int), np.zeros(1, int), events, np.full((1, 1, 1), 14), None
     )
@@ -142,7 +142,7 @@ def test_plan_of_lanes_that_keep_differently_many() -> None:
     """Prompt 2, lanes of 6 and 4 entries in two heads; they keep 3 and 1; copied from 1 on."""
     layout = KVLayout(1, 2, 8, block_size=4, granularity=Granularity.HEAD)
     one, two, four = (np.array([value]) for value in (1, 2, 4))
-    events = EventPlan(two, one, four, two, two, one, four)
+    events = EvictionSpec(two, one, four, two, two, one, four)
     old, new = np.array([[[6, 4]]]), np.array([[[5, 3]]])
     held = ObservationTask(0, np.zeros(1, int), np.zeros(1, int), events, old, None)
     task = CompactionTask.of(held, new, one, four, four)

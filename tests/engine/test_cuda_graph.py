@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import request_policies
-from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.core import request_policies
+from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import policy_class, policy_names
+from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts
-from tests.engine.policies.cases import CASES
-from tests.engine.policies.test_uneven_engine import SPECS
+from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.test_pressure import watch
+from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 
 SIZES = (3, 17, 40)
@@ -32,6 +34,11 @@ EVEN = [case.spec for case in CASES if case.policy != "longest_keys"]
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     settings = {"block_size": 4, "max_num_seqs": 40, "dtype": "float32", **settings}
     return LLM(str(directory), policy=policy, skip_tokenizer_init=True, **settings)
+
+
+def make_plain(directory: Path, policy: Any, **settings: Any) -> LLM:
+    """What others are compared with: no graphs and no overlap, on a GPU neither."""
+    return make_llm(directory, policy, enforce_eager=True, async_scheduling=False, **settings)
 
 
 def generate(llm: LLM, prompts: list[list[int]], policies: list[Any]) -> list[list[int]]:
@@ -76,7 +83,7 @@ def test_every_policy_generates_what_it_does_without(
     """All policies of the layout at once, with events between replays and rows that sit out."""
     uneven = [
         spec
-        for spec in SPECS.values()
+        for spec in UNEVEN_CASES.values()
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ] * (layout != "model")
     policies = EVEN + uneven
@@ -85,7 +92,7 @@ def test_every_policy_generates_what_it_does_without(
     # All heads' queries are logged, so that requests may choose any of the cases.
     default = {"name": "snapkv", "budget": 64}
     settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
-    eager = make_llm(llama_dir, default, **settings)
+    eager = make_plain(llama_dir, default, **settings)
     graphs = make_llm(llama_dir, default, **settings, cudagraph_capture_sizes=SIZES)
     counts = count_steps(graphs)
     for part in (slice(0, None, 2), slice(1, None, 2)):  # only so many policies at once
@@ -98,15 +105,25 @@ def test_every_policy_generates_what_it_does_without(
     assert stats.blocks_released_total == expected.blocks_released_total > 0
 
 
+def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
+    """And its model is one that the kernels run."""
+    assert read_spec(llama_dir).head_dim in HEAD_DIMS
+    with pretend_cuda() as queue:
+        llm = make_plain(llama_dir, KARA, num_gpu_blocks_override=200)
+        generate(llm, PROMPTS[:2], [KARA] * 2)
+        summary = {row[0]: row[1] for row in llm.engine.core.info.summary}
+    assert queue.graphs == 0 and summary["cuda graphs"] == summary["overlapped steps"] == "off"
+
+
 def test_no_policy_is_left_out() -> None:
-    assert {spec["name"] for spec in [*EVEN, *SPECS.values()]} == set(policy_names())
+    assert {spec["name"] for spec in [*EVEN, *UNEVEN_CASES.values()]} == set(policy_names())
 
 
 @pytest.mark.parametrize("policy", [KARA, {"name": "h2o", "budget": 24}], ids=["kara", "h2o"])
 def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: Any) -> None:
     """Swaps, recomputation and freed blocks that are spoilt, all between replays; and nothing that
     a graph reads or writes has moved."""
-    eager = make_llm(llama_dir, policy)
+    eager = make_plain(llama_dir, policy)
     tight = make_llm(
         llama_dir,
         policy,
@@ -119,14 +136,14 @@ def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: An
     preempt_now_and_then(tight.engine.core.scheduler, np.random.default_rng(0), 0.1)
     runner = tight.engine.core.runner
     tensors = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
-    tensors += [runner.cache.kv, runner.cache.query_log]
+    tensors.append(runner.cache.kv)
     before = [tensor.data_ptr() for tensor in tensors]
     policies = [policy] * len(PROMPTS)
     assert generate(tight, PROMPTS, policies) == generate(eager, PROMPTS, policies)
     assert tight.stats().preemptions_total and tight.stats().swaps_total
     assert runner.graphs is not None and runner.graphs.replays > 30
     now = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
-    assert before == [x.data_ptr() for x in [*now, runner.cache.kv, runner.cache.query_log]]
+    assert before == [x.data_ptr() for x in [*now, runner.cache.kv]]
 
 
 def test_codes_are_read_in_replays(llama_dir: Path) -> None:
@@ -138,7 +155,7 @@ def test_codes_are_read_in_replays(llama_dir: Path) -> None:
     watch(graphs)
     preempt_now_and_then(graphs.engine.core.scheduler, np.random.default_rng(0), 0.05)
     counts = count_steps(graphs)
-    assert generate(graphs, *args) == generate(make_llm(llama_dir, policy), *args)
+    assert generate(graphs, *args) == generate(make_plain(llama_dir, policy), *args)
     assert counts["all"] > 30 and counts["events"] > 5
     assert graphs.stats().preemptions_total
 
@@ -168,7 +185,7 @@ def test_more_sequences_than_the_largest_size_decode_without(llama_dir: Path) ->
     counts = count_steps(llm)
     tokens = generate(llm, PROMPTS, [KARA] * len(PROMPTS))
     assert 0 < counts["all"] < 12  # as the first ones end
-    assert tokens == generate(make_llm(llama_dir, KARA), PROMPTS, [KARA] * len(PROMPTS))
+    assert tokens == generate(make_plain(llama_dir, KARA), PROMPTS, [KARA] * len(PROMPTS))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvserve.engine.detokenizer import IncrementalDetokenizer
-from kvserve.engine.tokenizer import Tokenizer
+from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_fallback_tokenizer, write_tokenizer
 
 

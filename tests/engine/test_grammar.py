@@ -11,7 +11,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import EngineConfig
-from kvserve.engine.grammar import GrammarCompiler, allowed_tokens
+from kvserve.engine.sampling.grammar import GrammarCompiler, allowed_tokens
 from kvserve.log import ConfigError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks import inspect as command
-from kvserve.engine.inspect import KeptPositions, inspect
+from kvserve.benchmarks.commands import inspect as command
+from kvserve.engine.frontend.inspect import KeptPositions, inspect
 from kvserve.log import RequestError
-from kvserve.server.cli import run
+from kvserve.server.cli.commands import run
 from tests.checkpoints import random_prompts, write_tokenizer
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}

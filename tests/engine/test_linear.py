@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -79,6 +80,15 @@ def test_large_weights_are_laid_out_piece_by_piece_in_place(
     assert (panels.data_ptr() == address) == (outputs % 64 == 0)
     error = 4e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(linear(x, panels).double(), wanted, atol=error * 32**0.5, rtol=error)
+
+
+@needs_compiler
+def test_a_copied_weight_keeps_its_shape() -> None:
+    panels = packed(weight_of(70, 32), "compiled")
+    one, same = copy.deepcopy([panels, panels])
+    assert one is same is not panels and isinstance(one, Panels)
+    x = torch.randn(3, 32)
+    assert torch.equal(linear(x, one), linear(x, panels)) and linear(x, one).shape == (3, 70)
 
 
 @needs_compiler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequences
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine.logit_rules import LogitRules, RowRules
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import Never
+from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
+from kvserve.scheduler.output import NewRequest
 
 VOCAB = 12
 NOTHING = RowRules(0.0, 0.0, 1.0, {}, (), ())
@@ -30,7 +29,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def naive(logits: Sequences[float], prompt: list[int], output: list[int], r: RowRules) -> Any:
+def naive(logits: Sequence[float], prompt: list[int], output: list[int], r: RowRules) -> Any:
     out = []
     for token, value in enumerate(logits):
         if token in prompt + output:
@@ -46,9 +45,9 @@ def naive(logits: Sequences[float], prompt: list[int], output: list[int], r: Row
     return torch.tensor(out)
 
 
-def sequence(row: int, prompt: list[int], output: list[int]) -> Sequence:
+def sequence(row: int, prompt: list[int], output: list[int]) -> NewRequest:
     tokens = np.array(prompt + output, np.int32)
-    return Sequence(row, tokens, len(prompt), 99, (), 0, Never(), row=row)
+    return NewRequest(row, row, len(prompt), tokens, (), None)
 
 
 def check(rules: LogitRules, rows: list[tuple[int, list[int], list[int], RowRules]]) -> None:

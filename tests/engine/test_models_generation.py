@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.tokenizer import Tokenizer
+from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint, write_tokenizer
 

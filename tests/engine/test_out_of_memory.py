@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
-from kvserve.engine.model_runner import ModelRunner
+from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
 from kvserve.scheduler.output import SchedulerOutput
-from kvserve.server.errors import as_api_error
+from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
 from tests.engine.test_pressure import POISON
 
@@ -109,14 +109,14 @@ def test_the_newest_ends_and_the_others_go_on(
 def preempt_in_step(llm: LLM, steps: int) -> None:
     """Make the newest sequence go to host memory in a step."""
     scheduler = llm.engine.core.scheduler
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def and_one() -> None:
+        promote()
         if scheduler.num_steps == steps:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = and_one  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = and_one  # type: ignore[method-assign]
 
 
 async def test_its_client_is_told(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

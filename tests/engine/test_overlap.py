@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import request_policies
-from kvserve.engine.grammar import SequenceGrammar
-from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.core import request_policies
 from kvserve.engine.policies.registry import policy_class
+from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts
-from tests.engine.policies.test_uneven_engine import SPECS
-from tests.engine.test_cuda_graph import EVEN, KARA, PROMPTS, SIZES, generate, make_llm
+from tests.engine.policies.cases import UNEVEN_CASES
+from tests.engine.test_cuda_graph import (
+    EVEN,
+    KARA,
+    PROMPTS,
+    SIZES,
+    generate,
+    make_llm,
+    make_plain,
+)
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -53,7 +61,7 @@ def test_every_policy_generates_what_a_plain_loop_does(
     """All policies of the layout at once; with events, and counts that come a step late."""
     uneven = [
         spec
-        for spec in SPECS.values()
+        for spec in UNEVEN_CASES.values()
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ]
     policies = [*EVEN, *uneven * (layout != "model")]
@@ -63,9 +71,14 @@ def test_every_policy_generates_what_a_plain_loop_does(
     prompts = random_prompts([37] * len(policies), seed=3)
     settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
     default = {"name": "snapkv", "budget": 64}
-    plain = make_llm(llama_dir, default, **settings)
+    plain = make_plain(llama_dir, default, **settings)
     overlapped = make_llm(
-        llama_dir, default, **settings, async_scheduling=True, cudagraph_capture_sizes=sizes
+        llama_dir,
+        default,
+        **settings,
+        async_scheduling=True,
+        cudagraph_capture_sizes=sizes,
+        enforce_eager=not sizes,
     )
     depth = follow(overlapped)
     for part in (slice(0, None, 2), slice(1, None, 2)):  # only so many policies at once
@@ -97,7 +110,7 @@ def test_freed_blocks_are_not_read_again(llama_dir: Path, policy: Any, swap_spac
     of theirs is unknown: the tokens of an ample one."""
     coded = policy["name"] == "spindlekv"
     size = 16 if coded else 4
-    ample = make_llm(llama_dir, policy, block_size=size)
+    ample = make_plain(llama_dir, policy, block_size=size)
     tight = make_llm(
         llama_dir,
         policy,
@@ -202,7 +215,7 @@ def test_an_abort_between_steps(llama_dir: Path) -> None:
     while engine.has_unfinished_requests:
         ended |= {output.request_id: output for output in engine.step() if output.finished}
     assert set(ended) == {"0", "2"}
-    expected = run(make_llm(llama_dir, KARA), [params] * 3)
+    expected = run(make_plain(llama_dir, KARA), [params] * 3)
     for i in (0, 2):
         assert ended[str(i)].outputs == expected[i].outputs
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
@@ -48,10 +48,10 @@ def watch(llm: LLM) -> None:
     def checked(output: SchedulerOutput) -> LaunchedStep:
         step = launch(output)
         n = scheduler.rows.num_rows
-        held, device = scheduler.blocks.kv_lens[:, :n], runner.batch.kv_lens[:, :n].numpy()
+        held, device = scheduler.blocks.kv_lens[:, :n], runner.batch.kv_lens[:, :n].cpu().numpy()
         assert np.array_equal(held, device)
         computed = scheduler.rows.num_computed[:n]
-        assert np.array_equal(computed, runner.batch.num_computed[:n].numpy())
+        assert np.array_equal(computed, runner.batch.num_computed[:n].cpu().numpy())
         assert (computed >= held.max(axis=(0, 2), initial=0)).all()
         for table, mirror in (
             (scheduler.blocks.kv, runner.batch.block_tables),
@@ -61,7 +61,7 @@ def watch(llm: LLM) -> None:
             live = (column >= table.first[..., None]) & (column < table.end[..., None])
             live[:, n:] = False
             named = table.blocks[live]
-            assert pool.ref[named].all() and np.array_equal(named, mirror.numpy()[live])
+            assert pool.ref[named].all() and np.array_equal(named, mirror.cpu().numpy()[live])
         runner.cache.kv[torch.as_tensor(np.flatnonzero(pool.ref == 0)[1:])] = POISON
         host = scheduler.swap.pool
         runner.cache.host[torch.as_tensor(np.flatnonzero(host.ref == 0)[1:])] = POISON

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.inspect import inspect
-from kvserve.kernels.gather_kv import gather_queries
+from kvserve.engine.frontend.inspect import inspect
 from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts
 
@@ -44,11 +43,13 @@ def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
 
 def logged(llm: LLM, positions: list[int]) -> Tensor:
     runner = llm.engine.core.runner
-    cache, layout = runner.cache, runner.cache.layout
-    lanes = torch.tensor(positions).expand(layout.num_layers, cache.log_heads, -1)
+    log, layout = runner.cache.query_log, runner.cache.layout
+    lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
     rows = torch.zeros(len(positions), dtype=torch.long)
-    slots = slot_mapping(runner.batch.log_tables, rows, lanes, cache.log_block_tokens)
-    return gather_queries(cache.query_log, slots)
+    slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
+    found = log.read(slots, torch.arange(layout.num_layers))
+    assert isinstance(found, Tensor)
+    return found
 
 
 @pytest.mark.parametrize("checkpoint", ["llama_dir", "qwen3_dir"])
@@ -68,7 +69,7 @@ def test_without_an_event_they_equal_the_logged_ones(
 def test_any_subset_equals_the_full_pass(llama_dir: Path, events: bool) -> None:
     llm = running(llama_dir, 78, window=20 if events else 100)
     assert (llm.stats().compactions_total > 2) is events
-    start = int(llm.engine.core.scheduler.rows.run_start[0])
+    start = int(llm.engine.core.scheduler.rows.first_uncompressed_pos[0])
     full = recomputed(llm, list(range(start, 78)), 8)
     for subset in ([start], [77], [start + 1, start + 5, 77], list(range(77, start, -3))):
         found = recomputed(llm, subset, 8)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.engine.sampler import RowSampling, SamplingRows
+from kvserve.engine.sampling.sampler import RowSampling, SamplingRows
 from kvserve.kernels import sample_tokens as kernel
 from kvserve.kernels.sample_tokens import gumbel_noise, keep_allowed
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import Never
+from kvserve.scheduler.output import NewRequest
 
 BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_len=0, logprobs=None)
 
@@ -21,10 +20,7 @@ BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_l
 def rows_with(*settings: RowSampling, stop: tuple[int, ...] = ()) -> SamplingRows:
     rows = SamplingRows(len(settings), 64, "cpu")
     rows.set_rows(
-        [
-            Sequence(i, np.zeros(4, np.int32), 4, 99, stop, 0, Never(), sampling=one, row=i)
-            for i, one in enumerate(settings)
-        ]
+        [NewRequest(i, i, 4, np.zeros(4, np.int32), stop, one) for i, one in enumerate(settings)]
     )
     return rows
 

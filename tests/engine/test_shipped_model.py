@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.tasks import grade, make_samples
+from kvserve.benchmarks.datasets.tasks import grade, make_samples
 from kvserve.engine.models.hub import find_model
 from tests.checkpoints import greedy
 

@@ -16,7 +16,7 @@ from bench.task_classifier.samples import samples
 from bench.task_classifier.templates import KINDS
 from bench.task_classifier.train import evaluate, train
 from kvserve import LLM, SamplingParams
-from kvserve.engine.task_classifier import (
+from kvserve.engine.frontend.task_classifier import (
     SHIPPED,
     CheckpointClassifier,
     HashedClassifier,

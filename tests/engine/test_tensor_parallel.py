@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
-from kvserve.engine.distributed import RankGroup
-from kvserve.engine.model_runner import LaunchedStep
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.moves import MovePlan
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvserve.engine import threads
+from kvserve.engine.core import threads
 
 
 @pytest.fixture

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import compressor, sampler
+from kvserve.engine.cache import entry_store
+from kvserve.engine.compression import compressor
 from kvserve.engine.policies import kara, scoring
+from kvserve.engine.sampling import sampler
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.window_scores import window_scores_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
@@ -59,9 +61,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Kernel, "launch", record)
     monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
-    monkeypatch.setattr(compressor, "gather_keys", gather_keys_triton)
+    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
-    monkeypatch.setattr(compressor, "compact_kv", compact_kv_triton)
+    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

@@ -3,7 +3,8 @@
     python tests/kernels/compile_kernels.py --arch 90 --name paged_attention/decode
 
 prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
-memory per program. ``--write`` makes it the installed Triton's budget. Not under TRITON_INTERPRET.
+memory per program. ``--write`` makes it the installed Triton's budget, of these variants and
+architectures. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ from kvserve.kernels import dispatch
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.elementwise import (
+    quantize_rows_triton,
     rms_norm_triton,
     rotate_triton,
     silu_and_mul_triton,
 )
+from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
-from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
+from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.quantized_triton import (
+    gather_quantized_triton,
+    move_quantized_triton,
+    store_quantized_triton,
+)
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.window_scores import window_scores_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)
@@ -48,6 +58,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -67,6 +79,14 @@ def cache(heads: int = 8, dim: int = 128, layers: int = 32, dtype: torch.dtype =
     return new(4096, layers, 2, 64, heads, dim, dtype=dtype)
 
 
+def levels(form: str, heads: int = 8, dim: int = 128, layers: int = 32) -> QuantizedBlocks:
+    """The same cache of --kv-cache-dtype ``form``."""
+    stored = FORMATS[form]
+    lane = stored.lane_bytes(64, dim)
+    pool = new(4096, layers, heads * lane, dtype=torch.uint8)
+    return QuantizedBlocks(pool, stored, 64, dim)
+
+
 def attend(
     group: int = 4,
     dim: int = 128,
@@ -75,14 +95,15 @@ def attend(
     splits: int = 1,
     dtype: torch.dtype = BF16,
     codes: bool = False,
+    form: str | None = None,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
-    hold some, of at most 32,768 tokens."""
+    hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
-    chunks = Chunks(slots(8), last, 32_768, starts, chunk)
+    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk)
     coded = None
     if codes:
         kv = new(4096, 2, 64, 1, dim, dtype=dtype)
@@ -94,7 +115,8 @@ def attend(
             new(256, rows, 512, dtype=torch.int32),
             new(32_768, dim, dtype=torch.float32),
         )
-    paged_attention_triton(q, kv[:, 0], kv[:, 1], tables, chunks, 0.1, splits, coded)
+    keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
+    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded)
 
 
 def score(
@@ -136,6 +158,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
     "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
     "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),
+    "quantize_rows": lambda: quantize_rows_triton(new(64, 4096)),
+    "quantize_rows/wide": lambda: quantize_rows_triton(new(64, 14336)),
     "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
     "gather_queries/e4m3": lambda: gather_queries_triton(
         new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)
@@ -153,6 +177,38 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/codes_float32": lambda: attend(rows=8, dtype=torch.float32, codes=True),
     "decode/float16": lambda: attend(dtype=torch.float16),
     "decode/float32": lambda: attend(dtype=torch.float32),
+    "decode/int8": lambda: attend(form="int8"),
+    "decode/k8v4": lambda: attend(form="k8v4"),
+    "decode/k8v4_split": lambda: attend(form="k8v4", splits=8),
+    "decode/k8v4_dim64": lambda: attend(form="k8v4", dim=64),
+    "decode/fp8": lambda: attend(form="fp8"),
+    "prefill/int8": lambda: attend(chunk=512, form="int8"),
+    "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
+    "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
+    "store_levels": lambda: store_quantized_triton(
+        levels("int8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_levels/k8v4": lambda: store_quantized_triton(
+        levels("k8v4"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_levels/fp8": lambda: store_quantized_triton(
+        levels("fp8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "gather_levels": lambda: gather_quantized_triton(
+        levels("int8"), slots(32, 8, 4096), None, BF16
+    ),
+    "gather_levels/fp8": lambda: gather_quantized_triton(
+        levels("fp8"), slots(32, 8, 4096), None, BF16
+    ),
+    "gather_levels/int4": lambda: gather_quantized_triton(
+        levels("k8v4"), slots(32, 8, 4096), None, BF16, values=True
+    ),
+    "move_levels": lambda: move_quantized_triton(
+        levels("int8"), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
+    "move_levels/k8v4": lambda: move_quantized_triton(
+        levels("k8v4"), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
     "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "prefill/head": lambda: attend(chunk=512, rows=8),
@@ -178,7 +234,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 def is_budgeted(name: str, arch: int) -> bool:
     """e4m3 came with sm_89; reading codes spills some 8 bytes elsewhere than on sm_90."""
-    return arch == 90 if "codes" in name else arch >= 89 or name != "window_scores/e4m3"
+    if "codes" in name:
+        return arch == 90
+    return arch >= 89 or not name.startswith(("window_scores/e4m3", "quantize_rows"))
 
 
 class Compiler:
@@ -257,6 +315,11 @@ def as_lines(budget: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(versions) + "\n}"
 
 
+def updated(budget: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:
+    """``budget`` with ``costs`` in place of what it had for these variants and architectures."""
+    return budget | {name: budget.get(name, {}) | archs for name, archs in costs.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile the Triton kernels without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
@@ -274,9 +337,12 @@ def main() -> int:
             for kernel, cost in compiler.costs.items():
                 costs.setdefault(f"{name}:{kernel}", {})[f"sm_{arch}"] = cost
                 if args.ptx:
-                    (args.ptx / f"{kernel}-sm_{arch}.ptx").write_text(compiler.ptx[kernel])
+                    file = f"{name.replace('/', '-')}-{kernel}-sm_{arch}.ptx"
+                    (args.ptx / file).write_text(compiler.ptx[kernel])
     if args.write:
         budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+        if args.name != list(VARIANTS) or args.arch != ARCHS:
+            costs = updated(budget[triton.__version__], costs)
         BUDGET.write_text(as_lines(budget | {triton.__version__: costs}) + "\n")
     sys.stdout.write(json.dumps(costs) + "\n")
     return 0

@@ -19,19 +19,20 @@ from bench import kernels as bench
 from bench.kernel_cases import Setting
 from bench.kernel_peers import Run
 from bench.kernel_targets import EVENT, targets
-from kvserve.kernels.paged_attention import Chunks, paged_attention_torch
+from kvserve.kernels.paged_attention import paged_attention_torch
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("granularity", list(Granularity))
-def test_cases_agree_with_their_references(
-    granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = tiny(granularity, device, monkeypatch)
+def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
+    setting = tiny(granularity, device)
     codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
-    assert set(bench.differences(setting)) == {
+    found = bench.differences(setting)
+    assert not [kernel for kernel, difference in found.items() if not difference.right], found
+    assert set(found) == {
         *("decode", "prefill", "store", "window scores e4m3"),
         *("sample", "sample by torch", "filter and sample", "filter and sample by torch"),
         "select by torch",
@@ -40,21 +41,48 @@ def test_cases_agree_with_their_references(
     }
 
 
-def tiny(granularity: Granularity, device: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    monkeypatch.setitem(kernel_cases.SHAPES, "tiny", (4, 2, 16))
-    monkeypatch.setitem(kernel_cases.VOCABULARY, "tiny", 90)
-    sizes = {"BLOCK": 16, "WINDOW": 40, "KEPT": 12, "BUFFER": 8, "CHUNK_BUDGET": 4}
-    for name, value in sizes.items():
-        monkeypatch.setattr(kernel_cases, name, value)
-    return Setting("tiny", granularity, 70, 2, torch.float32, device, layers=2)
+def tiny(granularity: Granularity, device: str) -> Setting:
+    return Setting("smoke", granularity, 70, 2, torch.float32, device, kernel_cases.SMOKE)
+
+
+def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is found out whole: in a call that costs minutes of a lent machine."""
+
+    def fail(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def off(*args: Any) -> Tensor:
+        return paged_attention_torch(*args) * 1.1
+
+    monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
+    monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)
+    monkeypatch.setattr(kernel_cases, "event_cases", lambda *_: ())
+    found = bench.differences(tiny(Granularity.MODEL, device))
+    assert found["store"].error and "illegal memory access" in found["store"].error
+    assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)
+    assert [kernel for kernel, difference in found.items() if not difference.right] == [
+        *("decode", "prefill", "store"),
+    ]
+    assert found["sample"].right
+
+
+def test_differences_are_measured_against_the_reference() -> None:
+    right = torch.ones(100)
+    assert bench.Difference.of(right, right, 0.0).right
+    one = right.clone()
+    one[3] = 1.2
+    outlier = bench.Difference.of(one, right, 0.1)
+    assert outlier.relative_norm == pytest.approx(0.02) and not outlier.right
+    assert not bench.Difference.of(right * torch.nan, right, 1.0).right
+    assert not bench.Difference.of(right.long() * 2, right.long(), 1.0).right
 
 
 def test_a_peer_gets_the_same_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = tiny(Granularity.MODEL, device, monkeypatch)
+    setting = tiny(Granularity.MODEL, device)
 
     def attend(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Run:
         last = torch.full((1, len(q)), setting.context - 1, device=device)
-        chunks = Chunks(torch.arange(len(q), device=device), last, setting.context)
+        chunks = QuerySegments(torch.arange(len(q), device=device), last, setting.context)
         inputs = q, keys, values, table[:, None], chunks, q.shape[-1] ** -0.5
         return lambda: paged_attention_torch(*inputs)
 
@@ -91,7 +119,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    setting, timed = tiny(Granularity.MODEL, device, monkeypatch), []
+    setting, timed = tiny(Granularity.MODEL, device), []
 
     def seconds(run: Callable[[], Any]) -> float:
         timed.append(run)
@@ -105,10 +133,12 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "DTYPES", {"bfloat16": torch.float32})
     monkeypatch.setattr(bench, "median_seconds", seconds)
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(bench, "differences", lambda setting: {"decode": 0.0})
+    monkeypatch.setattr(
+        bench, "differences", lambda setting: {"decode": bench.Difference(0.0, 0.0, True)}
+    )
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
-    settings = ["--shape", "tiny", "--layout", "model", "--context", "50", "70"]
+    settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
     for limit, new, left in (("-1", 0, 2), ("480", 28, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.codebook import (
+from kvserve.kernels.scores.codebook import (
     Cover,
     build,
     directions,

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import ALL_HEADS, Slots
-from kvserve.kernels.cpu.paged_attention import Chunks as CpuChunks
-from kvserve.kernels.cpu.paged_attention import paged_attention
+from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.paged_attention import (
-    Chunks,
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.query_segments import QuerySegments
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -34,7 +33,7 @@ ragged = partial(coded_case, HELD, CODED, CHUNKS)
 
 
 def of_torch(case: CodedCase) -> Tensor:
-    chunks = Chunks(case.rows, case.last, int(case.last.max()) + 1, case.starts)
+    chunks = QuerySegments(case.rows, case.last, int(case.last.max()) + 1, case.starts)
     return paged_attention_torch(
         case.q, case.keys, case.values, case.tables, chunks, SCALE, case.codes
     )
@@ -42,13 +41,13 @@ def of_torch(case: CodedCase) -> Tensor:
 
 def of_triton(case: CodedCase, num_splits: int | None = None) -> Tensor:
     most = int(case.last.max()) + 1
-    chunks = Chunks(case.rows, case.last, most, case.starts, case.max_chunk)
+    chunks = QuerySegments(case.rows, case.last, most, case.starts, case.max_chunk)
     arguments = case.q, case.keys, case.values, case.tables, chunks, SCALE, num_splits
     return paged_attention_triton(*arguments, codes=case.codes)
 
 
 def of_cpu(case: CodedCase) -> Tensor:
-    chunks = CpuChunks(case.rows, case.starts, case.last[None].contiguous())
+    chunks = CpuQuerySegments(case.rows, case.starts, case.last[None].contiguous())
     arguments = case.q, case.keys, case.values, case.tables[None], chunks, 0, SCALE
     return paged_attention(*arguments, codes=case.codes)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvserve.kernels import store_kv as reference
 from kvserve.kernels.cpu import store_kv
-from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
-from kvserve.kernels.paged_attention import Chunks as PagedChunks
+from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.paged_attention import paged_attention_torch
+from kvserve.kernels.query_segments import QuerySegments
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3
@@ -40,10 +40,15 @@ class Shape:
 
 
 def reference_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks, group: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: CpuQuerySegments,
+    group: int,
 ) -> Tensor:
     last, table = chunks.last[group], tables[group]
-    paged = PagedChunks(chunks.rows, last, int(last.max()) + 1, chunks.starts)
+    paged = QuerySegments(chunks.rows, last, int(last.max()) + 1, chunks.starts)
     return paged_attention_torch(query, keys, values, table, paged, SCALE)
 
 
@@ -55,7 +60,7 @@ class Case:
     keys: Tensor
     values: Tensor
     tables: Tensor
-    chunks: Chunks
+    chunks: CpuQuerySegments
 
     def run(self, group: int = 0) -> Tensor:
         return paged_attention(
@@ -100,7 +105,7 @@ def make(
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     wide = torch.randn(sum(lengths), shape.heads + 3, shape.dim, generator=generator).to(dtype)
     keys, values = cache.to(dtype)[:, shape.layers - 1].unbind(1)
-    return Case(wide[:, : shape.heads], keys, values, tables, Chunks(rows, starts, last))
+    return Case(wide[:, : shape.heads], keys, values, tables, CpuQuerySegments(rows, starts, last))
 
 
 def agrees(case: Case, group: int = 0) -> None:
@@ -289,7 +294,7 @@ def test_offsets_beyond_what_32_bits_hold() -> None:
     assert torch.equal(cache[2, layers - 1, 0], new)
     keys, values = cache[:, layers - 1].unbind(1)
     tables = torch.full((1, 1, 1, 1), 2, dtype=torch.int32)
-    chunks = Chunks(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([[[7]]]))
+    chunks = CpuQuerySegments(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([[[7]]]))
     query = torch.randn(1, 4, 16).to(torch.bfloat16)
     found = paged_attention(query, keys, values, tables, chunks, 0, SCALE)
     keys, values = cache[2:, layers - 1].unbind(1)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kvserve.kernels import key_similarity
-from kvserve.kernels.key_similarity import anchor_similarity, redundancy
+from kvserve.kernels.scores import key_similarity
+from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 
 
 def cosine(a: list[float], b: list[float]) -> float:

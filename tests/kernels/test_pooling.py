@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvserve.kernels.pooling import POOLINGS, pool_scores
+from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
 
 HEADS = torch.tensor([[0.1, 0.4, 0.1, 0.1], [0.3, 0.0, 0.1, 0.2]])
 

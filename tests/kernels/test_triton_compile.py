@@ -28,7 +28,7 @@ BUDGET = BUDGETS[triton.__version__]
 NAMES = [
     *("compact_kv", "store_kv", "gather_keys", "decode/split", "decode/codes", "prefill"),
     *("window_scores", "token_to_chunk", "sample_tokens"),
-    *("rms_norm", "rotate", "silu_and_mul"),
+    *("rms_norm", "rotate", "silu_and_mul", "quantize_rows"),
 ]
 
 
@@ -79,20 +79,27 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     assert {name.partition(":")[2] for name in costs} == {name.partition(":")[2] for name in BUDGET}
     assert_within_budget(costs)
     # A tile of the compaction is read before any of it is written, and 16 bytes at a time.
-    accesses = re.findall(r"(ld\.global\.v4|bar\.sync|st\.global)", ptx(tmp_path, "compact"))
+    compact = ptx(tmp_path, "compact_kv", "compact")
+    accesses = re.findall(r"(ld\.global\.v4|bar\.sync|st\.global)", compact)
     loads = accesses.index("bar.sync")
     assert loads and accesses == ["ld.global.v4"] * loads + ["bar.sync"] + ["st.global"] * loads
-    # Entries are loaded while earlier ones are multiplied.
-    for kernel in ("attend", "log_sums", "shares"):
-        assert "cp.async.cg.shared.global" in ptx(tmp_path, kernel)
-        assert "mma" in ptx(tmp_path, kernel)
+    for variant, kernel in (("window_scores", "log_sums"), ("window_scores", "shares")):
+        scores = ptx(tmp_path, variant, kernel)
+        assert "cp.async.cg.shared.global" in scores and "mma" in scores
+    # Entries are loaded while earlier ones are multiplied: what a tile waits for leaves others, of
+    # keys and of values, under way.
+    for variant in ("decode-split", "prefill"):
+        before, _, _ = ptx(tmp_path, variant, "attend").partition("mma.sync.aligned.m")
+        under_way = re.findall(r"cp\.async\.wait_group\s+(\d+);", before)
+        assert under_way and int(under_way[-1]) >= 4, variant
     # Sampling divides as torch does, and takes no logarithm that is wrong near 1.
-    assert "div.rn.f32" in ptx(tmp_path, "narrow")
-    assert "div.rn.f32" in ptx(tmp_path, "draw") and "lg2.approx" not in ptx(tmp_path, "draw")
+    draw = ptx(tmp_path, "sample_tokens", "draw")
+    assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", "narrow")
+    assert "div.rn.f32" in draw and "lg2.approx" not in draw
 
 
-def ptx(folder: Path, kernel: str) -> str:
-    return (folder / f"{kernel}-sm_90.ptx").read_text()
+def ptx(folder: Path, variant: str, kernel: str) -> str:
+    return (folder / f"{variant}-{kernel}-sm_90.ptx").read_text()
 
 
 @pytest.mark.slow

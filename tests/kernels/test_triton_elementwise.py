@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import elementwise as reference
-from kvserve.kernels.elementwise import rms_norm_triton, rotate_triton, silu_and_mul_triton
+from kvserve.kernels.elementwise import (
+    quantize_rows_triton,
+    rms_norm_triton,
+    rotate_triton,
+    silu_and_mul_triton,
+)
 
 # The interpreter rounds to bfloat16 in its own way: that is for a GPU.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] * torch.cuda.is_available())]
@@ -56,6 +61,35 @@ def test_rotate(device: str, tokens: int, heads: int, dim: int, dtype: torch.dty
 def test_silu_and_mul(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = (4 * torch.randn(tokens, 2 * width + 3)).to(dtype)[:, : 2 * width]
     assert_alike(silu_and_mul_triton(gate_up), reference.silu_and_mul(gate_up))
+
+
+@tokens
+@pytest.mark.parametrize("width", [37, 300])
+def test_quantize_rows(device: str, tokens: int, width: int) -> None:
+    """Of numbers that e4m3 has, at a scale of each row: the interpreter rounds others wrongly where
+    a carry reaches the exponent, so those are for a GPU."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()]
+    values = every[torch.randint(len(every), (tokens, width))]
+    values[:, :1] = 448.0
+    x = values * 2.0 ** torch.randint(-3, 4, (tokens, 1))
+    x = torch.cat([x, torch.full((tokens, 3), 1e9)], dim=1)[:, :width]
+    found, scales = quantize_rows_triton(x)
+    expected, right = reference.quantize_rows(x)
+    assert torch.equal(found.float(), expected.float()) and torch.equal(found.float(), values)
+    assert torch.equal(scales, right)
+    nothing, scale = quantize_rows_triton(torch.zeros(1, width))
+    assert (
+        not nothing.float().any()
+        and scale.item() == reference.quantize_rows(torch.zeros(1, width))[1].item()
+    )
+
+
+@pytest.mark.gpu
+def test_quantize_rows_of_any_numbers(device: str) -> None:
+    x = torch.randn(64, 4096).bfloat16() * torch.logspace(-6, 6, 64)[:, None].bfloat16()
+    for one, other in zip(quantize_rows_triton(x), reference.quantize_rows(x), strict=True):
+        assert torch.equal(one.float(), other.float())
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels import paged_attention
 from kvserve.kernels.paged_attention import (
-    Chunks,
     paged_attention_torch,
     paged_attention_triton,
 )
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.tiles import TILES
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -67,9 +70,9 @@ class Case:
         self.q = torch.randn(len(self.owner), q_heads + 2, dim).to(dtype)[:, :q_heads]
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Chunks, float]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, QuerySegments, float]:
         most = int(self.last.max()) + 1
-        chunks = Chunks(self.rows, self.last, most, self.starts, self.max_chunk)
+        chunks = QuerySegments(self.rows, self.last, most, self.starts, self.max_chunk)
         return self.q, self.keys, self.values, self.tables, chunks, self.scale
 
     def torch(self) -> Tensor:
@@ -111,6 +114,45 @@ SHAPES = [
 def test_decode(shape: Callable[..., Case], num_splits: int) -> None:
     """Ragged rows; an empty one and one shorter than its share of the splits among them."""
     shape(lengths=[150, 0, 3, 65]).assert_same(num_splits)
+
+
+def test_a_long_row_is_split_beside_short_ones(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 64 entries at least: most rows fill one, and what theirs left behind is not read."""
+    monkeypatch.setattr(paged_attention, "_splits", lambda *_: (4, 64))
+    case = Case(1, 2, 2, 32, 16, torch.float32, [150, 40, 0, 64, 65])
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        made = empty(x, *shape, **options)
+        return torch.full_like(made, torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    case.assert_same()
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_held", "splits"),
+    [
+        # 132 multiprocessors with four programs each are 528; a row is 8 heads.
+        (1, 8192, (64, 128)),
+        (1, 1024, (8, 128)),
+        (17, 8192, (3, 128)),
+        (31, 8192, (2, 128)),
+        (64, 8192, (2, 4096)),
+        (256, 8192, (2, 4096)),
+        (256, 131_072, (4, 4096)),
+        (256, 4096, (1, 4096)),
+    ],
+)
+def test_how_a_context_is_split(rows: int, max_held: int, splits: tuple[int, int]) -> None:
+    """Few rows until all multiprocessors are busy; among many, those that are longer than most."""
+    tile = TILES[9, 0]["decode"]
+    assert paged_attention._splits(8 * rows, max_held, tile, torch.device("cpu")) == splits
+    without = tile._replace(longest=0)
+    many = paged_attention._splits(8 * rows, max_held, without, torch.device("cpu"))
+    assert many == (splits if rows < 64 else (1, 128))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -16,6 +16,7 @@ from kvserve.kernels.sample_tokens import (
     cut_offs,
     gumbel_noise,
     keep_allowed,
+    sample_tokens_sorted,
     sample_tokens_torch,
     sample_tokens_triton,
 )
@@ -73,6 +74,7 @@ def assert_same_tokens(logits: Tensor, rows: tuple[Tensor, Tensor, Tensor], filt
     undecided = (first - second < 1e-5) & (first > second) & (rows[0][:, 0] > 0)
     assert not undecided.any(), "choose another random seed"
     assert torch.equal(sample_tokens_triton(logits, *rows, filtered), expected)
+    assert torch.equal(sample_tokens_sorted(logits, *rows), expected)
 
 
 def kept_by_kernel(logits: Tensor, settings: Tensor) -> Tensor:

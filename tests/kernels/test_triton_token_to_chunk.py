@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
-from kvserve.kernels.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
 
 pytestmark = pytest.mark.usefixtures("device")
 

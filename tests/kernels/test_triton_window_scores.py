@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.kernels.window_scores import AGGREGATES, window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import (
+    AGGREGATES,
+    window_scores_torch,
+    window_scores_triton,
+)
 
 pytestmark = pytest.mark.usefixtures("device")
 

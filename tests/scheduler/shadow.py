@@ -16,10 +16,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import CodeBook
+from kvserve.scheduler.event import EventKind, Scores, answer
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
-from kvserve.scheduler.scheduler import Scheduler
-from kvserve.scheduler.trigger import NOT_LOGGING, Trigger
+from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.trigger import NOT_LOGGING
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]
@@ -28,10 +28,9 @@ Lane = tuple[int, int]
 class ShadowRunner:
     """Rows, tables and memory as the device would have them."""
 
-    def __init__(self, scheduler: Scheduler, triggers: dict[int, Trigger]) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         layout = scheduler.layout
         self.scheduler = scheduler
-        self.triggers = triggers
         self.size = layout.block_size
         self.log_size = scheduler.blocks.log_block_tokens
         self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
@@ -52,15 +51,15 @@ class ShadowRunner:
         self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.before: dict[int, list[tuple[int, int]]] = {}
-        self.counts: list[IntArray] = []
-        """What the events that the last step observed will keep, ``[LG, E, R]`` for each task."""
+        self.scores: list[Scores] = []
+        """What the events that the last step observed will keep."""
         self._published: dict[bytes, list[int]] = {}
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
         for task in output.compactions:
             self._compact(task)
-        self.counts = [self._observe(task) for task in output.observations]
+        self.scores = [answer(task.kind, self._observe(task)) for task in output.observations]
         for a, b in output.row_swaps:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
@@ -98,7 +97,7 @@ class ShadowRunner:
             self._check_held(row)
         assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
-        for digest, column in cache._columns.items() if cache is not None else ():
+        for digest, column in cache.columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
 
@@ -173,7 +172,7 @@ class ShadowRunner:
     def _admit(self, output: SchedulerOutput) -> None:
         new = output.admitted
         back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
-        for i, seq in enumerate(new.sequences):
+        for i, seq in enumerate(new.requests):
             self.owner[seq.row] = seq.seq_id
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
             self.last_token[seq.row] = new.last_token[i]
@@ -239,9 +238,9 @@ class ShadowRunner:
 
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
-        if isinstance(self.triggers[task.policy_id], CodeBook):
+        if task.kind is EventKind.CODED:
             return self._observe_codes(task)
-        if task.policy_id in self.scheduler.events._keeps_blocks:
+        if task.kind is EventKind.BLOCKS:
             return self._observe_blocks(task)
         counts = np.zeros_like(task.old_lens)
         for e in range(len(task.rows)):
@@ -285,10 +284,10 @@ class ShadowRunner:
                     continue
                 at = (lane[0], e, lane[1])
                 old = self.held[row][lane]
-                if task.policy_id in self.scheduler.events._keeps_blocks:
+                if task.kind is EventKind.BLOCKS:
                     columns = self._columns(task, e, lane)
                     new = [x for c in columns for x in old[c * self.size : (c + 1) * self.size]]
-                elif task.policy_id in self.scheduler.events._uneven:
+                elif task.kind is not EventKind.EVEN:
                     assert task.new_lens[at] - start == self._count(task, e, lane), "stale counts"
                     new = old[:start] + old[len(old) - (task.new_lens[at] - start) :]
                 else:

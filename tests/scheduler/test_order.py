@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event_plans import Booked
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
@@ -29,7 +29,7 @@ from tests.scheduler.traffic import (
 
 def test_lower_priorities_are_admitted_first_and_make_way_last() -> None:
     scheduler = make_scheduler(14, max_num_seqs=2, prefix_caching=False)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id, priority in enumerate([5, 0, 5, 1]):
         scheduler.add(make_sequence(seq_id, 8, 24, policy=0, priority=priority))
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 3, 0, 2]
@@ -41,7 +41,7 @@ def test_lower_priorities_are_admitted_first_and_make_way_last() -> None:
 def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> None:
     """Runs of 20, 16 and 28 tokens are due together: 2, 1 and 3 windows of 9."""
     scheduler = make_scheduler(90, max_observed_tokens=9, prefix_caching=False)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     sequences = [make_sequence(i, 4, 60, policy=2) for i in range(3)]
     for seq in sequences:
         scheduler.add(seq)
@@ -52,7 +52,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
     while scheduler.rows.num_computed[0] < 32:
         step(scheduler, shadow)
     assert (held_back < 32).all()
-    scheduler.rows.run_start[:3] += np.array([8, 12, 0], np.int32)
+    scheduler.rows.first_uncompressed_pos[:3] += np.array([8, 12, 0], np.int32)
     scheduler.rows.next_event[:3] = scheduler.rows.num_computed[:3]
     taken = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
 class Unwilling(Periodic):
     """Events come when they are due, whatever the pressure."""
 
-    def willing(self, rows: RowState) -> IntArray:
+    def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
 
 
@@ -78,7 +78,7 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
     for trigger, num_blocks in ((Periodic, 120), (Periodic, 48), (Unwilling, 48)):
         monkeypatch.setitem(TRIGGERS, 15, trigger(14, 2, 4, 25))
         scheduler = make_scheduler(num_blocks)
-        shadow = ShadowRunner(scheduler, TRIGGERS)
+        shadow = ShadowRunner(scheduler)
         for seq_id in range(6):
             scheduler.add(make_sequence(seq_id, 6, 38, policy=15))
         assert len(drain(scheduler, shadow)) == 6
@@ -90,7 +90,7 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
 
 def test_without_willing_sequences_the_newest_makes_way() -> None:
     scheduler = make_scheduler(40, num_host_blocks=0)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(6):
         scheduler.add(make_sequence(seq_id, 6, 38, policy=0))
     drain(scheduler, shadow)
@@ -99,13 +99,13 @@ def test_without_willing_sequences_the_newest_makes_way() -> None:
 
 def test_a_parked_sequence_may_be_aborted() -> None:
     scheduler = make_scheduler(60, num_host_blocks=30)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     sequences = [make_sequence(i, 8, 60, policy=1) for i in range(2)]
     for seq in sequences:
         scheduler.add(seq)
     while not scheduler.rows.compactions[:2].all():
         step(scheduler, shadow)
-    scheduler._preempt()
+    scheduler.departures.preempt()
     assert sequences[1].status is SequenceStatus.WAITING and sequences[1] in scheduler.swap
     scheduler.finish(sequences[1], "abort")
     assert scheduler.swap.pool.num_free == 30
@@ -150,7 +150,7 @@ def test_a_closed_gate_leaves_the_cache_alone_until_blocks_run_out() -> None:
     for num_blocks, early in ((120, False), (40, True)):
         gate = learned(1e3)
         scheduler = make_scheduler(num_blocks, gate=gate)
-        shadow = ShadowRunner(scheduler, TRIGGERS)
+        shadow = ShadowRunner(scheduler)
         for seq_id in range(6):
             scheduler.add(make_sequence(seq_id, 6, 38, policy=1))
         drain(scheduler, shadow)
@@ -162,20 +162,20 @@ def test_a_closed_gate_leaves_the_cache_alone_until_blocks_run_out() -> None:
 def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -> None:
     """The prompt's event comes in the next step; it must not take the counts of the later one."""
     scheduler = make_scheduler(60, LAYOUTS[1], prefix_caching=False)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(2):
         scheduler.add(make_sequence(seq_id, 26, 40, policy=17))
-    make_room, observed = scheduler._make_room_for_decodes, 0
+    promote, observed = scheduler.rows.promote_ready, 0
 
     def preempt_once() -> None:
+        promote()
         if observed == 2:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = preempt_once  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
-    def count(entries_that_fit: int) -> Booked:
+    def count(entries_that_fit: int) -> ScheduledEvents:
         nonlocal observed
         booked = compact_due(entries_that_fit)
         observed += any(1 in task.seq_ids for task in booked.observations)
@@ -212,7 +212,7 @@ def test_freed_blocks_let_more_sequences_run_at_once() -> None:
     running = {}
     for policy in (0, 7):
         scheduler = make_scheduler(60, max_num_seqs=16)
-        shadow = ShadowRunner(scheduler, TRIGGERS)
+        shadow = ShadowRunner(scheduler)
         for seq_id in range(40):
             scheduler.add(make_sequence(seq_id, 6, 115, policy=policy))
         counts = []
@@ -228,7 +228,7 @@ def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
     """Policies that say so aside; chunks of nine tokens."""
     layout = LAYOUTS[2 if policy in CODES else 1 if policy in UNEVEN else 0]
     scheduler = make_scheduler(120, layout, max_num_batched_tokens=9)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     scheduler.add(make_sequence(0, 40, 60, policy=policy))
     drain(scheduler, shadow)
     assert all(position >= 40 for position, _ in shadow.events[0])
@@ -237,7 +237,7 @@ def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
 
 def test_two_sequences_keep_their_own_blocks_in_one_step() -> None:
     scheduler = make_scheduler(60, LAYOUTS[1], max_num_batched_tokens=64)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(2):
         scheduler.add(make_sequence(seq_id, 26, 5, policy=19, first=2 + seq_id))
     for _ in range(2):
@@ -245,5 +245,5 @@ def test_two_sequences_keep_their_own_blocks_in_one_step() -> None:
     output = scheduler.schedule()
     (task,) = output.compactions
     assert len(task.rows) == 2
-    scheduler.update(output, shadow.run(output), shadow.counts)
+    scheduler.update(output, shadow.run(output), shadow.scores)
     assert len(drain(scheduler, shadow)) == 2

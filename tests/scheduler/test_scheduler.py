@@ -27,7 +27,7 @@ def run_alone(
     prompt: int, output: int, policy: int, layout: KVLayout = LAYOUT
 ) -> tuple[Sequence, list[tuple[int, int]]]:
     scheduler = make_scheduler(200, layout)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     scheduler.add(make_sequence(0, prompt, output, policy))
     (seq,) = drain(scheduler, shadow)
     return seq, shadow.events[0]
@@ -52,7 +52,7 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
         100, layout, max_num_batched_tokens=budget, num_host_blocks=num_host_blocks
     )
     preempt_now_and_then(scheduler, np.random.default_rng(policy), 0.15)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     shapes = [(5, 60), (17, 40), (3, 70), (20, 50), (11, 60), (8, 44)]
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
@@ -96,7 +96,7 @@ def test_logical_is_physical_plus_evicted_and_blocks_are_counted() -> None:
 
 def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
     scheduler = make_scheduler(6)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     scheduler.add(make_sequence(0, 4, 100, policy=0))
     (seq,) = drain(scheduler, shadow)
     assert (seq.finish_reason, seq.logical_tokens) == ("length", 20)
@@ -105,7 +105,7 @@ def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
 
 def test_preemption_takes_the_newest_and_the_oldest_goes_on() -> None:
     scheduler = make_scheduler(10)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(3):
         scheduler.add(make_sequence(seq_id, 4, 24, policy=0))
     finished = drain(scheduler, shadow)
@@ -116,7 +116,7 @@ def test_preemption_takes_the_newest_and_the_oldest_goes_on() -> None:
 def test_a_compaction_never_writes_a_shared_block() -> None:
     """A block with a second reference is replaced, and its earlier entries move along."""
     scheduler = make_scheduler(60)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     scheduler.add(make_sequence(0, prompt=6, output=40, policy=1))
     shared = None
     while scheduler.has_work:
@@ -134,7 +134,7 @@ def test_a_compaction_never_writes_a_shared_block() -> None:
 
 def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
     scheduler = make_scheduler(30)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(12):
         scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
     assert len(drain(scheduler, shadow)) == 12
@@ -146,21 +146,21 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
 ) -> None:
     """Two at a time every 5 steps, on whole blocks; a recomputed sequence ends up the same."""
     scheduler = make_scheduler(200, prefix_caching=False)
-    shadow = ShadowRunner(scheduler, TRIGGERS)
+    shadow = ShadowRunner(scheduler)
     for seq_id in range(4):
         scheduler.add(make_sequence(seq_id, prompt=6, output=50, policy=14))
     victim = 3
     steps: list[list[int]] = []
     before: list[tuple[int, int]] = []
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def preempt_once() -> None:
+        promote()
         if len(steps) == 24:
             before.extend(shadow.events[victim])
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    monkeypatch.setattr(scheduler, "_make_room_for_decodes", preempt_once)
+    monkeypatch.setattr(scheduler.rows, "promote_ready", preempt_once)
     while scheduler.has_work:
         output = scheduler.schedule()
         taken = [int(shadow.owner[row]) for task in output.compactions for row in task.rows]

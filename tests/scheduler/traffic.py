@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import CodeBook
-from kvserve.scheduler.gate import BreakEvenGate
+from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.event import EventKind, EventState, Scores
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.pruning import Pruned, Taper
-from kvserve.scheduler.scheduler import Scheduler
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -66,8 +67,10 @@ TRIGGERS: dict[int, Trigger] = {
     18: WhenOver(17, 9, num_queries=3, protect_prompt=True),
     19: AtPrefillEnd(WholeBlocks(tokens=12), num_queries=4),
     20: Pruned(0.2, 3, Halves(0), 1, 5, Taper(0.1), 0.9),
-    21: CodeBook(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
-    22: CodeBook(Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False),
+    21: QuantizeTrigger(Budget(ratio=Fraction(2, 3), least=4), num_queries=4, period=8),
+    22: QuantizeTrigger(
+        Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
+    ),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
@@ -79,6 +82,17 @@ IN_PROMPT = {10, 11, 20}
 """These have events before the prompt is in, or are computed whole."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
+
+
+def kind_of(policy: int) -> EventKind:
+    """What decides how much events of a policy keep."""
+    if policy in KEEPS_BLOCKS:
+        return EventKind.BLOCKS
+    if policy in CODES:
+        return EventKind.CODED
+    if isinstance(TRIGGERS[policy], Pruned):
+        return EventKind.PRUNED
+    return EventKind.UNEVEN if policy in UNEVEN else EventKind.EVEN
 
 
 def policies_of(layout: KVLayout) -> list[int]:
@@ -119,7 +133,7 @@ def make_sequence(
     max_len = prompt + output
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, stops, policy, trigger, priority=priority)
-    seq.uneven, seq.keeps_blocks = policy in UNEVEN, policy in KEEPS_BLOCKS
+    seq.event_kind = kind_of(policy)
     if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
         seq.prunes_prompt, seq.num_shareable = True, 0
     return seq
@@ -135,14 +149,14 @@ class Loop:
         self.scheduler = scheduler
         self.shadow = shadow
         self.overlaps = overlaps
-        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[IntArray]]] = []
+        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[Scores]]] = []
 
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
         output = self.scheduler.schedule()
         for earlier, _, _ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
-        self._in_flight.append((output, self.shadow.run(output), self.shadow.counts))
+        self._in_flight.append((output, self.shadow.run(output), self.shadow.scores))
         finished = self._update(self.overlaps)
         return output, finished
 
@@ -189,18 +203,25 @@ def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
+def assert_all_events_are_applied(scheduler: Scheduler) -> None:
+    entered = scheduler.events.lives.entered
+    assert entered[EventState.SCORING] == entered[EventState.SCORED]
+    assert entered[EventState.SCHEDULED] == entered[EventState.APPLIED]
+    assert entered[EventState.APPLIED] >= scheduler.events.compactions
+
+
 def preempt_now_and_then(
     scheduler: Scheduler, rng: np.random.Generator, probability: float
 ) -> None:
     """Make sequences lose their blocks in steps that would not have needed them."""
-    make_room = scheduler._make_room_for_decodes
+    promote = scheduler.rows.promote_ready
 
     def and_more() -> None:
+        promote()
         if scheduler.rows.num_rows > 1 and rng.random() < probability:
-            scheduler._preempt()
-        make_room()
+            scheduler.departures.preempt()
 
-    scheduler._make_room_for_decodes = and_more  # type: ignore[method-assign]
+    scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
 
 
 class Traffic:
@@ -225,7 +246,7 @@ class Traffic:
             gate=BreakEvenGate() if seed % 5 == 1 else None,
             code_scratch=bool(seed % 2),
         )
-        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler, TRIGGERS), overlaps=overlaps)
+        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.num_added = self.num_hits = self.num_pruned = 0
@@ -238,6 +259,7 @@ class Traffic:
             self.alive = [s for s in self.alive if s.status is not SequenceStatus.FINISHED]
         self.finished += self.loop.drain()
         assert_all_blocks_come_back(self.scheduler)
+        assert_all_events_are_applied(self.scheduler)
 
     def _operate(self) -> None:
         draw, scheduler = self.rng.random(), self.scheduler

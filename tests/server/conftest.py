@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 
 from kvserve.config import EngineConfig
-from kvserve.server.app import create_app
-from kvserve.server.state import ServerOptions, ServerState
+from kvserve.server.http.app import create_app
+from kvserve.server.state.server_state import ServerOptions, ServerState
 from tests.server.fake_engine import FakeEngine
 
 MODEL = "org/fake"

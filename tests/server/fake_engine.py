@@ -32,6 +32,7 @@ BOS, EOS, END = 1, 2, 3
 
 class FakeTokenizer:
     template = "fake"
+    longest_token = 1
 
     def describe(self) -> dict[str, Any]:
         return {"eos_token": chr(EOS), "chat_template": self.template}

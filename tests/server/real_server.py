@@ -35,7 +35,7 @@ class Server:
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
         threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
-        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 120)
+        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 300)
         match = re.search(r"http://[^\s]+", self.text)
         assert match, self.text
         self.url = match[0]

@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from kvserve.config import EngineConfig
-from kvserve.server import cli, serve
-from kvserve.server.args import Parser, UsageError, gather_dotted, read_size
-from kvserve.server.serve import ServeSettings
+from kvserve.server.cli import commands as cli
+from kvserve.server.cli import serve
+from kvserve.server.settings import reading
+from kvserve.server.settings.args import Parser, UsageError, gather_dotted, read_size
+from kvserve.server.settings.serve_settings import ServeSettings
 
 
 def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
     parser = Parser(prog="kvserve serve")
     serve.add_arguments(parser)
-    return serve.read_settings(parser.parse(gather_dotted(argv)))
+    return reading.read_settings(parser.parse(gather_dotted(argv)))
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +166,7 @@ def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) ->
         (["--max-model-len", "long"], "--max-model-len/--context-length: 'long' is not a whole"),
         (["--max-model-len"], "expected one argument"),
         (["--block-size", "0"], "--block-size must be >= 1"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: only auto is built"),
+        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: 'int4' is not one of auto, int8, k8v4"),
         (["--policy.window"], "--policy.window needs a value"),
         (["--policy.", "3"], "--policy.: name a field"),
         (["--policy-args", "{"], "--policy-args: '{' is not JSON"),
@@ -333,7 +335,7 @@ def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from kvserve.server.cli import run\n"
+        "from kvserve.server.cli.commands import run\n"
         "run(['--help'])\n"
         "run(['serve', '--port', 'x'])\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'transformers', 'numpy'}\n"

@@ -83,7 +83,7 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
         "allowed_token_ids": [7, 9],
         "bad_words": ["no"],
         "priority": 3,
-        "kv_policy": {"name": "kara", "window": 8},
+        "kv_policy": {"name": "kara", "window": 64, "buffer": 8},
     }
     assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
     assert server.engine.seen[-1][1] == SamplingParams(**fields, stop=["x"], logprobs=1)
@@ -135,6 +135,7 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "blocks_released": 1,
         "peak_blocks": 0,
         "held_bytes": 0,
+        "log_bytes": 0,
         "coded_entries": 0,
         "codebook_entries": 0,
     }

@@ -13,10 +13,10 @@ import pytest
 import uvicorn
 
 from kvserve.config import EngineConfig
-from kvserve.engine.async_engine import AsyncEngine
-from kvserve.server.app import create_app
-from kvserve.server.runner import freeze_heap
-from kvserve.server.state import ServerOptions, ServerState
+from kvserve.engine.frontend.async_engine import AsyncEngine
+from kvserve.server.cli.runner import freeze_heap
+from kvserve.server.http.app import create_app
+from kvserve.server.state.server_state import ServerOptions, ServerState
 from tests.server.real_server import MODEL
 
 CLIENT = Path(__file__).with_name("crowd_client.py")

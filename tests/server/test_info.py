@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
 from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
-from kvserve.server.metrics import Metrics, StatsLog
-from kvserve.server.state import ServerOptions
+from kvserve.server.state.metrics import Metrics, StatsLog
+from kvserve.server.state.server_state import ServerOptions
 from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
 from tests.server.fake_engine import BOS, FakeEngine
 
@@ -20,6 +20,8 @@ STATS = EngineStats(
     blocks_total=100,
     blocks_free=60,
     blocks_cached=10,
+    bytes_total=409600,
+    bytes_held=122880,
     tokens_logical=1000,
     tokens_held=250,
     prompt_tokens_total=300,
@@ -109,7 +111,7 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         "time_to_first_token_seconds_count": 0,
         "iteration_tokens_total_sum": 40000,
         "iteration_tokens_total_count": 6,
-        'cache_config_info|auto|100|kara|{"window": 32}': 1,
+        'cache_config_info|auto|100|auto|kara|{"window": 32}': 1,
     }
     for name, value in common.items():
         assert values[f"kvserve:{name}"] == pytest.approx(value), name
@@ -138,7 +140,7 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
     server.complete(["a", "b"], max_tokens=20, kv_policy="kara")
     server.chat("a", max_tokens=4, stream=True)
-    server.complete("a" * 600)
+    server.complete([97] * 600)
     values = scrape(server)
     assert values["kvserve:request_success_total|length"] == 3
     assert values["kvserve:request_success_total|abort"] == 0
@@ -198,6 +200,8 @@ def test_kv_stats(start_server: StartServer) -> None:
         "blocks_total": 100,
         "blocks_free": 60,
         "blocks_cached": 10,
+        "bytes_total": 409600,
+        "bytes_held": 122880,
         "tokens_logical": 1000,
         "tokens_held": 250,
         "compactions_total": 5,
@@ -218,7 +222,7 @@ def test_kv_policies(server: RunningServer) -> None:
     assert schema["properties"]["name"] == {"const": "kara"}
     window, reduce = (schema["properties"][name] for name in ("window", "query_reduce"))
     assert (window["type"], window["default"], window["minimum"]) == ("integer", 512, 1)
-    assert window["description"] and reduce["enum"] == ["group_mean", "heads"]
+    assert window["description"] and reduce["enum"] == ["heads", "group_mean"]
 
 
 def test_server_info(server: RunningServer) -> None:

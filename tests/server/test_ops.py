@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.server import ops_routes
+from kvserve.server.http import ops_routes
 from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvserve.server.message_parser import MessageParser
-from kvserve.server.reasoning import ReasoningParser, ReasoningSplit
-from kvserve.server.tool_parsers import PARSERS, REQUIRED, ToolSplit, ToolSyntax
+from kvserve.server.parsers.message_parser import MessageParser
+from kvserve.server.parsers.reasoning import ReasoningParser, ReasoningSplit
+from kvserve.server.parsers.tool_parsers import PARSERS, REQUIRED, ToolSplit, ToolSyntax
 
 Message = dict[str, Any]
 

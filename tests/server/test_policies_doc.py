@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvserve.engine.policies.registry import describe_policies
-from kvserve.server import compatibility
-from kvserve.server.policies import markdown
+from kvserve.server.cli import compatibility
+from kvserve.server.cli.policies import markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -42,7 +42,7 @@ class Ranks:
     def __init__(self) -> None:
         self.server = Server(*KARA, "--tensor-parallel-size", "2")
         self.engine = child(self.server.process.pid, "spawn_main")
-        self.rank = child(self.engine, "kvserve.engine.rank")
+        self.rank = child(self.engine, "kvserve.engine.runner.rank")
 
     def gone(self) -> bool:
         return not alive(self.rank) and not alive(self.engine)

@@ -238,7 +238,7 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
         ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 9}}, 400, "kv_policy", None),
         ({"prompt": "a", "kv_policy": {"name": "kara", "window": -9}}, 400, "kv_policy", None),
         ({"prompt": "a", "kv_policy": {"window": 9}}, 400, "kv_policy", None),
-        ({"prompt": "\ud800"}, 400, "prompt", None),
+        ({"prompt": "\ud800"}, 400, "None", "invalid_json"),
     ],
 )
 def test_wrong_requests(

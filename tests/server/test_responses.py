@@ -120,7 +120,7 @@ def test_parse(server: RunningServer) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 200}, "temperature"),
         ({"n": 2}, "n"),
-        ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy"),
+        ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
     ],
 )
 def test_refusals(server: RunningServer, fields: dict[str, Any], param: str) -> None:

@@ -15,8 +15,8 @@ from kvserve.outputs import (
     RequestOutput,
     RequestStats,
 )
-from kvserve.server.replica_stream import OutputReader, OutputWriter, held_tokens, total
-from kvserve.server.routing import HeldTokenRouter
+from kvserve.server.replicas.replica_stream import OutputReader, OutputWriter, held_tokens, total
+from kvserve.server.replicas.routing import HeldTokenRouter
 
 REPLICAS = ["a", "b", "c"]
 

@@ -14,13 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.server.http_protocol import MAX_HEAD
-from kvserve.server.runner import table
+from kvserve.server.cli.runner import table
+from kvserve.server.http.http_protocol import MAX_HEAD
 from tests.server.conftest import wait_until
 
 CODE = """
 import sys
-from kvserve.server import cli, runner
+from kvserve.server.cli import commands as cli
+from kvserve.server.cli import runner
 from tests.server.fake_engine import FakeEngine
 runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
 cli.main(sys.argv[2:])

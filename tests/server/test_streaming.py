@@ -115,7 +115,7 @@ def test_a_refusal_keeps_its_status(server: RunningServer) -> None:
     assert response.json()["error"]["code"] == "context_length_exceeded"
     response = server.chat("x", stream=True, kv_policy={"name": "kara", "windw": 1})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "kv_policy"
+    assert response.json()["error"]["param"] == "kv_policy.windw"
 
 
 def test_a_failure_in_mid_stream(start_server: StartServer) -> None:
@@ -138,7 +138,7 @@ def test_the_client_raises_on_a_failure_in_mid_stream(start_server: StartServer)
 
 
 def test_pings_while_silent(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvserve.server.streaming.FIRST_OUTPUT_GRACE", 0.05)
+    monkeypatch.setattr("kvserve.server.openai.streaming.FIRST_OUTPUT_GRACE", 0.05)
     server = start_server(FakeEngine(), ping_interval=0.05)
     body = {"prompt": "STUCK", "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:

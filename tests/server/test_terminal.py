@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from kvserve.server import cli
+from kvserve.server.cli import commands as cli
 from tests.server.conftest import RunningServer, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 

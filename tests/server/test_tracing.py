@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvserve.log import ConfigError
-from kvserve.server.tracing import Tracer
+from kvserve.server.state.tracing import Tracer
 from tests.server.conftest import MODEL, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 
@@ -20,7 +20,7 @@ def test_a_span_per_request(start_server: StartServer) -> None:
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     body = {"prompt": ["a", "b"], "max_tokens": 16, "kv_policy": "kara"}
     assert server.http.post("/v1/completions", json=body, headers=headers).is_success
-    server.complete("a" * 600)
+    server.complete([97] * 600)
     wait_until(lambda: not server.state.generations)
     tracer.shutdown()
     *answered, refused = exporter.get_finished_spans()

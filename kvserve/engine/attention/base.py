@@ -9,15 +9,22 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.code_store import CodedRows
-from kvserve.engine.transfer import to_device
+from kvserve.engine.attention.coded_rows import CodedRows
+from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
+from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.shares import Shares
 from kvserve.scheduler.block_pool import IntArray
 
+Entries = Tensor | QuantizedVectors
+"""Keys or values of one layer's blocks, ``[num_blocks, B, Hkv/R, D]``: numbers, or levels."""
 StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
 """``store_queries`` of that file, likewise."""
+StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
+"""``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ class ForwardBatch:
     whether every token of a chunk sees one entry more than the token before it.
 
     Where rows are held as codes, either attention reads them: ``codes``, of each layer group and of
-    all ``num_rows``; or they are rebuilt before a layer attends: ``rebuilt``.
+    all ``num_rows``; or they are rebuilt before a layer attends: ``rebuilt``. ``recent [T]`` are
+    the newest entries whose share of attention is logged with a token's queries, at least one.
     """
 
     positions: Tensor
@@ -50,6 +58,7 @@ class ForwardBatch:
     causal: bool = True
     codes: tuple[Codes, ...] | None = None
     rebuilt: CodedRows | None = None
+    recent: Tensor | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -71,6 +80,7 @@ class ForwardBatch:
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
             rebuilt=None,
+            recent=None if self.recent is None else self.recent[tokens],
         )
 
     def by_token(self) -> ForwardBatch:
@@ -96,14 +106,30 @@ class ForwardBatch:
         return tables, (self.last[:, 0].index_select(1, ends) + 1).int()
 
 
+def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
+    """What a kernel is asked for where shares are logged."""
+    if out is None:
+        return None
+    assert recent is not None, "a batch that logs shares says of how many entries"
+    return Shares(out, recent)
+
+
 class LayerCache(Protocol):
     """What a layer needs of a cache. ``KVCache`` writes what it is given; others may not."""
 
-    def store(self, layer: int, batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take one layer's new entries. q: [T, Hq, D]; k, v: [T, Hkv, D]."""
+    logs_shares: bool
+    """Whether beside a logged query stands what share of its attention newest entries got."""
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Take one layer's new entries, before it attends. k, v: [T, Hkv, D]."""
         ...
 
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        """Take its queries, behind it. q: [T, Hq, D]; shares: float32 [T, Hq] where they are
+        logged."""
+        ...
+
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
         ...
 
@@ -111,8 +137,14 @@ class LayerCache(Protocol):
 class BatchAttention(Protocol):
     """Attention of one batch's tokens over the paged cache they were just stored in."""
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
-        """q: [T, Hq, D] -> [T, Hq, D]."""
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
+        """q: [T, Hq, D] -> [T, Hq, D].
+
+        ``shares`` float32 [T, Hq], contiguous, takes the logarithm of what each query gave to the
+        newest ``ForwardBatch.recent`` entries that it saw.
+        """
         ...
 
 

@@ -43,7 +43,14 @@ class _Planned:
     decode: BatchAttention
     decoding: int
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
-        front, chunks = q[: self.decoding], q[self.decoding :]
-        parts = self.decode.forward(layer, front, cache), self.prefill.forward(layer, chunks, cache)
-        return torch.cat(parts)
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
+        front, behind = slice(self.decoding), slice(self.decoding, None)
+        before, after = (None, None) if shares is None else (shares[front], shares[behind])
+        return torch.cat(
+            [
+                self.decode.forward(layer, q[front], cache, before),
+                self.prefill.forward(layer, q[behind], cache, after),
+            ]
+        )

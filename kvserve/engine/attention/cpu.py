@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.transfer import to_device
+from kvserve.engine.attention.base import (
+    BatchAttention,
+    ForwardBatch,
+    LayerCache,
+    wanted_shares,
+)
+from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.cpu.paged_attention import Chunks, paged_attention
+from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 
 
 class CpuAttention:
@@ -24,18 +29,23 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
-        chunks = Chunks(rows, starts, batch.last.contiguous())
-        return _Planned(chunks, batch.tables, self._scale, batch.codes)
+        chunks = CpuQuerySegments(rows, starts, batch.last.contiguous())
+        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    chunks: Chunks
+    chunks: CpuQuerySegments
     tables: Tensor
     scale: float
     codes: tuple[Codes, ...] | None
+    recent: Tensor | None
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         codes = None if self.codes is None else self.codes[group]
-        return paged_attention(q, keys, values, self.tables, self.chunks, group, self.scale, codes)
+        wanted = wanted_shares(shares, self.recent)
+        how = self.tables, self.chunks, group, self.scale, codes, wanted
+        return paged_attention(q, keys, values, *how)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.transfer import to_device
+from kvserve.engine.device.transfer import to_device
 
 
 class FlashAttention:
@@ -52,7 +52,10 @@ class _Planned:
     max_chunk: int
     scale: float
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
+        assert shares is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
         return self.attend(
             q,

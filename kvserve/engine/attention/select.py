@@ -10,17 +10,20 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import AttentionBackend, StoreKV, StoreQueries
+from kvserve.engine.attention.base import AttentionBackend, StoreInt4, StoreKV, StoreQueries
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import store_kv
-from kvserve.kernels.cpu import paged_attention
+from kvserve.kernels import int4_log, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels.cpu import paged_attention, query_log
+from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.entry_format import FORMATS
+from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +31,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own."""
+    """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
+
+    ``log_shares``: what share of their attention newest entries got is logged beside queries.
+    ``form``: what entries are stored as, a value of ``--kv-cache-dtype``.
+    """
 
     device: str
     dtype: torch.dtype
@@ -36,6 +43,8 @@ class Needs:
     block_size: int
     scale: float
     per_head: bool = False
+    log_shares: bool = False
+    form: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +56,16 @@ class Choice:
     backend: AttentionBackend
     store_kv: StoreKV
     store_queries: StoreQueries
+    store_int4: StoreInt4
+    quantized: QuantizedKernels
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """``None`` among dtypes: all of them. ``refuse`` says why not, where the other fields do not.
+
+    ``quantized`` is how entries of levels are handled, ``None`` where attention reads none.
 
     ``only_named``: devices where ``auto`` leaves it alone.
     """
@@ -62,7 +75,9 @@ class _Candidate:
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
+    store_int4: StoreInt4 = int4_log.store_int4
     store_kv: StoreKV = store_kv.store_kv
+    quantized: QuantizedKernels | None = quantized_entries.TORCH
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("prefill", "decode")
@@ -76,12 +91,20 @@ class _Candidate:
             return f"no {phase}; name another for that, as in xformers,triton"
         if self.dtypes is not None and needs.dtype not in self.dtypes:
             return f"dtype {_name(needs.dtype)} is not {' or '.join(map(_name, self.dtypes))}"
+        if needs.form != "auto" and self.quantized is None:
+            return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
         return self.refuse(needs)
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    for name in ("paged_attention", "store_kv"):
+    for name in ("store_kv", "query_log"):
         load_library(name)
+    if needs.form == "auto":
+        load_library("paged_attention")
+    else:
+        form = FORMATS[needs.form]
+        load_library("quantized_entries")
+        paged_attention.load_library_of(form.key.name, form.value.name)
     return CpuAttention(needs.scale)
 
 
@@ -99,6 +122,8 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
     """What holds for both packages that kvserve adapts."""
     if find_spec(package) is None:
         return f"not installed: pip install 'kvserve[{extra}]'"
+    if needs.log_shares:
+        return "it does not tell apart what newest entries got, which query_dtype int4 logs"
     if needs.per_head:
         return "tables per KV head (--kv-layout head)"
     if needs.head_dim % 8 or needs.head_dim > 256:
@@ -117,6 +142,8 @@ _CANDIDATES = (
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
         store_queries=cpu_store_kv.store_queries,
+        store_int4=query_log.store_int4,
+        quantized=cpu_quantized.COMPILED,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -126,7 +153,9 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
+        quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
+        store_int4=int4_log.store_int4_triton,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
     ),
@@ -135,6 +164,7 @@ _CANDIDATES = (
         how="the flash-attn package, reads blocks where they lie",
         devices=("cuda",),
         make=_make_flash,
+        quantized=None,
         dtypes=_HALF,
         refuse=partial(_refuse_package, "flash_attn", "flash-attn", 256),
     ),
@@ -143,6 +173,7 @@ _CANDIDATES = (
         how="gathered blocks and the xformers package",
         devices=("cuda",),
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
+        quantized=None,
         dtypes=_HALF,
         phases=("prefill",),
         refuse=partial(_refuse_package, "xformers", "xformers", 1),
@@ -173,7 +204,9 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if names[0] != names[-1] or "decode" not in prefill.phases:
         decode, tokens = _take(names[-1], "decode", needs, refused)
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
-    stores = decode.store_kv, decode.store_queries
+    assert decode.quantized is not None or needs.form == "auto"
+    quantized = decode.quantized or quantized_entries.TORCH
+    stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
     if prefill is decode:
         return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
     how = f"prefill: {prefill.how}", f"decode: {decode.how}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.transfer import to_device
+from kvserve.engine.device.transfer import to_device
 from kvserve.scheduler.block_pool import IntArray
 
 
@@ -26,6 +26,7 @@ class Span:
     valid: Tensor | None
     tables: Tensor
     mask: Tensor
+    unseen: Tensor
 
 
 def build_spans(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
@@ -51,12 +52,13 @@ def _span(
     entries = torch.arange(columns * block_size, device=device)
     seen = torch.zeros((), dtype=dtype, device=device)
     mask = torch.where(entries <= last[..., None], seen, -torch.inf)[:, :, None]
+    unseen = (entries > last.amax(dim=-1, keepdim=True))[:, :, None, :, None]
     valid = None
     if lengths[at].min() < width:
         valid = to_device(np.arange(width) < lengths[at][:, None], device, torch.bool)
     tables = batch.tables[..., :columns][:, rows].contiguous()
     leading = width == 1 and at[-1] == len(at) - 1
-    return Span(None if leading else tokens, valid, tables, mask)
+    return Span(None if leading else tokens, valid, tables, mask, unseen)
 
 
 def _size_class(sizes: IntArray, least: int) -> IntArray:

@@ -12,8 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.attention.base import (
+    BatchAttention,
+    Entries,
+    ForwardBatch,
+    LayerCache,
+    wanted_shares,
+)
 from kvserve.engine.attention.spans import Span, build_spans
+from kvserve.kernels.shares import Shares
 
 
 class TorchAttention:
@@ -30,34 +37,58 @@ class TorchAttention:
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch in spans."""
-        return _Planned(self, build_spans(batch, self._block_size, self._dtype))
+        return _Planned(self, build_spans(batch, self._block_size, self._dtype), batch.recent)
 
-    def attend(self, spans: list[Span], layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def attend(
+        self,
+        spans: list[Span],
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Shares | None = None,
+    ) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
         if len(spans) == 1 and spans[0].tokens is None:
-            return self._attend(spans[0], group, q[:, None], keys, values)[:, 0]
+            return self._attend(spans[0], group, q[:, None], keys, values, shares)[:, 0]
         out = torch.empty_like(q)
         for span in spans:
             if span.tokens is None:
-                count = span.tables.shape[1]
-                attended = self._attend(span, group, q[:count, None], keys, values)
-                out[:count] = attended[:, 0]
+                at = slice(span.tables.shape[1])
+                own = None if shares is None else Shares(shares.out[at], shares.recent[at])
+                out[at] = self._attend(span, group, q[at, None], keys, values, own)[:, 0]
                 continue
-            attended = self._attend(span, group, q[span.tokens], keys, values)
-            if span.valid is None:
-                out[span.tokens] = attended
-            else:
-                out[span.tokens[span.valid]] = attended[span.valid]
+            own = None
+            if shares is not None:
+                recent = shares.recent[span.tokens]
+                own = Shares(shares.out.new_empty(*recent.shape, q.shape[1]), recent)
+            attended = self._attend(span, group, q[span.tokens], keys, values, own)
+            valid = slice(None) if span.valid is None else span.valid
+            out[span.tokens[valid]] = attended[valid]
+            if shares is not None and own is not None:
+                shares.out[span.tokens[valid]] = own.out[valid]
         return out
 
-    def _attend(self, span: Span, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(
+        self,
+        span: Span,
+        group: int,
+        q: Tensor,
+        keys: Entries,
+        values: Entries,
+        shares: Shares | None,
+    ) -> Tensor:
         """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
         tables, mask = span.tables[group], span.mask[group]
         chunks, width, heads, dim = q.shape
         rows = chunks * tables.shape[1]
-        k, v = (self._gather(i, x, tables, rows) for i, x in enumerate((keys, values)))
+        k, v = (self._gather(i, x, tables, rows, q.dtype) for i, x in enumerate((keys, values)))
+        for x in (k, v):  # 0 times NaN is NaN, and so is NaN less infinity
+            x.masked_fill_(span.unseen[group], 0.0)
         kv_heads = k.shape[1]
+        if shares is not None:
+            found = self._shares(q, k, mask, tables.shape[1], shares.recent.view(chunks, width))
+            shares.out.copy_(found.view_as(shares.out))
         if width == 1:
             # The query heads of a KV head become its queries: no key is repeated or copied.
             q = q.reshape(rows, kv_heads, heads // (kv_heads * tables.shape[1]), dim)
@@ -69,10 +100,32 @@ class TorchAttention:
         )
         return out.unflatten(0, (chunks, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _gather(self, which: int, blocks: Tensor, tables: Tensor, rows: int) -> Tensor:
-        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer."""
+    def _shares(self, q: Tensor, k: Tensor, mask: Tensor, per_row: int, recent: Tensor) -> Tensor:
+        """float32 [P, Q, Hq]: logarithms of what the newest ``recent [P, Q]`` entries got.
+
+        SDPA keeps its sums to itself, so the logits are made once more.
+        """
+        chunks, width, kv_heads = *q.shape[:2], k.shape[1]
+        # [P * R, Hb, G * Q, D]
+        folded = q.view(chunks, width, per_row, kv_heads, -1, q.shape[-1]).permute(0, 2, 3, 4, 1, 5)
+        logits = folded.flatten(3, 4).flatten(0, 1).float() @ k.float().transpose(-1, -2)
+        logits = logits.unflatten(2, (-1, width)) * self._scale + mask[:, :, None].float()
+        seen = (mask[:, 0] == 0).sum(dim=-1)  # [P * R, Q]
+        first = seen - recent.repeat_interleave(per_row, dim=0)
+        older = torch.arange(k.shape[2], device=q.device) < first[..., None]
+        newest = logits.masked_fill(older[:, None, None], -torch.inf).logsumexp(dim=-1)
+        found = (newest - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+        return found.unflatten(0, (chunks, per_row)).permute(0, 4, 1, 2, 3).flatten(2)
+
+    def _gather(
+        self, which: int, blocks: Entries, tables: Tensor, rows: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The rows' blocks in order: [rows, Hb, C * B, D], a view of a buffer; levels widened."""
         _, size, heads, dim = blocks.shape
         count = tables.numel()
+        if not isinstance(blocks, Tensor):
+            found = blocks.select(0, tables.reshape(-1)).widened(dtype)
+            return found.view(rows, -1, heads, dim).transpose(1, 2)
         if len(self._buffers) == which:
             self._buffers.append(blocks.new_empty(0))
         if self._buffers[which].numel() < count * size * heads * dim:
@@ -86,6 +139,9 @@ class TorchAttention:
 class _Planned:
     backend: TorchAttention
     spans: list[Span]
+    recent: Tensor | None
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
-        return self.backend.attend(self.spans, layer, q, cache)
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
+        return self.backend.attend(self.spans, layer, q, cache, wanted_shares(shares, self.recent))

@@ -9,11 +9,17 @@ from importlib.util import find_spec
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.transfer import to_device
+from kvserve.engine.attention.base import (
+    BatchAttention,
+    ForwardBatch,
+    LayerCache,
+    wanted_shares,
+)
+from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.paged_attention import Chunks, paged_attention_triton
+from kvserve.kernels.paged_attention import paged_attention_triton
+from kvserve.kernels.query_segments import QuerySegments
 
 
 def refusal(device: str, head_dim: int) -> str | None:
@@ -44,20 +50,26 @@ class TritonAttention:
         starts = None if max_chunk == 1 else to_device(batch.starts, device)
         max_held = int(batch.columns.max()) * self._block_size
         chunks = [
-            Chunks(rows, last, max_held, starts, max_chunk) for last in batch.last.contiguous()
+            QuerySegments(rows, last, max_held, starts, max_chunk)
+            for last in batch.last.contiguous()
         ]
-        return _Planned(chunks, batch.tables, self._scale, batch.codes)
+        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent)
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    chunks: list[Chunks]
+    chunks: list[QuerySegments]
     tables: Tensor
     scale: float
     codes: tuple[Codes, ...] | None
+    recent: Tensor | None
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         tables, chunks = self.tables[group], self.chunks[group]
         codes = None if self.codes is None else self.codes[group]
-        return paged_attention_triton(q, keys, values, tables, chunks, self.scale, codes=codes)
+        how = tables, chunks, self.scale
+        wanted = wanted_shares(shares, self.recent)
+        return paged_attention_triton(q, keys, values, *how, codes=codes, shares=wanted)

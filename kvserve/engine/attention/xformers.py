@@ -50,8 +50,12 @@ class _Planned:
     tables: Tensor
     scale: float
 
-    def forward(self, layer: int, q: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+    ) -> Tensor:
+        assert shares is None, "refused by select.py where they are logged"
         keys, values, group = cache.keys_values(layer)
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]
         blocks, shape = self.tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)

@@ -6,12 +6,16 @@ multiply such numbers. Every token is rounded to FP8 at a scale of its own befor
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
+from kvserve.kernels.elementwise import quantize_rows, quantize_rows_triton
+
 FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(FP8).max
 _ALIGNMENT = 16
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def can_multiply(dtype: torch.dtype, device: str, *sizes: int) -> bool:
@@ -23,10 +27,7 @@ def can_multiply(dtype: torch.dtype, device: str, *sizes: int) -> bool:
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """x: bfloat16 [T, in]; weight: FP8 [out, in]; scales: float32 [out, 1] -> [T, out]."""
-    numbers = x.float()
-    largest = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
-    rounded = (numbers * (_LARGEST / largest)).clamp(-_LARGEST, _LARGEST).to(FP8)
-    product: Tensor = torch._scaled_mm(
-        rounded, weight.t(), largest / _LARGEST, scales.t(), out_dtype=x.dtype
-    )
+    quantize = quantize_rows_triton if x.is_cuda and _HAS_TRITON else quantize_rows
+    rounded, by_token = quantize(x)
+    product: Tensor = torch._scaled_mm(rounded, weight.t(), by_token, scales.t(), out_dtype=x.dtype)
     return product

@@ -1,4 +1,4 @@
-"""Find a checkpoint: the one that ships, a directory, or a hub id; and read its JSON files."""
+"""Find a checkpoint: one that ships, a directory, or a hub id; and read its JSON files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from kvserve.log import ConfigError
 
-SHIPPED_MODEL = "kvserve/tiny"
-_SHIPPED_DIRECTORY = Path(__file__).parents[2] / "data" / "tiny"
+_DATA = Path(__file__).parents[2] / "data"
+SHIPPED_MODELS = {f"kvserve/{name}": _DATA / name for name in ("tiny", "tiny-long")}
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # The same weights once more, in their authors' own formats.
 _DUPLICATES = ("consolidated*", "original/*")
@@ -29,8 +29,8 @@ def find_model(
     A hub id is downloaded to ``download_dir`` or to the cache that HF_HOME names, without the
     weights or with Python files if so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
     """
-    if name == SHIPPED_MODEL:
-        return _SHIPPED_DIRECTORY
+    if name in SHIPPED_MODELS:
+        return SHIPPED_MODELS[name]
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve.engine.memory import use_large_pages
+from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.fp8 import multiply
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import BuildError, load_library

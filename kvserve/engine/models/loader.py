@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from kvserve.config import ModelConfig
-from kvserve.engine.distributed import ALONE, RankGroup
+from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.fp8 import FP8, can_multiply
 from kvserve.engine.models.linear import select_product

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.distributed import ALONE, RankGroup
+from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators
@@ -69,8 +69,12 @@ class Layer(nn.Module):
     ) -> Tensor:
         """hidden: [T, hidden] -> [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W]."""
         q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
-        cache.store(index, batch, q, k, v)
-        attended = attention.forward(index, q, cache).flatten(1)
+        cache.store(index, batch, k, v)
+        shares = None
+        if batch.query_slots is not None and cache.logs_shares:
+            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        attended = attention.forward(index, q, cache, shares).flatten(1)
+        cache.log(index, batch, q, shares)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):

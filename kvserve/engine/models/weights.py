@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvserve.engine.distributed import RankGroup
+from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.storage import Region
 from kvserve.engine.models.transformer import Layer, Transformer
 

@@ -8,7 +8,8 @@ code. As kvserve runs it, heads are KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -21,17 +22,17 @@ from kvserve.engine.policies.base import (
     Policy,
     PolicyError,
     Selection,
-    UnevenPolicy,
     argument,
     field_names,
-    number,
-    one_of,
     require,
 )
-from kvserve.engine.policies.budgeted import DEFAULT_GAP, BudgetedPolicy
-from kvserve.engine.policies.budgets import layers, share_out
+from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import like
+from kvserve.engine.policies.parts.budgets import layers, share_out
 from kvserve.engine.policies.pyramidkv import PyramidKV
-from kvserve.engine.policies.scoring import GQA_REDUCTIONS, POOLINGS, Observation
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import ranks, uneven_best_and_newest
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.scheduler.layout import Granularity
@@ -41,13 +42,19 @@ _PASSED_ON = ("window", "kernel_size", "pooling", "gqa_reduce")
 _WHEN = ("budget", "ratio", "trigger", "threshold", "protect_prompt", "mode", "block")
 
 
+def _scorers(name: str) -> Any:
+    """An argument that goes on to the scorer, as SnapKV declares it."""
+    return like(SnapKV, name, default=None, help=f"the scorer's {name} (default: its own)")
+
+
 @dataclass(frozen=True)
-class AdaKV(BudgetedPolicy, UnevenPolicy):
+class AdaKV(BudgetedPolicy):
     """Keep a prompt's best entries by another policy's scores, more of them in heads whose scores
     stand out; with trigger threshold, bound what a long generation holds.
 
-    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less;
-    with trigger threshold it does not.
+    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less.
+    With trigger threshold rounding holds none more; heads that have fewer entries than their share
+    keep what they have, and what they leave is not handed to others, so the mean may be less.
     """
 
     name: ClassVar[str] = "adakv"
@@ -61,28 +68,17 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         "scorer is not for."
     )
 
-    threshold: int | None = argument(
-        None,
-        f"mean entries held when trigger threshold fires (default budget + {DEFAULT_GAP})",
-        least=1,
-        note="above budget",
-    )
+    threshold: int | None = common.threshold("mean entries held when trigger threshold fires")
     scorer: str | Mapping[str, Any] = argument(
         "snapkv",
         'a policy that ranks entries, by name or as {"name": ..., fields}; snapkv by its bare '
         "name pools as the authors do (max over 7)",
         hashed=False,
     )
-    window: int | None = argument(None, "the scorer's window (default: its own)", least=1)
-    kernel_size: int | None = argument(
-        None, "the scorer's kernel_size (default: its own)", least=1, note="odd"
-    )
-    pooling: str | None = argument(
-        None, "the scorer's pooling (default: its own)", choices=POOLINGS
-    )
-    gqa_reduce: str | None = argument(
-        None, "the scorer's gqa_reduce (default: its own)", choices=GQA_REDUCTIONS
-    )
+    window: int | None = _scorers("window")
+    kernel_size: int | None = _scorers("kernel_size")
+    pooling: str | None = _scorers("pooling")
+    gqa_reduce: str | None = _scorers("gqa_reduce")
     alpha: float = argument(
         0.2, "share of the budget that all heads get alike: 0 fully adaptive, 1 uniform", least=0,
         most=1,
@@ -102,31 +98,23 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         False, "trigger prefill: round so that the heads of a layer add up to its budget"
     )
 
-    def __post_init__(self) -> None:
-        number("alpha", self.alpha, 0, 1)
-        one_of("floor", self.floor, ("mix", "hard"))
-        one_of("normalize", self.normalize, (True, False))
-        one_of("exact_total", self.exact_total, (True, False))
+    def check(self) -> None:
+        super().check()
         scorer = self.scores_by
-        self.check_budget(f"above the {scorer.protected} that {scorer.name} protects")
         masses = not self.normalize or isinstance(scorer, SnapKV)
         require(masses, "normalize", self.normalize, "False unless the scorer gives probabilities")
 
     @cached_property
     def scores_by(self) -> Policy:
         """The scorer, made with this policy's budget."""
-        # The registry knows this class, so it can only be asked late.
-        from kvserve.engine.policies.registry import make_policy, policy_class
-
         spec = self._scorer_spec()
-        try:
+        with _naming("scorer"):
             if not policy_class(spec.get("name")).ranks_entries:
-                ranking = "snapkv, keydiff, rkv or pyramidkv"
-                raise PolicyError(f"{spec['name']} does not rank single entries; try {ranking}")
+                ranking = [name for name in policy_names() if policy_class(name).ranks_entries]
+                raise PolicyError(
+                    f"{spec['name']} does not rank single entries; {', '.join(ranking)} do"
+                )
             return make_policy(spec)
-        except PolicyError as error:
-            own = error.argument in field_names(type(self))
-            raise PolicyError(f"scorer: {error}", error.argument if own else "scorer") from None
 
     def _scorer_spec(self) -> dict[str, Any]:
         ok = isinstance(self.scorer, str | Mapping)
@@ -147,20 +135,34 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         return self.scores_by.protected
 
     @property
+    def least_in_words(self) -> str:
+        scorer = self.scores_by
+        return f"above the {scorer.protected} that {scorer.name} protects"
+
+    def check_bounds(self, max_model_len: int, pool_tokens: int | None = None) -> None:
+        super().check_bounds(max_model_len, pool_tokens)
+        with _naming("scorer"):
+            self.scores_by.check_bounds(max_model_len, pool_tokens)
+
+    @property
     def num_queries(self) -> int:
-        return self.scores_by.trigger.num_queries
+        return self.scores_by.event_trigger.num_queries
 
     @property
     def query_reduction(self) -> str | None:
         return self.scores_by.query_reduction
 
     @property
+    def logged_dtype(self) -> str:
+        return self.scores_by.logged_dtype
+
+    @property
     def couples_heads(self) -> bool:
         return True
 
     def score(self, obs: Observation) -> Tensor:
-        """The scorer's."""
-        return obs.all_heads(self.scores_by.score(obs))
+        """The scorer's, -inf where a shorter lane has no entry."""
+        return obs.all_heads(obs.there(self.scores_by.score(obs)))
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best entries of each head, as many as its share, and the protected ones."""
@@ -173,7 +175,7 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         num_layers, scorer = scores.shape[1], self.scores_by
         budgets = [keep - self.protected] * num_layers
         if isinstance(scorer, PyramidKV):
-            budgets = scorer.layer_budgets(num_layers, length, keep, self.when)
+            budgets = scorer.layer_budgets(num_layers, length, keep, self.trigger)
         return layers(budgets, scores)
 
     def head_budgets(self, scores: Tensor, base: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         rank = ranks(competing.flatten(-2)).view(scores.shape)
         counts = (rank < (base * scores.shape[-2])[..., None]).sum(dim=-1)
         if self.floor == "mix":
-            exact = self.exact_total or self.when == "threshold"
+            exact = self.exact_total or self.trigger == "threshold"
             counts = share_out(counts, base, share, exact)
         return counts.minimum((scores > -torch.inf).sum(dim=-1))
 
@@ -196,3 +198,13 @@ class AdaKV(BudgetedPolicy, UnevenPolicy):
         best = mass.masked_fill(ranks(scores) >= base[..., None], 0).sum(dim=-1, keepdim=True)
         weight = best / mass.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
         return torch.where(scores > -torch.inf, mass * weight, scores)
+
+
+@contextmanager
+def _naming(argument: str) -> Iterator[None]:
+    """Another policy's refusal becomes this one's, of an argument they share or of ``argument``."""
+    try:
+        yield
+    except PolicyError as error:
+        own = error.argument in field_names(AdaKV)
+        raise PolicyError(f"{argument}: {error}", error.argument if own else argument) from None

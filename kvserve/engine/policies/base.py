@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from fractions import Fraction
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
+from kvserve.engine.policies.parts.arguments import (
+    PolicyError,
+    argument,
+    check_arguments,
+    check_bounds,
+    exact_ratio,
+    field_names,
+    integers,
+    number,
+    odd,
+    one_of,
+    require,
+)
 from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Trigger
 
-
-class PolicyError(ValueError):
-    """A policy argument that cannot work; ``argument`` names it."""
-
-    def __init__(self, message: str, argument: str | None = None) -> None:
-        super().__init__(message)
-        self.argument = argument
+__all__ = [
+    "Policy",
+    "PolicyError",
+    "PruningPolicy",
+    "Selection",
+    "UnevenPolicy",
+    "argument",
+    "exact_ratio",
+    "field_names",
+    "integers",
+    "number",
+    "odd",
+    "one_of",
+    "require",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +58,14 @@ class Selection:
     heads: Tensor | None = None
 
 
-class Policy(Protocol):
-    """A frozen dataclass. Token counts are ints; a ratio is the fraction *kept*, exact.
+class Policy:
+    """Subclass it as a frozen dataclass. Token counts are ints; a ratio is the exact part *kept*.
 
-    Subclass it: what a policy does not need has a default.
+    A subclass says when its events are due (``event_trigger``) and scores (``score``); all else has
+    a default. One that keeps unequal counts names its ``granularity`` and overrides ``choose``.
     """
+
+    # ---- what it is: written down in the class ----
 
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
@@ -52,10 +77,26 @@ class Policy(Protocol):
     needs: ClassVar[tuple[str, ...]] = ()
     """Fields of which one has to be given."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
+    """LAYER or HEAD where lengths differ after its events."""
     keeps_blocks: ClassVar[bool] = False
     """It is uneven and keeps whole blocks (the last one aside): no entry moves."""
     ranks_entries: ClassVar[bool] = False
     """Its scores rank single entries, so another policy may share them out (AdaKV)."""
+    protects: ClassVar[str] = ""
+    """The field that counts the newest entries which an event always keeps and does not score."""
+
+    # ---- whether its arguments can work ----
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``PolicyError`` unless the arguments, right by themselves, go together."""
+
+    def check_bounds(self, max_model_len: int, pool_tokens: int | None = None) -> None:
+        """Raise ``PolicyError`` where an argument exceeds a server's context, or its pool."""
+        check_bounds(self, max_model_len, pool_tokens)
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
         """This policy with what depends on the model filled in; what runs is the result.
@@ -69,20 +110,39 @@ class Policy(Protocol):
         """What the start-up table says of it on this model, if there is something to say."""
         return ""
 
+    # ---- when it has events, and what the engine has ready for them ----
+
     @property
-    def trigger(self) -> Trigger:
-        """When events are due, and what they do to lengths."""
-        ...
+    def event_trigger(self) -> Trigger:
+        """When events are due, and what they do to lengths.
+
+        A policy that has no argument ``trigger`` may call it that.
+        """
+        return cast(Trigger, cast(Any, self).trigger)
+
+    @property
+    def protected(self) -> int:
+        """Newest entries that an event always keeps and does not score."""
+        newest: int = getattr(self, self.protects) if self.protects else 0
+        return newest
 
     @property
     def query_reduction(self) -> str | None:
-        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
-        return None
+        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed.
+
+        An argument ``query_reduce`` says it.
+        """
+        reduction: str | None = getattr(self, "query_reduce", None)
+        return reduction
 
     @property
     def logged_dtype(self) -> str:
-        """How queries are logged: model (the model's dtype), fp8, or auto (the engine's choice)."""
-        return "auto"
+        """How queries are logged: model (the model's dtype), fp8, or auto (the engine's choice).
+
+        An argument ``query_dtype`` says it.
+        """
+        dtype: str = getattr(self, "query_dtype", "auto")
+        return dtype
 
     @property
     def recomputed_reduction(self) -> str | None:
@@ -91,11 +151,6 @@ class Policy(Protocol):
         For triggers that do not log, and whose windows are scored by their own tokens.
         """
         return None
-
-    @property
-    def protected(self) -> int:
-        """Newest entries that an event always keeps and does not score."""
-        return 0
 
     @property
     def kept_scores(self) -> int:
@@ -111,6 +166,11 @@ class Policy(Protocol):
         """
         return False
 
+    @property
+    def later_entries(self) -> int:
+        """Entries behind a window's places whose keys its scores look at too."""
+        return 0
+
     def query_places(self, num_queries: int) -> range:
         """Which of a window's queries score it."""
         return range(num_queries)
@@ -119,108 +179,37 @@ class Policy(Protocol):
         """For each layer, the layer whose scores and choice it uses."""
         return list(range(num_layers))
 
+    # ---- what is kept ----
+
     def score(self, obs: Observation) -> Tensor:
-        """float32 [E, L', Hkv, S'] for the leaders; higher is kept."""
-        ...
+        """float32 [E, L', Hkv, S'] for the leaders, of the first S' places; higher is kept."""
+        raise NotImplementedError(f"policy {self.name} scores nothing")
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep]."""
-        ...
+        """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep].
 
-
-class UnevenPolicy(Policy, Protocol):
-    """A policy after whose events lengths differ, by layer or by head (its ``granularity``)."""
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        raise AssertionError("an uneven policy chooses")
+        Unless a policy chooses otherwise: the best ones, and those behind the scored ones.
+        """
+        return best_and_newest(scores, length, keep)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """As ``select``, but counts may differ; ``keep`` is what they are on average.
+        """As ``select``, for lengths that differ: ``keep`` is what counts are on average.
 
         A place that is not there (where a lane holds less than ``length``, its row begins later)
         scores -inf, and counts never exceed what is there.
         """
-        ...
-
-
-class PruningPolicy(UnevenPolicy, Protocol):
-    """A policy that also prunes a prompt from layer to layer, while it is computed.
-
-    Its trigger is a ``Pruned``.
-    """
+        indices = self.select(scores, length, keep)
+        return Selection(indices, torch.full_like(indices[..., 0], keep))
 
     def survivors(self, obs: Observation, keep: int) -> Tensor:
         """The ``keep`` places of a layer's tokens that the next layer computes: ascending int64.
 
+        For policies that prune a prompt while it is computed, whose trigger is a ``Pruned``.
         obs: one event of one layer, with the queries of its recent tokens.
         """
-        ...
+        raise NotImplementedError(f"policy {self.name} prunes nothing")
 
 
-def argument(
-    default: Any,
-    help: str,
-    name: str | None = None,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    note: str = "",
-    hashed: bool = True,
-) -> Any:
-    """A policy field and what ``kvserve policies`` and the JSON Schema say of it.
-
-    ``name`` is what users call it where a method has taken that name (``trigger``). ``choices`` or
-    the bounds ``least`` and ``most`` are what the policy checks; ``note`` adds what depends on
-    other fields. A value that may be a mapping is not ``hashed``.
-    """
-    facts = {"help": help, "name": name, "choices": choices, "least": least, "most": most}
-    return field(default=default, hash=hashed, metadata={**facts, "note": note})
-
-
-def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raise ``PolicyError`` naming the argument unless ``ok``."""
-    if not ok:
-        raise PolicyError(f"{name} must be {allowed}, got {value!r}", name)
-
-
-def exact_ratio(value: float | str | Fraction, name: str) -> Fraction:
-    """A kept fraction as written: 0.07 is 7/100, not its binary neighbour; "3/10" works too."""
-    try:
-        ratio = Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
-        raise PolicyError(f"{name} must be a number in (0, 1], got {value!r}", name) from None
-    require(0 < ratio <= 1, name, value, "in (0, 1]")
-    return ratio
-
-
-def integers(policy: Any, **least: int) -> None:
-    """Check that fields are ints (not bools) of at least the given size."""
-    for name, minimum in least.items():
-        value = getattr(policy, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        require(ok, name, value, f"an integer of at least {minimum}")
-
-
-def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Check an enumeration; 1 is not True."""
-    values = tuple(allowed)
-    ok = any(type(value) is type(each) and value == each for each in values)
-    require(ok, name, value, " or ".join(map(str, values)))
-
-
-def odd(name: str, value: object) -> None:
-    """Check a pooling kernel."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1 and value % 2 == 1
-    require(ok, name, value, "an odd integer of at least 1")
-
-
-def number(name: str, value: object, least: float, most: float) -> None:
-    """Check a float (not a bool, not NaN) in ``[least, most]``."""
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-    require(ok, name, value, f"a number in [{least:g}, {most:g}]")
-
-
-def field_names(policy: type[Any]) -> dict[str, str]:
-    """Fields by the names that users call them."""
-    return {f.metadata.get("name") or f.name: f.name for f in fields(policy)}
+# Earlier names, for plug-ins: every policy may choose unevenly, or prune.
+UnevenPolicy: TypeAlias = Policy
+PruningPolicy: TypeAlias = Policy

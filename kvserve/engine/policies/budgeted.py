@@ -1,42 +1,17 @@
-"""What policies share that cut a whole row to a budget: how much stays, and when."""
+"""The base of a policy that scores and cuts a whole row to a budget: how much stays, and when.
+
+``class MyPolicy(BudgetedPolicy)`` with a method ``score`` is a whole policy: the best entries stay.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvserve.engine.policies.base import (
-    Policy,
-    argument,
-    exact_ratio,
-    one_of,
-    require,
-)
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import argument, exact_ratio, integer, require
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
-
-DEFAULT_GAP = 128
-
-
-class WindowVotes:
-    """For policies whose newest ``window`` entries are kept, and score the others by their queries.
-
-    ``query_reduce`` says how these are logged.
-    """
-
-    window: int
-    query_reduce: str
-
-    @property
-    def protected(self) -> int:
-        return self.window
-
-    @property
-    def num_queries(self) -> int:
-        return self.window
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
 
 @dataclass(frozen=True)
@@ -49,10 +24,8 @@ class PromptPolicy(Policy):
         least=1,
         note="above the protected ones",
     )
-    ratio: float | str | None = argument(
-        None,
-        "fraction of the prompt's entries that is kept (trigger prefill only)",
-        note="above 0, at most 1",
+    ratio: float | str | None = common.kept_ratio(
+        None, "fraction of the prompt's entries that is kept (trigger prefill only)"
     )
 
     needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
@@ -61,8 +34,8 @@ class PromptPolicy(Policy):
 
     @property
     def num_queries(self) -> int:
-        """Newest queries that scores need."""
-        return 0
+        """Newest queries that scores need: those of the protected entries, if any."""
+        return self.protected if self.query_reduction else 0
 
     @property
     def least(self) -> int:
@@ -70,8 +43,11 @@ class PromptPolicy(Policy):
         return self.protected + 1
 
     @property
-    def trigger(self) -> Trigger:
-        return AtPrefillEnd(self.entries, self.num_queries)
+    def least_in_words(self) -> str:
+        """The same, for whom a smaller budget is refused."""
+        if self.protects:
+            return f"above {self.protects} ({self.protected})"
+        return f"of at least {self.least}"
 
     @property
     def entries(self) -> Budget:
@@ -81,71 +57,83 @@ class PromptPolicy(Policy):
         ratio = exact_ratio(self.ratio, "ratio")
         return Budget(ratio=ratio, least=self.least, nearest=self.nearest)
 
+    @property
+    def event_trigger(self) -> Trigger:
+        return AtPrefillEnd(self.entries, self.num_queries)
+
+    def check(self) -> None:
+        self.check_budget(self.least_in_words)
+
     def check_budget(self, allowed: str) -> None:
         """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
         if self.ratio is None:
             check_budget(self.budget, self.least, f"{allowed} (or give ratio)")
             return
         require(self.budget is None, "budget", self.budget, "left out where ratio is given")
-        exact_ratio(self.ratio, "ratio")
 
 
 @dataclass(frozen=True)
 class BudgetedPolicy(PromptPolicy):
     """The same, or with trigger threshold whenever so many entries are held."""
 
-    when: str = argument(
+    trigger: str = argument(
         "prefill",
         "prefill: once, when the prompt is in; threshold: whenever threshold entries are held",
-        name="trigger",
         choices=("prefill", "threshold"),
     )
-    threshold: int | None = argument(
-        None,
-        f"entries held when trigger threshold fires (default budget + {DEFAULT_GAP})",
-        least=1,
-        note="above budget",
-    )
+    threshold: int | None = common.threshold("entries held when trigger threshold fires")
     protect_prompt: bool = argument(
         True, "trigger threshold: the prompt neither counts nor takes part"
     )
 
     @property
-    def trigger(self) -> Trigger:
-        if self.when == "prefill":
-            return super().trigger
-        assert self.budget is not None
-        limit = threshold_or_default(self.threshold, self.budget)
-        return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
+    def bound(self) -> Bound:
+        """What trigger threshold bounds a row to."""
+        return Bound.of(self.budget, self.threshold)
+
+    @property
+    def event_trigger(self) -> Trigger:
+        if self.trigger == "prefill":
+            return super().event_trigger
+        bound = self.bound
+        return WhenOver(bound.limit, bound.keep, self.num_queries, self.protect_prompt)
 
     def check_budget(self, allowed: str) -> None:
-        one_of("trigger", self.when, ("prefill", "threshold"))
-        one_of("protect_prompt", self.protect_prompt, (True, False))
         super().check_budget(allowed)
-        if self.when == "prefill":
+        if self.trigger == "prefill":
             fixed = self.threshold is None
             require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")
         else:
             require(self.ratio is None, "ratio", self.ratio, "left out where trigger is threshold")
-            assert self.budget is not None
-            check_threshold(self.threshold, self.budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An event is due when ``limit`` entries are held, and leaves ``keep``."""
+
+    keep: int
+    limit: int
+
+    @classmethod
+    def of(cls, budget: int | None, threshold: int | None) -> Bound:
+        """The bound of two arguments; the threshold may be left out."""
+        assert budget is not None
+        return cls(budget, budget + common.DEFAULT_GAP if threshold is None else threshold)
+
+
+class WindowVotes(Policy):
+    """How plug-ins said ``protects = "window"`` before."""
+
+    protects: ClassVar[str] = "window"
 
 
 def check_budget(budget: int | None, least: int, allowed: str) -> None:
     """Check a number of entries; ``allowed`` words the bound."""
-    ok = isinstance(budget, int) and not isinstance(budget, bool) and budget >= least
-    require(ok, "budget", budget, f"an integer {allowed}")
+    integer("budget", budget, least, None, allowed=allowed)
 
 
-def check_threshold(threshold: int | None, budget: int, gap: int = 1) -> None:
+def check_gap(threshold: int | None, budget: int, gap: int) -> None:
     """Check that an event has at least ``gap`` entries to evict."""
-    if threshold is None:
-        return
-    ok = isinstance(threshold, int) and not isinstance(threshold, bool)
-    allowed = f"an integer of at least {budget + gap} (budget + {gap})"
-    require(ok and threshold >= budget + gap, "threshold", threshold, allowed)
-
-
-def threshold_or_default(threshold: int | None, budget: int) -> int:
-    """Entries held when an event is due."""
-    return budget + DEFAULT_GAP if threshold is None else threshold
+    if threshold is not None:
+        allowed = f"an integer of at least {budget + gap} (budget + {gap})"
+        require(threshold >= budget + gap, "threshold", threshold, allowed)

@@ -12,16 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, integers, odd, one_of, require
-from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes, check_threshold
-from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
-from kvserve.engine.policies.selection import chunks_and_newest
+from kvserve.engine.policies.base import Policy, argument, require
+from kvserve.engine.policies.budgeted import BudgetedPolicy, check_gap
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.scoring import Observation, pool_scores
+from kvserve.engine.policies.selection import chunks_and_newest, stable_order
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.trigger import AtPrefillEnd, Trigger, WholeChunks
 
 
 @dataclass(frozen=True)
-class ChunkKV(WindowVotes, BudgetedPolicy):
+class ChunkKV(BudgetedPolicy):
     """Keep the chunks of a prompt that its last tokens attend to; with trigger threshold, bound
     what a long generation holds.
 
@@ -40,9 +44,10 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
         "with trigger prefill, long outputs."
     )
     nearest: ClassVar[bool] = True
+    protects: ClassVar[str] = "window"
 
     chunk_size: int = argument(10, "c: entries per chunk, counted from the oldest one", least=1)
-    window: int = argument(8, "newest entries: always kept, and their queries score", least=1)
+    window: int = common.window(8, "score")
     head_mode: str = argument(
         "shared",
         "shared: one choice for the KV heads of a layer; kv_head: each has its own",
@@ -54,7 +59,10 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
         choices=("sum", "mean"),
     )
     reuse_layers: int = argument(
-        1, "neighbouring layers that use the choice of their first one", least=1
+        1,
+        "neighbouring layers that use the choice of their first one",
+        least=1,
+        most=common.MOST_LAYERS,
     )
     align: str = argument(
         "token",
@@ -63,36 +71,23 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
         choices=("token", "block"),
         note="block needs a chunk_size of whole blocks",
     )
-    pooling: str = argument("none", "over scores before chunks are summed", choices=POOLINGS)
-    kernel_size: int = argument(5, "entries over which scores are pooled", least=1, note="odd")
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
+    pooling: str = common.pooling("none", "over scores before chunks are summed")
+    kernel_size: int = common.kernel_size(5, "scores are")
+    query_reduce: str = common.query_reduce()
 
-    def __post_init__(self) -> None:
-        integers(self, window=1, chunk_size=1, reuse_layers=1)
-        odd("kernel_size", self.kernel_size)
-        one_of("pooling", self.pooling, POOLINGS)
-        one_of("head_mode", self.head_mode, ("shared", "kv_head"))
-        one_of("chunk_reduce", self.chunk_reduce, ("sum", "mean"))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        one_of("align", self.align, ("token", "block"))
+    def check(self) -> None:
         aligned = self.align == "block"
         shared = not aligned or self.head_mode == "shared"
         require(shared, "align", self.align, "token where head_mode is kv_head")
-        once = not aligned or self.when == "prefill"
+        once = not aligned or self.trigger == "prefill"
         require(once, "align", self.align, "token where trigger is threshold")
-        self.check_budget(f"of at least {self.least} (window + chunk_size)")
+        super().check()
         if self.budget is not None:
-            check_threshold(self.threshold, self.budget, gap=self.chunk_size)
+            check_gap(self.threshold, self.budget, self.chunk_size)
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
         if self.align == "token":
             return self
-        from kvserve.engine.policies.chunkkv_blocks import BlockChunkKV  # a subclass of this class
-
         whole = self.chunk_size % block_size == 0
         allowed = f"a multiple of the block size ({block_size}) where align is block"
         require(whole, "chunk_size", self.chunk_size, allowed)
@@ -101,6 +96,10 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
     @property
     def least(self) -> int:
         return self.window + self.chunk_size
+
+    @property
+    def least_in_words(self) -> str:
+        return f"of at least {self.least} (window + chunk_size)"
 
     def leaders(self, num_layers: int) -> list[int]:
         """The first layer of each group of ``reuse_layers``."""
@@ -121,3 +120,33 @@ class ChunkKV(WindowVotes, BudgetedPolicy):
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """The best chunks, as many as fit, and the window: [E, L', Hkv, keep]."""
         return chunks_and_newest(scores, length, keep, self.chunk_size, self.chunk_reduce)
+
+
+@dataclass(frozen=True)
+class BlockChunkKV(ChunkKV):
+    """``chunkkv`` with ``align=block``: each layer keeps its own whole blocks, equally many.
+
+    Eviction edits block tables, and no entry moves.
+    """
+
+    granularity: ClassVar[Granularity] = Granularity.LAYER
+    keeps_blocks: ClassVar[bool] = True
+
+    @property
+    def event_trigger(self) -> Trigger:
+        base = self.entries
+        budget = WholeChunks(
+            base.tokens, base.ratio, base.least, base.nearest, self.chunk_size, self.window
+        )
+        return AtPrefillEnd(budget, self.num_queries)
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """The best whole chunks and the tail behind them: ``keep`` entries in every lane."""
+        size = self.chunk_size
+        chunks = scores.shape[-1] // size
+        worth = scores[..., : chunks * size].reshape(*scores.shape[:-1], chunks, size).sum(dim=-1)
+        tail = torch.arange(chunks * size, length, device=scores.device)
+        best = stable_order(worth)[..., : (keep - len(tail)) // size].sort(dim=-1).values
+        inside = torch.arange(size, device=scores.device)
+        entries = (best[..., None] * size + inside).flatten(-2)
+        return torch.cat([entries, tail.expand(*entries.shape[:-1], -1)], dim=-1)

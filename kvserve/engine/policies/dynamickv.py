@@ -15,16 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import (
-    Selection,
-    UnevenPolicy,
-    argument,
-    integers,
-    number,
-    odd,
-    one_of,
-)
-from kvserve.engine.policies.budgeted import PromptPolicy, WindowVotes
+from kvserve.engine.policies.base import Selection, argument
+from kvserve.engine.policies.budgeted import PromptPolicy
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
@@ -33,7 +26,7 @@ _FINITE = 1e6
 
 
 @dataclass(frozen=True)
-class DynamicKV(WindowVotes, PromptPolicy, UnevenPolicy):
+class DynamicKV(PromptPolicy):
     """Keep the prompt's entries that its last tokens attend to, more of them in the layers whose
     attention stands out for this prompt.
 
@@ -54,19 +47,23 @@ class DynamicKV(WindowVotes, PromptPolicy, UnevenPolicy):
         "longer than budget; long outputs."
     )
     nearest: ClassVar[bool] = True
+    protects: ClassVar[str] = "window"
 
-    ratio: float | str | None = argument(
-        None, "fraction of the prompt's entries that is kept", note="above 0, at most 1"
+    ratio: float | str | None = common.kept_ratio(
+        None, "fraction of the prompt's entries that is kept"
     )
-    window: int = argument(8, "newest entries: always kept, and their queries vote", least=1)
-    kernel_size: int = argument(7, "entries over which votes are pooled", least=1, note="odd")
+    window: int = common.window(8)
+    kernel_size: int = common.kernel_size(7)
     pooling: str = argument("avg", "how votes are pooled", choices=("avg", "max"))
     gqa_reduce: str = argument("mean", "over the query heads of a KV head", choices=("mean", "max"))
     max_ratio: float = argument(
         10, "most that a layer keeps, in mean budgets (the window aside)", least=1, most=_FINITE
     )
     interval: int = argument(
-        4, "layers between two updates of the budgets; from the number of layers on, one", least=1
+        4,
+        "layers between two updates of the budgets; from the number of layers on, one",
+        least=1,
+        most=common.MOST_LAYERS,
     )
     rounding: str = argument(
         "exact",
@@ -74,21 +71,7 @@ class DynamicKV(WindowVotes, PromptPolicy, UnevenPolicy):
         "whose loss goes to the last layer (more, the fewer KV heads there are)",
         choices=("exact", "released"),
     )
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
-
-    def __post_init__(self) -> None:
-        integers(self, window=1, interval=1)
-        odd("kernel_size", self.kernel_size)
-        number("max_ratio", self.max_ratio, 1, _FINITE)
-        one_of("pooling", self.pooling, ("avg", "max"))
-        one_of("gqa_reduce", self.gqa_reduce, ("mean", "max"))
-        one_of("rounding", self.rounding, ("exact", "released"))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        self.check_budget(f"above window ({self.window})")
+    query_reduce: str = common.query_reduce()
 
     @property
     def couples_heads(self) -> bool:

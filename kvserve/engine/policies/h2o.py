@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, integers, one_of, require
-from kvserve.engine.policies.budgeted import check_budget
+from kvserve.engine.policies.base import Policy, argument
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.trigger import EveryStep, Trigger
@@ -38,26 +38,16 @@ class H2O(Policy):
 
     needs: ClassVar[tuple[str, ...]] = ("budget",)
 
-    budget: int | None = argument(
-        None, "entries kept per head, the recent ones among them; required", least=1
-    )
+    budget: int | None = common.required_budget("entries kept per head, the recent ones among them")
     recent: int | None = argument(
         None,
         "newest entries, always kept (default: half of budget, rounded up)",
         least=0,
-        note="at most budget",
+        at_most="budget",
     )
     decode_update: bool = argument(
         True, "go on evicting while generating; off: cut the prompt once, at its end"
     )
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget, 1, "of at least 1")
-        one_of("decode_update", self.decode_update, (True, False))
-        if self.recent is not None:
-            integers(self, recent=0)
-            most = f"at most budget ({self.budget})"
-            require(self.recent <= self.entries, "recent", self.recent, most)
 
     @property
     def entries(self) -> int:
@@ -70,7 +60,7 @@ class H2O(Policy):
         return -(-self.entries // 2) if self.recent is None else self.recent
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         return EveryStep(self.entries, self.decode_update)
 
     @property

@@ -9,14 +9,15 @@ pass over the window's tokens, as in the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, exact_ratio, integers, require
-from kvserve.engine.policies.scoring import AGGREGATES, Observation
+from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.trigger import Trigger
@@ -28,6 +29,7 @@ _PAPER: dict[str, object] = {
     "buffer": 32,
     "budget": 257,
     "period": 128,
+    "chunk_budget": None,
     "query_source": "recompute",
     "query_reduce": "heads",
     "query_aggregate": "sum",
@@ -44,10 +46,10 @@ class Kara(Policy):
 
     name: ClassVar[str] = "kara"
     cost: ClassVar[str] = (
-        "A query per token that is not compressed yet: half of that token's keys and values "
-        "(query_reduce heads: as many halves as there are query heads per KV head). An event "
-        "scores window x (window - buffer) pairs per head; with query_source recompute there is no "
-        "log, and one more forward over the window's tokens instead."
+        "The queries of every token that is not compressed yet, in 4 bits: half of that token's "
+        "keys and values at four query heads per KV head in bfloat16. An event scores window x "
+        "(window - buffer) pairs per query head; with query_source recompute there is no log, and "
+        "one more forward over the window's tokens instead."
     )
     avoid: ClassVar[str] = (
         "Outputs shorter than window; pools with room for everything; text that must quote its own "
@@ -59,26 +61,25 @@ class Kara(Policy):
         32,
         "U: newest tokens of a window, always kept; they open the next one",
         least=0,
-        note="below window",
+        below="window",
     )
-    ratio: float | str | None = argument(
-        None,
-        "r: fraction of the window - buffer older tokens that is kept (default 0.3)",
-        note="above 0, at most 1",
+    ratio: float | str | None = common.kept_ratio(
+        None, "r: fraction of the window - buffer older tokens that is kept (default 0.3)"
     )
     budget: int | None = argument(
         None,
         "entries kept per window, buffer included; give this or ratio",
         least=1,
-        note="above buffer, at most window",
+        above="buffer",
+        at_most="window",
     )
     period: int = argument(
         32, "decode steps of the sequence between looks for full windows", least=1
     )
     chunk_budget: int | None = argument(
-        None,
-        "alpha: kept entries spent on whole chunks between chosen tokens; 0 turns them off "
-        "(default: 16, or half of what is kept where that is less)",
+        0,
+        "alpha: kept entries spent on whole chunks between chosen tokens (Token2Chunk); 0 turns "
+        "them off (with preset paper 16, or half of what is kept where that is less)",
         least=0,
         note="below what is kept of window - buffer",
     )
@@ -89,22 +90,23 @@ class Kara(Policy):
         choices=("log", "recompute"),
         note="log_host, a log in host memory, is not built",
     )
-    query_reduce: str = argument(
-        "group_mean",
-        "which queries score: the mean over each GQA group, or all heads",
-        choices=("group_mean", "heads"),
-    )
-    query_dtype: str = argument(
-        "auto",
-        "how queries are logged: in the model's dtype, or as fp8 (e4m3, one byte a number); auto "
-        "is fp8 on a GPU that has it, unless the model runs in float32",
-        choices=("auto", "model", "fp8"),
+    query_reduce: str = common.query_reduce("which queries score")
+    query_dtype: str = common.query_dtype("int4 where all heads are logged, and of group means ")
+    attention: str | None = common.attention(
+        None,
+        "the window's older tokens, as in Eq. 4",
+        ", and over what came after it in the window (default: absolute where query_dtype is int4)",
     )
     query_aggregate: str = argument(
-        "max",
-        "over the window's queries; sum is Eq. 4, but max keeps what one query really needs, which "
-        "on the shipped model keeps far more accuracy",
+        "sum_squares",
+        "over the window's queries; sum is Eq. 4, but squares count what a query really needs for "
+        "more than what many like a little, which keeps far more accuracy",
         choices=AGGREGATES,
+    )
+    group_aggregate: str = argument(
+        "mean",
+        "over the query heads of a KV head, where all heads score",
+        choices=GROUP_AGGREGATES,
     )
     query_stride: int = argument(
         1,
@@ -130,12 +132,9 @@ class Kara(Policy):
 
     presets: ClassVar[dict[str, dict[str, object]]] = {"paper": _PAPER}
 
-    def __post_init__(self) -> None:
-        integers(self, window=1, buffer=0, period=1, max_chunk=3, query_stride=1)
-        require(self.buffer < self.window, "buffer", self.buffer, f"below window ({self.window})")
-        protects = isinstance(self.protect_prompt, bool)
-        require(protects, "protect_prompt", self.protect_prompt, "true or false")
+    def check(self) -> None:
         self._check_queries()
+        common.check_log(self, logs=self.query_source == "log")
         self._check_counts()
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
@@ -143,11 +142,6 @@ class Kara(Policy):
             require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
 
     def _check_queries(self) -> None:
-        for f in fields(self):
-            choices, note = f.metadata["choices"], f.metadata["note"]
-            if choices and not (f.default is None and getattr(self, f.name) is None):
-                allowed = " or ".join(choices) + (f" ({note})" if note else "")
-                require(getattr(self, f.name) in choices, f.name, getattr(self, f.name), allowed)
         count = self.window if self.queries == "window" else self.buffer
         require(count > 0, "queries", self.queries, "window where buffer is 0")
         remain, rest = divmod(count, self.query_stride)
@@ -161,12 +155,8 @@ class Kara(Policy):
     def _check_counts(self) -> None:
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
-            integers(self, budget=1)
-            allowed = f"above buffer ({self.buffer}) and at most window ({self.window})"
-            require(self.buffer < self.budget <= self.window, "budget", self.budget, allowed)
         keep = self.keep
         if self.chunk_budget is not None:
-            integers(self, chunk_budget=0)
             allowed = f"below the {keep} entries kept of a window's older tokens"
             require(self.chunk_budget < keep, "chunk_budget", self.chunk_budget, allowed)
 
@@ -188,12 +178,23 @@ class Kara(Policy):
         return self.query_reduce if self.query_source == "log" else None
 
     @property
-    def logged_dtype(self) -> str:
-        return self.query_dtype
-
-    @property
     def recomputed_reduction(self) -> str | None:
         return self.query_reduce if self.query_source == "recompute" else None
+
+    @property
+    def logged_dtype(self) -> str:
+        logs_heads = self.query_source == "log" and self.query_reduce == "heads"
+        return "int4" if self.query_dtype == "auto" and logs_heads else self.query_dtype
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether attention is absolute."""
+        chosen = "absolute" if self.logged_dtype == "int4" else "window"
+        return (self.attention or chosen) == "absolute"
+
+    @property
+    def later_entries(self) -> int:
+        return self.buffer if self.sees_all else 0
 
     def query_places(self, num_queries: int) -> range:
         """Every ``query_stride``-th place, counted back from the window's last one."""
@@ -201,7 +202,7 @@ class Kara(Policy):
         return range(self.window - 1, first - 1, -self.query_stride)[::-1]
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         if self.preset == "paper":
             most = _MOST_IN_THE_PAPER
             return EngineWide(self.window, self.buffer, self.keep, self.period, most)
@@ -210,7 +211,10 @@ class Kara(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
-        return obs.mass(self.query_aggregate)
+        places = None
+        if self.sees_all:
+            places = self.query_places(self.window)
+        return obs.mass(self.query_aggregate, self.group_aggregate, places)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""

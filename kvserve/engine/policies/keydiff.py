@@ -12,10 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import argument, integers, one_of, require
-from kvserve.engine.policies.budgeted import BudgetedPolicy, threshold_or_default
+from kvserve.engine.policies.base import argument, require
+from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.trigger import Bounded, Trigger
 
 
@@ -37,6 +36,7 @@ class KeyDiff(BudgetedPolicy):
         "trigger prefill, long outputs."
     )
     ranks_entries: ClassVar[bool] = True
+    protects: ClassVar[str] = "recent"
 
     protect_prompt: bool = argument(
         False, "trigger threshold, mode once: the prompt neither counts nor takes part"
@@ -49,34 +49,22 @@ class KeyDiff(BudgetedPolicy):
     block: int = argument(128, "mode block: prompt tokens between evictions", least=1)
     recent: int = argument(0, "newest entries that are always kept", least=0)
 
-    def __post_init__(self) -> None:
-        integers(self, block=1, recent=0)
-        one_of("mode", self.mode, ("once", "block"))
-        self.check_budget(f"above recent ({self.recent})")
+    def check(self) -> None:
+        super().check()
         if self.mode == "block":
             require(self.ratio is None, "ratio", self.ratio, "left out where mode is block")
             apart = self.protect_prompt is False
             require(apart, "protect_prompt", self.protect_prompt, "False where mode is block")
 
     @property
-    def protected(self) -> int:
-        return self.recent
-
-    @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         if self.mode == "once":
-            return super().trigger
-        assert self.budget is not None
-        limit = None
-        if self.when == "threshold":
-            limit = threshold_or_default(self.threshold, self.budget)
-        return Bounded(self.budget, limit, num_queries=0, block=self.block)
+            return super().event_trigger
+        bound = self.bound
+        limit = bound.limit if self.trigger == "threshold" else None
+        return Bounded(bound.keep, limit, num_queries=0, block=self.block)
 
     def score(self, obs: Observation) -> Tensor:
         """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""
         similarity = obs.anchor_similarity()
         return obs.there(-similarity[..., : similarity.shape[-1] - self.recent])
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """The best ``keep - recent`` and the recent ones: [E, L, Hkv, keep]."""
-        return best_and_newest(scores, length, keep)

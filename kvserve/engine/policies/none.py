@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.trigger import Never, Trigger
 
 
@@ -21,11 +18,5 @@ class NoCompression(Policy):
     avoid: ClassVar[str] = "The pool holds too few sequences at their full length."
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         return Never()
-
-    def score(self, obs: Observation) -> Tensor:
-        raise AssertionError("none has no events")
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        raise AssertionError("none has no events")

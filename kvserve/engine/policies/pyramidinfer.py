@@ -13,15 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import (
-    PruningPolicy,
-    Selection,
-    argument,
-    integers,
-    number,
-    one_of,
-)
-from kvserve.engine.policies.budgets import layers
+from kvserve.engine.policies.base import Policy, Selection, argument
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest, uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
@@ -29,7 +23,7 @@ from kvserve.scheduler.pruning import Pruned, Taper
 
 
 @dataclass(frozen=True)
-class PyramidInfer(PruningPolicy):
+class PyramidInfer(Policy):
     """Leave a prompt's tokens that its newest ones hardly attend to out of the layers above; later,
     keep a part of what is generated, less of it in upper layers.
 
@@ -68,7 +62,9 @@ class PyramidInfer(PruningPolicy):
         "how shares fall from 1 in the first layer: along half a cosine, or linearly",
         choices=("cosine", "linear"),
     )
-    interval: int = argument(1, "layers from one pruning to the next", least=1)
+    interval: int = argument(
+        1, "layers from one pruning to the next", least=1, most=common.MOST_LAYERS
+    )
     distance_weight: float = argument(
         1.2,
         "what the newest query counts, where the oldest that scores counts 1",
@@ -78,27 +74,14 @@ class PyramidInfer(PruningPolicy):
     period: int = argument(16, "generated tokens of which a part is kept, together", least=1)
     decode_ratio: float = argument(0.9, "part of them that the first layer keeps", least=0, most=1)
     decode_decay: float = argument(0.1, "as decay, for these", least=0, most=1)
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged for them: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
-
-    def __post_init__(self) -> None:
-        number("recent_ratio", self.recent_ratio, 0, 0.99)
-        integers(self, min_context=0, sinks=0, interval=1, period=1)
-        for name in ("decay", "decode_ratio", "decode_decay"):
-            number(name, getattr(self, name), 0, 1)
-        one_of("schedule", self.schedule, ("cosine", "linear"))
-        number("distance_weight", self.distance_weight, 0, 1e6)
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
+    query_reduce: str = common.query_reduce("which queries are logged for them")
 
     @property
     def caution(self) -> str:
         return "refuses prompts longer than --max-num-batched-tokens"
 
     @property
-    def trigger(self) -> Pruned:
+    def event_trigger(self) -> Pruned:
         return Pruned(
             self.recent_ratio,
             self.min_context,
@@ -108,10 +91,6 @@ class PyramidInfer(PruningPolicy):
             Taper(self.decode_decay, self.schedule),
             self.decode_ratio,
         )
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
     @property
     def couples_heads(self) -> bool:
@@ -135,6 +114,6 @@ class PyramidInfer(PruningPolicy):
         scores = torch.cat(
             [torch.where(known > -torch.inf, torch.inf, known), scores[..., older:]], -1
         )
-        kept = layers(self.trigger.kept_of_period(scores.shape[1]), scores) - self.period
+        kept = layers(self.event_trigger.kept_of_period(scores.shape[1]), scores) - self.period
         there = (scores > -torch.inf).sum(dim=-1) + length - scores.shape[-1]
         return Selection(uneven_best_and_newest(scores, length, there + kept), there + kept)

@@ -12,17 +12,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import Selection, UnevenPolicy, argument, integers, one_of
-from kvserve.engine.policies.budgeted import DEFAULT_GAP
-from kvserve.engine.policies.budgets import layers, pyramid_budgets
-from kvserve.engine.policies.scoring import POOLINGS
+from kvserve.engine.policies.base import Selection, argument
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers, pyramid_budgets
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.scheduler.layout import Granularity
 
+_MOST_BETA = 2**16
+
 
 @dataclass(frozen=True)
-class PyramidKV(SnapKV, UnevenPolicy):
+class PyramidKV(SnapKV):
     """Keep the prompt's entries that its last tokens attend to, more of them in lower layers;
     with trigger threshold, bound what a long generation holds.
 
@@ -42,38 +43,31 @@ class PyramidKV(SnapKV, UnevenPolicy):
         "longer than budget; models whose upper layers need as much as the lower ones."
     )
 
-    threshold: int | None = argument(
-        None,
-        f"mean entries held when trigger threshold fires (default budget + {DEFAULT_GAP})",
-        least=1,
-        note="above budget",
-    )
-    window: int = argument(8, "newest entries: always kept, and their queries vote", least=1)
-    kernel_size: int = argument(7, "entries over which votes are pooled", least=1, note="odd")
-    pooling: str = argument("max", "how votes are pooled", choices=POOLINGS)
+    threshold: int | None = common.threshold("mean entries held when trigger threshold fires")
+    window: int = common.window(8)
+    kernel_size: int = common.kernel_size(7)
+    pooling: str = common.pooling("max")
     beta: int = argument(
-        20, "the last layer keeps 1/beta of the mean (the window aside) or more", least=1
+        20,
+        "the last layer keeps 1/beta of the mean (the window aside) or more",
+        least=1,
+        most=_MOST_BETA,
     )
     exact_total: bool = argument(
         False, "trigger prefill: round so that the layers add up to their mean times their number"
     )
 
-    def __post_init__(self) -> None:
-        integers(self, beta=1)
-        one_of("exact_total", self.exact_total, (True, False))
-        super().__post_init__()
-
-    def layer_budgets(self, num_layers: int, length: int, keep: int, when: str) -> list[int]:
+    def layer_budgets(self, num_layers: int, length: int, keep: int, trigger: str) -> list[int]:
         """Entries that each layer keeps of ``length`` (the longest layer's), the window aside."""
         base, most = keep - self.window, length - self.window
-        if when == "prefill" and length < 2 * base:
+        if trigger == "prefill" and length < 2 * base:
             return [base] * num_layers
-        exact = self.exact_total or when == "threshold"
+        exact = self.exact_total or trigger == "threshold"
         return pyramid_budgets(base, most, num_layers, self.beta, exact)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best of each layer and the window: counts equal over heads."""
-        budgets = layers(self.layer_budgets(scores.shape[1], length, keep, self.when), scores)
+        budgets = layers(self.layer_budgets(scores.shape[1], length, keep, self.trigger), scores)
         there = (scores > -float("inf")).sum(dim=-1)
         counts = there.minimum(budgets) + self.window
         return Selection(uneven_best_and_newest(scores, length, counts), counts)

@@ -1,67 +1,61 @@
-"""Names to policies: the built-in ones and those of the entry-point group ``kvserve.policies``."""
+"""Names to policies: the built-in ones and those of the entry-point group ``kvserve.policies``.
+
+Both are found alike, by a name and ``module:class``, and loaded when they are asked for.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from kvserve.engine.policies.adakv import AdaKV
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
-from kvserve.engine.policies.chunkkv import ChunkKV
-from kvserve.engine.policies.dynamickv import DynamicKV
-from kvserve.engine.policies.h2o import H2O
-from kvserve.engine.policies.kara import Kara
-from kvserve.engine.policies.keydiff import KeyDiff
-from kvserve.engine.policies.none import NoCompression
-from kvserve.engine.policies.pyramidinfer import PyramidInfer
-from kvserve.engine.policies.pyramidkv import PyramidKV
-from kvserve.engine.policies.rkv import RKV
-from kvserve.engine.policies.schema import describe
-from kvserve.engine.policies.snapkv import SnapKV
-from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.engine.policies.streaming_llm import StreamingLLM
-from kvserve.engine.policies.windowkv import WindowKV
+from kvserve.engine.policies.parts.schema import describe
 
-_BUILT_IN = (
-    NoCompression,
-    Kara,
-    StreamingLLM,
-    H2O,
-    SnapKV,
-    RKV,
-    KeyDiff,
-    ChunkKV,
-    PyramidKV,
-    PyramidInfer,
-    DynamicKV,
-    WindowKV,
-    AdaKV,
-    SpindleKV,
-)
+_GROUP = "kvserve.policies"
+_BUILT_IN = {
+    "none": "none:NoCompression",
+    "kara": "kara:Kara",
+    "streaming_llm": "streaming_llm:StreamingLLM",
+    "h2o": "h2o:H2O",
+    "snapkv": "snapkv:SnapKV",
+    "rkv": "rkv:RKV",
+    "keydiff": "keydiff:KeyDiff",
+    "chunkkv": "chunkkv:ChunkKV",
+    "pyramidkv": "pyramidkv:PyramidKV",
+    "pyramidinfer": "pyramidinfer:PyramidInfer",
+    "dynamickv": "dynamickv:DynamicKV",
+    "windowkv": "windowkv:WindowKV",
+    "adakv": "adakv:AdaKV",
+    "spindlekv": "spindlekv:SpindleKV",
+}
 
 
 @cache
-def _policies() -> dict[str, type[Any]]:
-    """Policy classes by name. A plug-in is an entry point that loads such a class."""
-    found: dict[str, type[Any]] = {policy.name: policy for policy in _BUILT_IN}
-    for entry in entry_points(group="kvserve.policies"):
-        found.setdefault(entry.name, entry.load())
+def _entries() -> dict[str, EntryPoint]:
+    """Where the policies are, by name. A built-in name cannot be taken by a plug-in."""
+    package = __name__.rpartition(".")[0]
+    found = {
+        name: EntryPoint(name, f"{package}.{place}", _GROUP) for name, place in _BUILT_IN.items()
+    }
+    for entry in entry_points(group=_GROUP):
+        found.setdefault(entry.name, entry)
     return found
 
 
 def policy_names() -> list[str]:
-    return list(_policies())
+    return list(_entries())
 
 
 def policy_class(name: object) -> type[Any]:
     """The class behind a name; raises ``PolicyError`` listing the names there are."""
-    known = _policies()
-    if name not in known:
+    known = _entries()
+    if not isinstance(name, str) or name not in known:
         raise PolicyError(f"unknown policy {name!r}; there are {', '.join(known)}", "name")
-    return known[str(name)]
+    policy: type[Any] = known[name].load()
+    return policy
 
 
 def make_policy(spec: str | Mapping[str, Any]) -> Policy:
@@ -80,7 +74,7 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
             raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
     given = _with_preset(policy, given)
     try:
-        made: Policy = policy(**{allowed[key]: value for key, value in given.items()})
+        made: Policy = policy(**given)
     except PolicyError as error:
         raise PolicyError(f"policy {name}: {error}", error.argument) from None
     return made
@@ -97,4 +91,4 @@ def _with_preset(policy: type[Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def describe_policies() -> list[dict[str, Any]]:
     """What is to be said of every policy, its arguments and their JSON Schema."""
-    return [describe(name, policy) for name, policy in _policies().items()]
+    return [describe(name, policy_class(name)) for name in policy_names()]

@@ -13,15 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, integers, number, odd, one_of
-from kvserve.engine.policies.budgeted import (
-    DEFAULT_GAP,
-    check_budget,
-    check_threshold,
-    threshold_or_default,
-)
-from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
-from kvserve.engine.policies.selection import best_and_newest
+from kvserve.engine.policies.base import Policy, argument
+from kvserve.engine.policies.budgeted import Bound
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.scheduler.trigger import Bounded, Trigger, WhenOver
 
 
@@ -44,68 +39,46 @@ class RKV(Policy):
     )
     needs: ClassVar[tuple[str, ...]] = ("budget",)
     ranks_entries: ClassVar[bool] = True
+    protects: ClassVar[str] = "window"
 
-    budget: int | None = argument(
-        None, "entries kept per head, the window among them; required", least=2, note="above window"
+    budget: int | None = common.required_budget(
+        "entries kept per head, the window among them", least=2, above="window"
     )
-    threshold: int | None = argument(
-        None,
-        f"entries held when an event is due (default budget + {DEFAULT_GAP})",
-        least=1,
-        note="above budget",
-    )
-    window: int = argument(8, "newest entries: always kept, and their queries vote", least=1)
+    threshold: int | None = common.threshold("entries held when an event is due")
+    window: int = common.window(8)
     mix_lambda: float = argument(
         0.07, "lambda: weight of importance; redundancy gets 1 - lambda", least=0, most=1
     )
     similarity: float = argument(
         0.5, "cosine above which a key is a near-copy of another", least=-1, most=1
     )
-    kernel_size: int = argument(7, "entries over which importance is pooled", least=1, note="odd")
-    pooling: str = argument("max", "how importance is pooled", choices=POOLINGS)
+    kernel_size: int = common.kernel_size(7, "importance is")
+    pooling: str = common.pooling("max", "how importance is pooled")
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
-
-    def __post_init__(self) -> None:
-        integers(self, window=1)
-        number("mix_lambda", self.mix_lambda, 0, 1)
-        number("similarity", self.similarity, -1, 1)
-        odd("kernel_size", self.kernel_size)
-        one_of("pooling", self.pooling, POOLINGS)
-        one_of("protect_prompt", self.protect_prompt, (True, False))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        check_budget(self.budget, self.window + 1, f"above window ({self.window})")
-        check_threshold(self.threshold, self.budget or 0)
+    query_reduce: str = common.query_reduce()
+    query_dtype: str = common.query_dtype()
+    attention: str = common.attention("window", "the entries before the window")
 
     @property
-    def protected(self) -> int:
-        return self.window
+    def logged_dtype(self) -> str:
+        return common.logged_dtype(self)
+
+    def check(self) -> None:
+        common.check_log(self)
 
     @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
-
-    @property
-    def trigger(self) -> Trigger:
-        assert self.budget is not None
-        limit = threshold_or_default(self.threshold, self.budget)
+    def event_trigger(self) -> Trigger:
+        bound = Bound.of(self.budget, self.threshold)
         if self.protect_prompt:
-            return WhenOver(limit, self.budget, self.window, protect_prompt=True)
-        return Bounded(self.budget, limit, self.window)
+            return WhenOver(bound.limit, bound.keep, self.window, protect_prompt=True)
+        return Bounded(bound.keep, bound.limit, self.window)
 
     def score(self, obs: Observation) -> Tensor:
         """Z = lambda I - (1 - lambda) R of the entries before the window: [E, L, Hkv, n - window].
 
         Logits are reduced by their maximum over each GQA group, as in the authors' code.
         """
-        importance = pool_scores(obs.past("max"), self.kernel_size, self.pooling)
+        votes = obs.past("max", absolute=self.attention == "absolute")
+        importance = pool_scores(votes, self.kernel_size, self.pooling)
         repeated = obs.redundancy(self.similarity)[..., : importance.shape[-1]]
         return obs.there(self.mix_lambda * importance - (1 - self.mix_lambda) * repeated)
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """The best ``keep - window`` and the window: [E, L, Hkv, keep]."""
-        return best_and_newest(scores, length, keep)

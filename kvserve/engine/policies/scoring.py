@@ -8,18 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.key_similarity import anchor_similarity, redundancy
-from kvserve.kernels.pooling import POOLINGS, pool_scores
-from kvserve.kernels.window_scores import (
-    AGGREGATES,
+from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
+    Queries,
     causal_scores,
     past_scores,
     received_mass,
-    window_scores,
 )
+from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
+from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
+from kvserve.kernels.scores.window_scores import AGGREGATES, GROUP_AGGREGATES, window_scores
+from kvserve.kernels.seen import Seen
 
-__all__ = ["AGGREGATES", "GQA_REDUCTIONS", "POOLINGS", "Observation", "pool_scores"]
+__all__ = [
+    "AGGREGATES",
+    "GQA_REDUCTIONS",
+    "GROUP_AGGREGATES",
+    "POOLINGS",
+    "Observation",
+    "pool_scores",
+]
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -30,36 +38,65 @@ def _alone(x: Tensor) -> Tensor:
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
 
-    Hlog is Hkv where the logged query is a group's mean, else Hq. ``scale`` multiplies q . k.
+    Hlog is Hkv where the logged query is a group's mean, else Hq; in 4 bits each has beside it what
+    share of its attention newest entries got, for absolute attention. ``scale`` multiplies q . k.
     ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
     for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
     a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
+    Of the keys the last ``later`` stand behind the window's places, where a policy asks for them.
 
     Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
 
-    queries: Tensor
+    queries: Queries
     keys: Tensor
     scale: float
     earlier: Tensor | None = None
     missing: Tensor | None = None
     gather: Callable[[Tensor], Tensor] = _alone
+    later: int = 0
 
-    def mass(self, aggregate: str) -> Tensor:
-        """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4)."""
-        return window_scores(self.queries, self.keys, self.scale, aggregate)
+    @property
+    def shares(self) -> Tensor:
+        """Logarithms of the newest entries' shares of attention: float32 [E, L, Hq, W]."""
+        assert not isinstance(self.queries, Tensor), "absolute attention goes with a log in 4 bits"
+        return self.queries.shares
 
-    def causal(self, gqa_reduce: str) -> Tensor:
-        """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W]."""
-        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing)
+    def mass(
+        self, aggregate: str, group_aggregate: str = "mean", places: range | None = None
+    ) -> Tensor:
+        """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4).
+
+        With the queries' ``places`` in the window it is absolute: the softmax runs over all that a
+        query saw, and over those that came after it, the ``later`` ones among them.
+        """
+        how = self.scale, aggregate, group_aggregate
+        if places is None:
+            keys = self.keys[..., : self.keys.shape[-2] - self.later, :]
+            return window_scores(self.queries, keys, *how)
+        span = self.keys.shape[-2] - self.later
+        seen = Seen(self.shares, span, places.start, places.step, self.later)
+        return window_scores(self.queries, self.keys, *how, seen)
+
+    def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
+        """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W].
+
+        ``absolute``: over all that a query saw, also where that is no longer there or not observed.
+        """
+        shares = self.shares if absolute else None
+        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
 
     def causal_by_head(self) -> Tensor:
         """The same of every query head by itself: float32 [E, L, Hlog, n - W]."""
         return causal_scores(self.queries, self.keys, self.scale, "none", self.missing)
 
-    def past(self, gqa_reduce: str) -> Tensor:
-        """The same with the softmax over the earlier keys alone, of logits reduced first."""
-        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing)
+    def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
+        """The same with the softmax over the earlier keys alone, of logits reduced first.
+
+        ``absolute``: probabilities are reduced, over all that a query saw.
+        """
+        shares = self.shares if absolute else None
+        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""

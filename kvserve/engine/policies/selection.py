@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import ALL_HEADS
-from kvserve.kernels.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
 
 
 def stable_order(scores: Tensor) -> Tensor:

@@ -12,19 +12,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvserve.engine.policies.base import argument, integers, odd, one_of
-from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
-from kvserve.engine.policies.scoring import (
-    GQA_REDUCTIONS,
-    POOLINGS,
-    Observation,
-    pool_scores,
-)
-from kvserve.engine.policies.selection import best_and_newest
+from kvserve.engine.policies.base import argument
+from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.scoring import GQA_REDUCTIONS, Observation, pool_scores
 
 
 @dataclass(frozen=True)
-class SnapKV(WindowVotes, BudgetedPolicy):
+class SnapKV(BudgetedPolicy):
     """Keep the prompt's entries that its last tokens attend to; with trigger threshold, bound
     what a long generation holds.
 
@@ -42,10 +37,11 @@ class SnapKV(WindowVotes, BudgetedPolicy):
         "longer than budget; with trigger prefill, long outputs."
     )
     ranks_entries: ClassVar[bool] = True
+    protects: ClassVar[str] = "window"
 
-    window: int = argument(32, "newest entries: always kept, and their queries vote", least=1)
-    kernel_size: int = argument(5, "entries over which votes are pooled", least=1, note="odd")
-    pooling: str = argument("avg", "how votes are pooled", choices=POOLINGS)
+    window: int = common.window(32)
+    kernel_size: int = common.kernel_size(5)
+    pooling: str = common.pooling("avg")
     gqa_reduce: str | None = argument(
         None,
         "over the query heads of a KV head (default: mean; with scope past, where it reduces "
@@ -58,29 +54,23 @@ class SnapKV(WindowVotes, BudgetedPolicy):
         "alone (past, as in R-KV's decode-time SnapKV)",
         choices=("causal", "past"),
     )
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
+    query_reduce: str = common.query_reduce()
+    query_dtype: str = common.query_dtype()
+    attention: str = common.attention("window", "what scope says")
 
-    def __post_init__(self) -> None:
-        integers(self, window=1)
-        odd("kernel_size", self.kernel_size)
-        one_of("pooling", self.pooling, POOLINGS)
-        one_of("gqa_reduce", self.gqa_reduce, (None, *GQA_REDUCTIONS))
-        one_of("scope", self.scope, ("causal", "past"))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        self.check_budget(f"above window ({self.window})")
+    @property
+    def logged_dtype(self) -> str:
+        return common.logged_dtype(self)
+
+    def check(self) -> None:
+        super().check()
+        common.check_log(self)
 
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
+        absolute = self.attention == "absolute"
         if self.scope == "past":
-            votes = obs.past(self.gqa_reduce or "max")
+            votes = obs.past(self.gqa_reduce or "max", absolute=absolute)
         else:
-            votes = obs.causal(self.gqa_reduce or "mean")
+            votes = obs.causal(self.gqa_reduce or "mean", absolute=absolute)
         return obs.there(pool_scores(votes, self.kernel_size, self.pooling))
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """The best ``keep - window`` and the window: [E, L, Hkv, keep]."""
-        return best_and_newest(scores, length, keep)

@@ -2,7 +2,7 @@
 
 Budgets fall linearly from the first layer to the last (section 3, eq. 5, corrected: see
 ``linear_budgets``); inside a layer the choice is that of attention in a window. What is kept
-becomes references into a codebook of its layer and KV head (``kvserve.kernels.codebook``), and so
+becomes references into a codebook of its layer and KV head (``kvserve.kernels.scores.codebook``), and so
 do generated tokens, a few blocks at a time.
 """
 
@@ -15,33 +15,22 @@ from typing import ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import (
-    Policy,
-    Selection,
-    UnevenPolicy,
-    argument,
-    exact_ratio,
-    integers,
-    number,
-    odd,
-    one_of,
-    require,
-)
-from kvserve.engine.policies.budgeted import WindowVotes
-from kvserve.engine.policies.budgets import layers, linear_budgets
-from kvserve.engine.policies.scoring import POOLINGS, Observation, pool_scores
+from kvserve.engine.policies.base import Policy, Selection, argument, exact_ratio, require
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import layers, linear_budgets
+from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import (
     best_by_query_head,
     uneven_best_and_newest,
     union_and_newest,
 )
-from kvserve.scheduler.code_trigger import CodeBook
+from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
 
 
 @dataclass(frozen=True)
-class SpindleKV(WindowVotes, UnevenPolicy):
+class SpindleKV(Policy):
     """Keep the prompt's entries that its last tokens attend to, ever fewer of them in deeper
     layers, and store what is alike once.
 
@@ -53,6 +42,7 @@ class SpindleKV(WindowVotes, UnevenPolicy):
 
     name: ClassVar[str] = "spindlekv"
     granularity: ClassVar[Granularity] = Granularity.HEAD
+    protects: ClassVar[str] = "window"
     cost: ClassVar[str] = (
         "The prompt's blocks until its end; a log of window queries; an event that compares all "
         "kept entries of a head with each other, and one per flush_every tokens; attention that "
@@ -64,10 +54,8 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         "prompt, where only the first one votes; large blocks."
     )
 
-    ratio: float | str = argument(
-        0.4,
-        "fraction of the prompt's entries that is kept, mean over layers",
-        note="above 0, at most 1",
+    ratio: float | str = common.kept_ratio(
+        0.4, "fraction of the prompt's entries that is kept, mean over layers"
     )
     codebook: bool = argument(True, "store what is kept as references into a codebook")
     theta_k: float = argument(
@@ -84,12 +72,7 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         "leave a layer's head as it is if its codes would not save a block (default: true; false "
         "with gqa=repeat, which needs all entries as codes)",
     )
-    window: int = argument(
-        16,
-        "newest entries: always kept, and their queries vote",
-        least=1,
-        note="at least a block with a codebook",
-    )
+    window: int = common.window(16, note="at least a block with a codebook")
     beta: float = argument(
         0.05, "least share of its context that the last layer keeps", least=0, most=0.99
     )
@@ -106,23 +89,11 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         "printed, which favours recent ones",
         choices=("window", "age"),
     )
-    pooling: str = argument("none", "how votes are pooled", choices=POOLINGS)
-    kernel_size: int = argument(7, "entries over which votes are pooled", least=1, note="odd")
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
+    pooling: str = common.pooling("none")
+    kernel_size: int = common.kernel_size(7)
+    query_reduce: str = common.query_reduce()
 
-    def __post_init__(self) -> None:
-        integers(self, window=1, flush_every=1)
-        odd("kernel_size", self.kernel_size)
-        one_of("pooling", self.pooling, POOLINGS)
-        one_of("score_norm", self.score_norm, ("window", "age"))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        one_of("gqa", self.gqa, ("mean", "repeat"))
-        one_of("codebook", self.codebook, (True, False))
-        one_of("raw_fallback", self.raw_fallback, (True, False, None))
+    def check(self) -> None:
         if self.gqa == "repeat":
             alone = "with gqa=repeat: an entry held raw has no place for who attends to it"
             require(self.codebook, "codebook", self.codebook, f"true {alone}")
@@ -131,10 +102,6 @@ class SpindleKV(WindowVotes, UnevenPolicy):
             )
             each = "heads with gqa=repeat: every query head votes for itself"
             require(self.query_reduce == "heads", "query_reduce", self.query_reduce, each)
-        number("theta_k", self.theta_k, 0.01, 0.9999)
-        number("theta_v", self.theta_v, 0.01, 0.9999)
-        number("beta", self.beta, 0, 0.99)
-        exact_ratio(self.ratio, "ratio")
 
     def for_model(self, num_layers: int, block_size: int) -> SpindleKV:
         """Itself, or the eviction alone; codes come in whole blocks."""
@@ -153,10 +120,10 @@ class SpindleKV(WindowVotes, UnevenPolicy):
         return Budget(ratio=exact_ratio(self.ratio, "ratio"), least=self.window)
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         queries = 0 if exact_ratio(self.ratio, "ratio") == 1 else self.window
         raw = self.gqa == "mean" if self.raw_fallback is None else self.raw_fallback
-        return CodeBook(self.entries, queries, self.flush_every, raw)
+        return QuantizeTrigger(self.entries, queries, self.flush_every, raw)
 
     def layer_budgets(self, num_layers: int, length: int) -> list[int]:
         """Entries that each layer keeps of ``length``, the window aside."""
@@ -202,7 +169,7 @@ class SpindleEviction(SpindleKV):
     granularity: ClassVar[Granularity] = Granularity.LAYER
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         return AtPrefillEnd(self.entries, self.window)
 
 

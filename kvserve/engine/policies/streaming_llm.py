@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy, argument, integers, require
-from kvserve.engine.policies.budgeted import check_budget
+from kvserve.engine.policies.base import Policy, argument, require
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.trigger import Trigger, WhenOver
 
@@ -34,8 +34,8 @@ class StreamingLLM(Policy):
     avoid: ClassVar[str] = "Anything between the sinks and the newest entries may be asked for."
     needs: ClassVar[tuple[str, ...]] = ("budget",)
 
-    budget: int | None = argument(
-        None, "entries held, sinks among them; required", least=2, note="above sinks"
+    budget: int | None = common.required_budget(
+        "entries held, sinks among them", least=2, above="sinks"
     )
     sinks: int = argument(4, "oldest entries that are always kept", least=0)
     period: int = argument(
@@ -46,16 +46,13 @@ class StreamingLLM(Policy):
         note="at most budget - sinks",
     )
 
-    def __post_init__(self) -> None:
-        integers(self, sinks=0, period=1)
-        least = max(self.sinks + 1, 2)
-        check_budget(self.budget, least, f"of at least {least} and above sinks ({self.sinks})")
+    def check(self) -> None:
         assert self.budget is not None
         most = self.budget - max(self.sinks, 1)
         require(self.period <= most, "period", self.period, f"in [1, {most}] (budget - sinks)")
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         # An event comes before the step that stores one more entry.
         assert self.budget is not None
         return WhenOver(self.budget, self.budget - self.period, 0, protect_prompt=False)

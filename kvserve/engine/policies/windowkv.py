@@ -16,18 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import (
-    Policy,
-    Selection,
-    UnevenPolicy,
-    argument,
-    integers,
-    number,
-    one_of,
-    require,
-)
-from kvserve.engine.policies.budgeted import check_budget
-from kvserve.engine.policies.budgets import group_budgets, layers
+from kvserve.engine.policies.base import Policy, Selection, argument, require
+from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.budgets import group_budgets, layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import uneven_chunks_and_newest
 from kvserve.scheduler.layout import Granularity
@@ -39,12 +30,14 @@ _MOST = 1e6
 
 
 @dataclass(frozen=True)
-class WindowKV(UnevenPolicy):
+class WindowKV(Policy):
     """Keep those windows of a prompt that its last tokens attend to, alike in neighbouring layers,
     and more of them in lower ones.
 
-    ``budget`` is the mean over layers; a layer keeps up to ``chunk_size`` entries more or less, and
-    the uppermost may keep nothing but the newest entries where the budget is small. With task auto
+    ``budget`` is the mean over layers before windows are made whole; a layer keeps up to
+    ``chunk_size`` entries more or less, so the mean held may exceed ``budget`` by up to a window
+    (by 12 entries of 60, say), and the uppermost may keep nothing but the newest entries where the
+    budget is small. With task auto
     the server classifies the prompt's text; without a text the task is localization.
     """
 
@@ -60,10 +53,8 @@ class WindowKV(UnevenPolicy):
     )
     needs: ClassVar[tuple[str, ...]] = ("budget",)
 
-    budget: int | None = argument(
-        None,
-        "mean entries kept per head, the newest ones among them (the paper's KV size + window); "
-        "required",
+    budget: int | None = common.required_budget(
+        "mean entries kept per head, the newest ones among them (the paper's KV size + window)",
         least=2,
         note="above window",
     )
@@ -85,13 +76,14 @@ class WindowKV(UnevenPolicy):
         None,
         "p: entries by which a window counts (default: all for localization, half for aggregation)",
         least=1,
-        note="at most chunk_size",
+        at_most="chunk_size",
     )
     reuse_layers: int | None = argument(
         None,
         "gamma: layers in a group (default: the divisor of the number of layers nearest to a "
         "quarter of it)",
         least=1,
+        most=common.MOST_LAYERS,
         note="divides the number of layers",
     )
     pyramid: float = argument(
@@ -103,36 +95,15 @@ class WindowKV(UnevenPolicy):
         "gamma/lambda (released, flatter)",
         choices=("released", "equations"),
     )
-    query_reduce: str = argument(
-        "heads",
-        "which queries are logged: all heads, or the mean over each GQA group",
-        choices=("heads", "group_mean"),
-    )
+    query_reduce: str = common.query_reduce()
 
-    def __post_init__(self) -> None:
-        one_of("task", self.task, ("auto", *TASKS))
-        integers(self, chunk_size=1)
-        for name in ("window", "best", "reuse_layers"):
-            if getattr(self, name) is not None:
-                integers(self, **{name: 1})
-        fits = self.best is None or self.best <= self.chunk_size
-        require(fits, "best", self.best, f"at most chunk_size ({self.chunk_size})")
-        number("pyramid", self.pyramid, 1e-3, _MOST)
-        one_of("rule", self.rule, ("released", "equations"))
-        one_of("query_reduce", self.query_reduce, ("heads", "group_mean"))
-        check_budget(self.budget, self.protected + 1, f"above window ({self.protected})")
+    def check(self) -> None:
+        ok = self.budget is not None and self.budget > self.protected
+        require(ok, "budget", self.budget, f"an integer above window ({self.protected})")
 
     @property
     def protected(self) -> int:
         return _WINDOWS[self.task] if self.window is None else self.window
-
-    @property
-    def num_queries(self) -> int:
-        return self.protected
-
-    @property
-    def query_reduction(self) -> str | None:
-        return self.query_reduce
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
         size = self.reuse_layers or _nearest_divisor(num_layers)
@@ -154,7 +125,7 @@ class WindowKV(UnevenPolicy):
         return "may keep no window in upper layers" if last < self.chunk_size else ""
 
     @property
-    def trigger(self) -> Trigger:
+    def event_trigger(self) -> Trigger:
         """Once the prompt is in, if any layer has something to drop."""
         return AtPrefillEnd(Budget(min(self.group_budgets(2)) + self.protected), self.protected)
 

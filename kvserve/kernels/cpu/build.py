@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,10 @@ from pathlib import Path
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
+_ROOM = 2**20
+_logger = logging.getLogger("kvserve")
+_failures: dict[tuple[object, ...], str] = {}
+"""Why a build failed, so that whoever asks next does not wait for the same compiler again."""
 
 
 class BuildError(RuntimeError):
@@ -24,17 +29,27 @@ class BuildError(RuntimeError):
 
 
 @functools.cache
-def load_library(name: str) -> ctypes.CDLL:
-    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails."""
+def load_library(name: str, *defines: str) -> ctypes.CDLL:
+    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails.
+
+    ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
+    """
     source = Path(__file__).with_name(f"{name}.cpp")
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256(b"".join(texts) + repr((_FLAGS, _LINK, _cpu())).encode())
+    flags = *_FLAGS, *(f"-D{define}" for define in defines)
+    key = hashlib.sha256(b"".join(texts) + repr((flags, _LINK, _cpu())).encode())
     file = f"{name}-{key.hexdigest()[:16]}.so"
     for folder in _cache_folders():
         if (folder / file).is_file() and _is_ours(folder):
             with contextlib.suppress(BuildError):  # of another system that shares this home
                 return _open(folder / file)
-    return _open(_build(source, file))
+    attempt = file, shutil.which("g++"), _cache_folders()
+    if attempt not in _failures:
+        try:
+            return _open(_build(source, file, flags))
+        except BuildError as error:
+            _failures[attempt] = str(error)
+    raise BuildError(_failures[attempt])
 
 
 def _open(library: Path) -> ctypes.CDLL:
@@ -44,11 +59,12 @@ def _open(library: Path) -> ctypes.CDLL:
         raise BuildError(f"the build does not load: {error}") from None
 
 
-def _build(source: Path, file: str) -> Path:
+def _build(source: Path, file: str, flags: tuple[str, ...]) -> Path:
     """Compile into the first folder that can be written; several processes may do so at once."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ found")
+    failure = None
     for folder in _cache_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,15 +74,26 @@ def _build(source: Path, file: str) -> Path:
         except OSError:
             continue
         os.close(handle)
+        _logger.info("compiling %s with g++ into %s, once", source.name, folder)
         try:
-            _compile([compiler, *_FLAGS, *_LINK, "-o", unfinished, str(source)])
+            _compile([compiler, *flags, *_LINK, "-o", unfinished, str(source)])
             _open(Path(unfinished))
             os.replace(unfinished, folder / file)
-        except BaseException:
+        except BaseException as error:
             os.unlink(unfinished)
-            raise
+            if not (isinstance(error, BuildError) and _no_room(folder)):
+                raise
+            failure = error
+            continue
         return folder / file
+    if failure is not None:
+        raise failure
     raise BuildError(f"no folder to build in: {', '.join(map(str, _cache_folders()))}")
+
+
+def _no_room(folder: Path) -> bool:
+    """Whether the disk behind a folder is as good as full."""
+    return shutil.disk_usage(folder).free < _ROOM
 
 
 def _compile(command: list[str]) -> None:

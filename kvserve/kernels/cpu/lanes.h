@@ -1,11 +1,12 @@
-// Vectors of W floats, loaded from float32 or bfloat16 and stored as either.
+// Vectors of W floats, loaded from float32 or bfloat16 and stored as either; and loaded from levels of
+// int8, int4 and e4m3, which are widened without their scales.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -19,6 +20,16 @@ constexpr int kMaxLanes = 8;
 
 struct bf16 {
   uint16_t bits;
+};
+struct int8 {
+  int8_t level;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+// Two levels of a vector of D: of dimension d below, of d + D / 2 above.
+struct int4x2 {
+  uint8_t levels;
 };
 
 template <int W>
@@ -57,6 +68,63 @@ inline Vectors<16>::H resized(Vectors<16>::U x) {
 }
 #endif
 
+// W bytes, a lane each.
+template <int W>
+inline typename Vectors<W>::I signed_bytes(const void* from) {
+  typedef int8_t B __attribute__((vector_size(W)));
+  B bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, typename Vectors<W>::I);
+}
+template <int W>
+inline typename Vectors<W>::U unsigned_bytes(const void* from) {
+  typedef uint8_t B __attribute__((vector_size(W)));
+  B bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, typename Vectors<W>::U);
+}
+#if defined(__AVX2__)  // GCC 12 would widen in several steps
+template <>
+inline Vectors<8>::I signed_bytes<8>(const void* from) {
+  return (Vectors<8>::I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
+template <>
+inline Vectors<8>::U unsigned_bytes<8>(const void* from) {
+  return (Vectors<8>::U)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
+#endif
+#if defined(__AVX512F__)
+template <>
+inline Vectors<16>::I signed_bytes<16>(const void* from) {
+  return (Vectors<16>::I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+template <>
+inline Vectors<16>::U unsigned_bytes<16>(const void* from) {
+  return (Vectors<16>::U)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+#endif
+
+#if defined(__F16C__)
+// Sign and number where a float16 has them; its exponent is then 8 too small.
+template <int W>
+inline typename Vectors<W>::F e4m3_numbers(const void* from);
+template <>
+inline Vectors<8>::F e4m3_numbers<8>(const void* from) {
+  const __m128i bits = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from)), 8);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(bits, 1), _mm_set1_epi16((int16_t)0xbf80));
+  return (Vectors<8>::F)_mm256_cvtph_ps(half) * 256.0f;
+}
+#if defined(__AVX512F__)
+template <>
+inline Vectors<16>::F e4m3_numbers<16>(const void* from) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
+                                        _mm256_set1_epi16((int16_t)0xbf80));
+  return (Vectors<16>::F)_mm512_cvtph_ps(half) * 256.0f;
+}
+#endif
+#endif
+
 template <int W>
 struct Lanes : Vectors<W> {
   using typename Vectors<W>::F;
@@ -73,6 +141,24 @@ struct Lanes : Vectors<W> {
     H half;
     std::memcpy(&half, from, sizeof half);
     return (F)(resized<U>(half) << 16);
+  }
+  static inline F load(const int8* from) {
+    return __builtin_convertvector(signed_bytes<W>(from), F);
+  }
+  static inline F load(const e4m3* from) {
+#if defined(__F16C__)  // through float16, whose small numbers cost nothing
+    return e4m3_numbers<W>(from);
+#else
+    // Sign and number where a float has them; its exponent is then 120 too small.
+    const I bits = (I)(unsigned_bytes<W>(from) << 24);
+    return (F)((bits >> 4) & (I)((U){} + 0x87f00000u)) * 0x1p120f;
+#endif
+  }
+  // The levels of 2 W dimensions: of the lower half, and of the upper.
+  static inline void load(const int4x2* from, F& low, F& high) {
+    const U both = unsigned_bytes<W>(from);
+    low = __builtin_convertvector((I)(both & 15), F);
+    high = __builtin_convertvector((I)(both >> 4), F);
   }
   static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
   static inline void store(bf16* to, F x) {

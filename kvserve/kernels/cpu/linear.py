@@ -7,6 +7,7 @@ oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower fo
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,20 @@ class Panels(nn.Parameter):
         for before, after in zip(rows.split(some), values.split(some), strict=True):
             turned = before.transpose(1, 2).clone(memory_format=torch.contiguous_format)
             after.copy_(turned)
+        return cls._shaped(values, outputs, inputs)
+
+    @classmethod
+    def _shaped(cls, values: Tensor, outputs: int, inputs: int) -> Panels:
         panels = cls(values, requires_grad=False)
         panels.outputs, panels.inputs = outputs, inputs
         return panels
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Panels:
+        """A copy that knows its shape, which torch's own would leave behind."""
+        if id(self) not in memo:
+            memo[id(self)] = self._shaped(self.data.clone(), self.outputs, self.inputs)
+        copied: Panels = memo[id(self)]
+        return copied
 
 
 def linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:

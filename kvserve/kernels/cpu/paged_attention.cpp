@@ -6,6 +6,11 @@
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
 // Entries held as codes are decoded kTileEntries at a time; what is a vector itself is read in place.
 // Each of them says which query heads of its KV head attend to it.
+//
+// KVSERVE_FORMAT says what is stored; there is a library for each. Levels are widened as they are
+// loaded: a key's scale is applied to its logits, a value's to its weights. Chunks of many queries,
+// which read a tile several times, widen it once. Their sums are added up in the order of few
+// queries: a new entry must not be rounded otherwise because its token was computed in a chunk.
 
 #include <algorithm>
 #include <atomic>
@@ -14,17 +19,49 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "lanes.h"
 
+#define KVSERVE_AUTO 0
+#define KVSERVE_INT8 1
+#define KVSERVE_K8V4 2
+#define KVSERVE_FP8 3
+#ifndef KVSERVE_FORMAT
+#define KVSERVE_FORMAT KVSERVE_AUTO
+#endif
+
 namespace {
+
+// What keys and values are stored as, where numbers are computed as T.
+template <typename T>
+struct Stored {
+#if KVSERVE_FORMAT == KVSERVE_INT8
+  typedef int8 Key;
+  typedef int8 Value;
+#elif KVSERVE_FORMAT == KVSERVE_K8V4
+  typedef int8 Key;
+  typedef int4x2 Value;
+#elif KVSERVE_FORMAT == KVSERVE_FP8
+  typedef e4m3 Key;
+  typedef e4m3 Value;
+#else
+  typedef T Key;
+  typedef T Value;
+#endif
+};
+constexpr bool kLevels = KVSERVE_FORMAT != KVSERVE_AUTO;
+constexpr bool kHasLow = KVSERVE_FORMAT == KVSERVE_K8V4;
+// Values of two halves side by side are summed so, and parted when they are written.
+constexpr int kHalves = kHasLow ? 2 : 1;
 
 constexpr int kTileRows = 32;
 constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
+constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
 constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
 constexpr int kMaxVectors = kMaxLanes / 4;
 constexpr int kAhead = 32;  // entries: so long before it is read, a key or a value is asked for
@@ -65,26 +102,34 @@ inline void transpose(typename Lanes<W>::F* rows) {
   if constexpr (Step > 1) transpose<W, Step / 2>(rows);
 }
 
+// Whether the vector of W numbers from number d on is the first of a cache line; lines of one row.
+template <typename T, int W>
+inline bool starts_line(int d) {
+  constexpr int per_line = 64 / sizeof(T);
+  return W >= per_line || d % per_line == 0;
+}
+
 // ---- logits[Q, W] = queries[Q, D] . W keys[D] ---------------------------------------------------
 
 // Sums of keys k, k + Step, k + 2 Step, ... below W. Lanes whose numbers are the same below Step
 // add up to the logit of one key: k plus that number.
 template <int W, int Q, int Step, typename T>
-inline void dots(const float* queries, int dim, const T* const* keys, int k,
+inline void dots(const float* queries, int dim, const void* const* keys, int k,
                  typename Lanes<W>::F* sums) {
   typedef Lanes<W> X;
   typedef typename X::F F;
   if constexpr (Step == W) {
     for (int q = 0; q < Q; ++q) sums[q] = F{};
+    const T *row = static_cast<const T*>(keys[k]), *next = static_cast<const T*>(keys[k + kAhead]);
     for (int d = 0; d < dim; d += W) {
-      const F key = X::load(keys[k] + d);
-      __builtin_prefetch(keys[k + kAhead] + d, 0, 2);
+      const F key = X::load(row + d);
+      if (starts_line<T, W>(d)) __builtin_prefetch(next + d, 0, 2);
       for (int q = 0; q < Q; ++q) sums[q] += X::load(queries + q * dim + d) * key;
     }
   } else {
     F others[Q];
-    dots<W, Q, 2 * Step>(queries, dim, keys, k, sums);
-    dots<W, Q, 2 * Step>(queries, dim, keys, k + Step, others);
+    dots<W, Q, 2 * Step, T>(queries, dim, keys, k, sums);
+    dots<W, Q, 2 * Step, T>(queries, dim, keys, k + Step, others);
     for (int q = 0; q < Q; ++q) {
       swap_corners<W, Step>(sums[q], others[q], std::make_integer_sequence<int, W>());
       sums[q] += others[q];
@@ -93,31 +138,39 @@ inline void dots(const float* queries, int dim, const T* const* keys, int k,
 }
 
 template <int W, int Q, typename T>
-void dots_of(float* logits, int stride, const float* queries, int dim, const T* const* keys,
+void dots_of(float* logits, int stride, const float* queries, int dim, const void* const* keys,
              int width) {
   for (int at = 0; at < width; at += W) {
     typename Lanes<W>::F sums[Q];
-    dots<W, Q, 1>(queries, dim, keys + at, 0, sums);
+    dots<W, Q, 1, T>(queries, dim, keys + at, 0, sums);
     for (int q = 0; q < Q; ++q) Lanes<W>::store(logits + q * stride + at, sums[q]);
   }
 }
 
 // ---- out[Q, V * W] (+)= a[Q, depth] . rows[depth][V * W] ----------------------------------------
 
+// int4: columns are those of both halves in turns, W each.
 template <int W, int Q, int V, bool Add, bool Fetch, typename T>
-inline void multiply(float* out, int stride, const float* a, int a_stride, const T* const* rows,
+inline void multiply(float* out, int stride, const float* a, int a_stride, const void* const* rows,
                      int column, int depth) {
+  constexpr int per_item = std::is_same_v<T, int4x2> ? 2 : 1;
   typedef Lanes<W> X;
   typename X::F sum[Q][V] = {};
   if (Add)
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V; ++v) sum[q][v] = X::load(out + q * stride + v * W);
   for (int k = 0; k < depth; ++k) {
-    const T* row = rows[k] + column;
+    const T* row = static_cast<const T*>(rows[k]) + column / per_item;
+    const T* next = static_cast<const T*>(rows[k + (Fetch ? kAhead : 0)]) + column / per_item;
     typename X::F b[V];
-    for (int v = 0; v < V; ++v) {
-      b[v] = X::load(row + v * W);
-      if (Fetch) __builtin_prefetch(rows[k + kAhead] + column + v * W, 0, 2);
+    if constexpr (per_item == 2) {
+      for (int v = 0; v + 1 < V; v += 2) X::load(row + v / 2 * W, b[v], b[v + 1]);
+      if (Fetch) __builtin_prefetch(next, 0, 2);
+    } else {
+      for (int v = 0; v < V; ++v) {
+        b[v] = X::load(row + v * W);
+        if (Fetch && starts_line<T, W>(v * W)) __builtin_prefetch(next + v * W, 0, 2);
+      }
     }
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V; ++v) sum[q][v] += a[q * a_stride + k] * b[v];
@@ -128,24 +181,25 @@ inline void multiply(float* out, int stride, const float* a, int a_stride, const
 
 template <int W, int Q, bool Add, bool Fetch, typename T>
 void multiply_rows(float* out, int stride, int width, const float* a, int a_stride,
-                   const T* const* rows, int depth) {
+                   const void* const* rows, int depth) {
   int at = 0;
   for (; at + kMaxVectors * W <= width; at += kMaxVectors * W)
-    multiply<W, Q, kMaxVectors, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
+    multiply<W, Q, kMaxVectors, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
   for (; at + 2 * W <= width; at += 2 * W)
-    multiply<W, Q, 2, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
-  if (at < width) multiply<W, Q, 1, Add, Fetch>(out + at, stride, a, a_stride, rows, at, depth);
+    multiply<W, Q, 2, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
+  if constexpr (!std::is_same_v<T, int4x2>)
+    if (at < width) multiply<W, Q, 1, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
 }
 
-// width: a multiple of W.
+// width: a multiple of W; of int4, of 2 W.
 template <int W, bool Add, bool Fetch, typename T>
 void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
-                  const T* const* rows, int depth) {
+                  const void* const* rows, int depth) {
   for (; num_rows >= 4; num_rows -= 4, out += 4 * stride, a += 4 * a_stride)
-    multiply_rows<W, 4, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 3) multiply_rows<W, 3, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 2) multiply_rows<W, 2, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 1) multiply_rows<W, 1, Add, Fetch>(out, stride, width, a, a_stride, rows, depth);
+    multiply_rows<W, 4, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 3) multiply_rows<W, 3, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 2) multiply_rows<W, 2, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
+  if (num_rows == 1) multiply_rows<W, 1, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
 }
 
 }  // namespace
@@ -155,13 +209,15 @@ void multiply_all(float* out, int stride, int num_rows, int width, const float* 
 extern "C" struct PagedAttention {
   const void* query;        // [T, Hq, D], tokens query_stride apart
   void* out;                // [T, Hq, D], dense
-  const void* keys;         // [num_blocks, B, Hb, D], blocks block_stride apart
+  const void* keys;         // [num_blocks, B, Hb, D], blocks block_stride apart; levels: see below
   const void* values;
   const int32_t* tables;    // [num_rows, R, M] of this layer group
   const int64_t* rows;      // [S], table row of each chunk
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   int64_t* fault;           // [2], the chunk and the number that were refused
+  float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: nobody asks
+  const int64_t* recent;    // [T], how many of them are meant
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
   const Slot* slots;             // [num_blocks, slots_per_block]
@@ -169,6 +225,12 @@ extern "C" struct PagedAttention {
   const int32_t* slot_tables;    // [num_rows, R, slot_columns], blocks of slots
   const int32_t* vector_tables;  // [num_rows, R, vector_columns], blocks of vectors
   const float* turns;            // [num_turns, D], cosines and sines by distance
+  // Of levels: bfloat16, an entry each. Here [num_blocks, Hb, B] for levels too, blocks block_stride
+  // and heads head_stride bytes apart.
+  const uint16_t* key_scales;
+  const uint16_t* value_scales;
+  const uint16_t* value_lows;    // of int4
+  int64_t head_stride;
   int64_t slots_per_block, slot_columns, vector_columns, num_turns;
   int64_t query_stride, block_stride;
   int64_t num_tokens, num_chunks, num_blocks, num_rows, columns;
@@ -194,21 +256,36 @@ struct Scratch {
   alignas(64) float sums[kTileRows * kMaxHeadDim];
   alignas(64) float keys[kTileEntries * kMaxHeadDim];
   alignas(64) float weights[kTileRows * kTileEntries];
-  float largest[kTileRows], total[kTileRows];
-  int64_t last[kTileRows];
-  const float* key_rows[kMaxHeadDim];
+  float largest[kTileRows], total[kTileRows], recent[kTileRows];
+  int64_t last[kTileRows], newer[kTileRows];  // and where the newest entries begin
+  const void* key_rows[kMaxHeadDim];
   uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
+};
+
+// Beside it where levels are held: of the tile's entries, and what int4's lows have added up to.
+struct Scales {
+  alignas(64) float keys[kTileEntries * kMaxHeadDim];  // levels as floats, for chunks
+  alignas(64) float values[kTileEntries * kMaxHeadDim];
+  alignas(64) float key[kTileEntries], value[kTileEntries], low[kTileEntries];
+  const void *key_rows[kTileEntries + kAhead], *value_rows[kTileEntries];
+  float lows[kTileRows];
 };
 
 template <typename T, int W>
 class Kernel {
+  typedef typename Stored<T>::Key Key;
+  typedef typename Stored<T>::Value Value;
+
  public:
   explicit Kernel(const PagedAttention& call)
       : call_(call),
         dim_(call.head_dim),
         group_(call.num_heads / call.num_kv_heads),
         heads_per_table_(call.num_kv_heads / call.tables_per_row),
-        row_stride_(heads_per_table_ * call.head_dim) {}
+        key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key)),
+        value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kHalves),
+        head_step_(kLevels ? call.head_stride : dim_ * sizeof(T)),
+        block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))) {}
 
   int run() {
     if (int refusal = plan()) return refusal;
@@ -272,7 +349,7 @@ class Kernel {
         }
       }
     }
-    partials_.resize(partials * (dim_ + 2));
+    partials_.resize(partials * (dim_ + kKept));
     return kNone;
   }
 
@@ -282,33 +359,52 @@ class Kernel {
     Scratch own;
     begin(item, own);
     const bool decodes = item.count <= kFewRows;
-    const T* rows[2 * kTileEntries + kAhead];  // in the order in which they are read
-    std::fill(std::begin(rows), std::end(rows), static_cast<const T*>(call_.keys));
+    const void* rows[2 * kTileEntries + kAhead];  // in the order in which they are read
+    std::fill(std::begin(rows), std::end(rows), call_.keys);
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
+    Scales scales;
+    if (kLevels) clear(item, scales);
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
       const int width = (count + W - 1) / W * W;
-      const T **keys = rows, **values = rows + width;
+      const void **keys = rows, **values = rows + width;
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
       if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
+      if (kLevels) find_scales(item, at, count, scales);
       if (decodes) find_behind(index, at + count, values + count);
-      score(item, own, keys, count, width);
+      score(item, own, keys, count, width, scales);
       hide(item, own, coded);
-      for (int i = 0; i < item.count; ++i) soften(own, i, own.last[i] + 1 - at, width);
-      const auto add = decodes ? multiply_all<W, true, true, T> : multiply_all<W, true, false, T>;
-      add(own.sums, dim_, item.count, dim_, own.weights, kTileEntries, values, count);
+      for (int i = 0; i < item.count; ++i)
+        soften(own, i, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
+      if (kLevels) weigh(item, own, width, scales);
+      if (decodes) {
+        multiply_all<W, true, true, Value>(own.sums, dim_, item.count, dim_, own.weights,
+                                           kTileEntries, values, count);
+      } else if (kLevels) {
+        widen<Value>(values, count, scales.values, scales.value_rows);
+        multiply_all<W, true, false, float>(own.sums, dim_, item.count, dim_, own.weights,
+                                            kTileEntries, scales.value_rows, count);
+      } else {
+        multiply_all<W, true, false, Value>(own.sums, dim_, item.count, dim_, own.weights,
+                                            kTileEntries, values, count);
+      }
     }
+    if (kHasLow)
+      for (int i = 0; i < item.count; ++i)
+        for (int d = 0; d < dim_; d += W)
+          X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
     if (item.parts == 1) {
       for (int i = 0; i < item.count; ++i)
-        write(item, i, own.sums + i * dim_, own.total[i] > 0.0f ? 1.0f / own.total[i] : 0.0f);
+        write(item, i, own.sums + i * dim_, own.total[i], own.recent[i]);
       return;
     }
     for (int i = 0; i < item.count; ++i) {
       float* kept = partial(item, item.part, i);
       kept[0] = own.largest[i];
       kept[1] = own.total[i];
-      std::memcpy(kept + 2, own.sums + i * dim_, dim_ * sizeof(float));
+      kept[2] = own.recent[i];
+      std::memcpy(kept + kKept, own.sums + i * dim_, dim_ * sizeof(float));
     }
   }
 
@@ -324,8 +420,9 @@ class Kernel {
     const int64_t* last = last_of(item.kv_head);
     for (int i = 0; i < item.count; ++i) {
       own.last[i] = last[token(item, i)];
+      own.newer[i] = call_.shares ? own.last[i] + 1 - call_.recent[token(item, i)] : INT64_MAX;
       own.largest[i] = -INFINITY;
-      own.total[i] = 0.0f;
+      own.total[i] = own.recent[i] = 0.0f;
       const T* from = static_cast<const T*>(call_.query) + token(item, i) * call_.query_stride +
                       head(item, i) * dim_;
       for (int d = 0; d < dim_; d += W)
@@ -341,7 +438,7 @@ class Kernel {
 
   // Addresses of coded entries [at, at + count): vectors of the codebook, or what becomes of them
   // in decoded; and who attends to them. False if something that codes refer to is not there.
-  bool decode(const Item& item, int64_t at, int count, const T** keys, const T** values,
+  bool decode(const Item& item, int64_t at, int count, const void** keys, const void** values,
               T (*decoded)[kTileEntries * kMaxHeadDim], uint32_t* heads,
               std::atomic<int>& refusal) const {
     const PagedAttention& c = call_;
@@ -355,19 +452,21 @@ class Kernel {
       if (std::abs((int64_t)slot.distance) >= c.num_turns)
         return refuse_one(kDistance, item, slot.distance, refusal);
       heads[i] = slot.heads;
-      keys[i] = vector(item, slot.key, refusal);
-      values[i] = vector(item, slot.value, refusal);
-      if (!keys[i] || !values[i]) return false;
+      const T* key = vector(item, slot.key, refusal);
+      const T* value = vector(item, slot.value, refusal);
+      if (!key || !value) return false;
+      keys[i] = key;
+      values[i] = value;
       const float key_scale = half_to_float(slot.key_scale);
       const float value_scale = half_to_float(slot.value_scale);
       if (slot.distance || key_scale != 1.0f) {
         T* to = decoded[0] + i * dim_;
-        turn_by(slot.distance, key_scale, keys[i], to);
+        turn_by(slot.distance, key_scale, key, to);
         keys[i] = to;
       }
       if (value_scale != 1.0f) {
         T* to = decoded[1] + i * dim_;
-        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(values[i] + d) * value_scale);
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(value + d) * value_scale);
         values[i] = to;
       }
     }
@@ -417,23 +516,23 @@ class Kernel {
                                                                   int count, Visit visit) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = c.tables + lane(item) * c.columns;
-    const int64_t head = item.kv_head % heads_per_table_ * dim_;
+    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
     int64_t offset = at % c.block_size, column = at / c.block_size;
     for (int i = 0; i < count; ++column, offset = 0) {
       const int64_t block = blocks[column];
       if (block < 1 || block >= c.num_blocks) return blocks + column;
-      const int64_t place = block * c.block_stride + head;
+      const int64_t place = block * block_step_ + head;
       for (; i < count && offset < c.block_size; ++i, ++offset)
-        visit(i, static_cast<const T*>(c.keys) + place + offset * row_stride_,
-              static_cast<const T*>(c.values) + place + offset * row_stride_);
+        visit(i, static_cast<const char*>(c.keys) + place + offset * key_step_,
+              static_cast<const char*>(c.values) + place + offset * value_step_);
     }
     return nullptr;
   }
 
   // Addresses of entries [at, at + count); false if a column in use names no block.
-  bool find(const Item& item, int64_t at, int count, const T** keys, const T** values,
+  bool find(const Item& item, int64_t at, int count, const void** keys, const void** values,
             std::atomic<int>& refusal) const {
-    const int32_t* wrong = each_entry(item, at, count, [=](int i, const T* key, const T* value) {
+    const int32_t* wrong = each_entry(item, at, count, [=](int i, const char* key, const char* value) {
       keys[i] = key;
       values[i] = value;
     });
@@ -442,45 +541,123 @@ class Kernel {
 
   // The raw keys that are read next, from entry `at` of an item or the next item's first on; what is
   // held as codes is not asked for.
-  void find_behind(int64_t index, int64_t at, const T** keys) const {
+  void find_behind(int64_t index, int64_t at, const void** keys) const {
     if (at >= items_[index].end) {
       if (++index == (int64_t)items_.size()) return;
       at = items_[index].begin;
     }
     const Item& item = items_[index];
     const int count = std::min<int64_t>(kAhead, item.end - at);
-    each_entry(item, at, count, [=](int i, const T* key, const T*) { keys[i] = key; });
+    each_entry(item, at, count, [=](int i, const char* key, const char*) { keys[i] = key; });
+  }
+
+  // Nothing is known of entries yet; what lies behind the last is finite then.
+  void clear(const Item& item, Scales& scales) const {
+    for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, kTileEntries, 0.0f);
+    std::fill_n(scales.lows, item.count, 0.0f);
+    std::fill(std::begin(scales.key_rows), std::end(scales.key_rows), scales.keys);
+  }
+
+  // Scales of the entries [at, at + count), whose blocks are there.
+  void find_scales(const Item& item, int64_t at, int count, Scales& scales) const {
+    const PagedAttention& c = call_;
+    const int32_t* blocks = c.tables + lane(item) * c.columns;
+    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    int64_t offset = at % c.block_size, column = at / c.block_size;
+    for (int i = 0; i < count; ++column, offset = 0) {
+      const int64_t place = (blocks[column] * block_step_ + head) / 2 + offset;
+      const int run = std::min<int64_t>(count - i, c.block_size - offset);
+      widen_run(c.key_scales + place, run, scales.key + i);
+      widen_run(c.value_scales + place, run, scales.value + i);
+      if (kHasLow) widen_run(c.value_lows + place, run, scales.low + i);
+      i += run;
+    }
+  }
+  static void widen_run(const uint16_t* from, int count, float* to) {
+    for (int i = 0; i < count; ++i) {
+      const uint32_t bits = (uint32_t)from[i] << 16;
+      std::memcpy(to + i, &bits, sizeof bits);
+    }
+  }
+
+  // Weights become those of levels; what they make of int4's lows is kept aside.
+  void weigh(const Item& item, Scratch& own, int width, Scales& scales) const {
+    for (int i = 0; i < item.count; ++i) {
+      float* row = own.weights + i * kTileEntries;
+      F lows = {};
+      for (int v = 0; v < width; v += W) {
+        const F weight = X::load(row + v);
+        if (kHasLow) lows += weight * X::load(scales.low + v);
+        X::store(row + v, weight * X::load(scales.value + v));
+      }
+      if (kHasLow) scales.lows[i] += X::total(lows);
+    }
+  }
+
+  // Levels of a tile as floats; of int4, W of either half in turns.
+  template <typename Levels>
+  void widen(const void* const* from, int count, float* to, const void** rows) const {
+    for (int k = 0; k < count; ++k, to += dim_) {
+      const Levels* row = static_cast<const Levels*>(from[k]);
+      rows[k] = to;
+      if constexpr (std::is_same_v<Levels, int4x2>) {
+        for (int d = 0; d < dim_; d += 2 * W) {
+          F low, high;
+          X::load(row + d / 2, low, high);
+          X::store(to + d, low);
+          X::store(to + d + W, high);
+        }
+      } else {
+        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(row + d));
+      }
+    }
   }
 
   // Logits of all pairs with `count` keys; what fills up the last vector means nothing.
-  void score(const Item& item, Scratch& own, const T** keys, int count, int width) const {
+  void score(const Item& item, Scratch& own, const void** keys, int count, int width,
+             Scales& scales) const {
     if (item.count <= kFewRows) {
       for (int i = count; i < width; ++i) keys[i] = keys[0];
-      few<kFewRows>(item, own, keys, width);
-      return;
+      few<kFewRows, Key>(own, 0, item.count, keys, width);
+    } else if (kLevels) {
+      widen<Key>(keys, count, scales.keys, scales.key_rows);
+      for (int i = count; i < width; ++i) scales.key_rows[i] = scales.keys;
+      for (int i = 0; i < item.count; i += kFewRows)
+        few<kFewRows, float>(own, i, item.count - i, scales.key_rows, width);
+    } else {
+      turn(keys, count, width, own.keys);
+      for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
+      multiply_all<W, false, false, float>(own.weights, kTileEntries, item.count, width, own.query,
+                                           dim_, own.key_rows, dim_);
     }
-    turn(keys, count, width, own.keys);
-    for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
-    multiply_all<W, false, false>(own.weights, kTileEntries, item.count, width, own.query, dim_,
-                                  own.key_rows, dim_);
+    if (!kLevels) return;
+    for (int i = 0; i < item.count; ++i)
+      for (int at = 0; at < width; at += W) {
+        float* logits = own.weights + i * kTileEntries + at;
+        X::store(logits, X::load(logits) * X::load(scales.key + at));
+      }
   }
 
-  template <int Q>
-  void few(const Item& item, Scratch& own, const T* const* keys, int width) const {
+  // Of up to Q pairs from `first` on.
+  template <int Q, typename Numbers>
+  void few(Scratch& own, int first, int count, const void* const* keys, int width) const {
     if constexpr (Q > 1)
-      if (item.count < Q) return few<Q - 1>(item, own, keys, width);
-    dots_of<W, Q>(own.weights, kTileEntries, own.query, dim_, keys, width);
+      if (count < Q) return few<Q - 1, Numbers>(own, first, count, keys, width);
+    dots_of<W, Q, Numbers>(own.weights + first * kTileEntries, kTileEntries,
+                           own.query + first * dim_, dim_, keys, width);
   }
 
   // Keys [count, D] -> [D, width]; what fills up the last vector is zero.
-  void turn(const T* const* keys, int count, int width, float* out) const {
-    for (int at = 0; at < width; at += W)
-      for (int d = 0; d < dim_; d += W) {
-        F tile[W];
-        for (int i = 0; i < W; ++i) tile[i] = at + i < count ? X::load(keys[at + i] + d) : F{};
-        transpose<W>(tile);
-        for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
-      }
+  void turn(const void* const* keys, int count, int width, float* out) const {
+    if constexpr (!kLevels)
+      for (int at = 0; at < width; at += W)
+        for (int d = 0; d < dim_; d += W) {
+          F tile[W];
+          for (int i = 0; i < W; ++i)
+            tile[i] = at + i < count ? X::load(static_cast<const T*>(keys[at + i]) + d) : F{};
+          transpose<W>(tile);
+          for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
+        }
   }
 
   // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
@@ -495,8 +672,10 @@ class Kernel {
     }
   }
 
-  // Logits of pair i become weights relative to its largest logit so far; visible: how many count.
-  void soften(Scratch& own, int i, int64_t visible, int width) const {
+  // Logits of pair i become weights relative to its largest logit so far; visible: how many count,
+  // newer: from where on they are added up apart.
+  void soften(Scratch& own, int i, int64_t visible, int64_t newer, int width,
+              Scales& scales) const {
     float* row = own.weights + i * kTileEntries;
     if (visible <= 0) {
       std::memset(row, 0, width * sizeof(float));
@@ -517,24 +696,31 @@ class Kernel {
       X::store(row + v, x);
       sum += x;
     }
+    F recent = {};
+    if (newer < seen)
+      for (int v = 0, from = std::max<int64_t>(newer, 0); v < width; v += W)
+        recent += lane >= from - v ? X::load(row + v) : F{};
     if (largest != own.largest[i]) {
       const float shrink = std::exp(own.largest[i] - largest);
       own.total[i] *= shrink;
+      own.recent[i] *= shrink;
+      if (kHasLow) scales.lows[i] *= shrink;
       for (int d = 0; d < dim_; d += W)
         X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) * shrink);
       own.largest[i] = largest;
     }
     own.total[i] += X::total(sum);
+    own.recent[i] += X::total(recent);
   }
 
   float* partial(const Item& item, int part, int i) {
-    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + 2);
+    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + kKept);
   }
 
   void merge(const Item& item) {
     float sums[kMaxHeadDim];
     for (int i = 0; i < item.count; ++i) {
-      float largest = -INFINITY, total = 0.0f;
+      float largest = -INFINITY, total = 0.0f, recent = 0.0f;
       for (int p = 0; p < item.parts; ++p) largest = std::max(largest, partial(item, p, i)[0]);
       std::memset(sums, 0, dim_ * sizeof(float));
       for (int p = 0; p < item.parts; ++p) {
@@ -542,28 +728,35 @@ class Kernel {
         if (kept[1] == 0.0f) continue;  // this part is behind what the query sees
         const float weight = std::exp(kept[0] - largest);
         total += weight * kept[1];
-        for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[2 + d];
+        recent += weight * kept[2];
+        for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[kKept + d];
       }
-      write(item, i, sums, total > 0.0f ? 1.0f / total : 0.0f);
+      write(item, i, sums, total, recent);
     }
   }
 
-  void write(const Item& item, int i, const float* sums, float factor) const {
+  // Weighted values over the total of their weights, of which the newest entries have `recent`.
+  void write(const Item& item, int i, const float* sums, float total, float recent) const {
     const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    const float factor = total > 0.0f ? 1.0f / total : 0.0f;
+    if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
     T* to = static_cast<T*>(call_.out) + place * dim_;
-    for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
+    for (int d = 0; d < dim_; d += W) {
+      const int half = d / W % kHalves;
+      X::store(to + (d - half * W) / kHalves + half * (dim_ / 2), X::load(sums + d) * factor);
+    }
   }
 
   const PagedAttention& call_;
   const int dim_, group_, heads_per_table_;
-  const int64_t row_stride_;
+  const int64_t key_step_, value_step_, head_step_, block_step_;  // bytes
   std::vector<Item> items_;
   std::vector<float> partials_;
 };
 
 template <typename T>
 int run(const PagedAttention& call) {
-  if (call.head_dim % kMaxLanes == 0) return Kernel<T, kMaxLanes>(call).run();
+  if (call.head_dim % (kMaxLanes * kHalves) == 0) return Kernel<T, kMaxLanes>(call).run();
   return Kernel<T, 8>(call).run();
 }
 

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_codes
+from kvserve.kernels.checks import check_codes, check_shares
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.shares import Shares
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 _POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_SHARES = ("shares", "recent")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
+_LEVELS = ("key_scales", "value_scales", "value_lows")
+_FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
+"""KVSERVE_FORMAT, by the forms of keys and values."""
 _NUMBERS = (
+    "head_stride",
     *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),
     *("query_stride", "block_stride"),
     *("num_tokens", "num_chunks", "num_blocks", "num_rows", "columns"),
@@ -38,7 +45,7 @@ class _Call(ctypes.Structure):
     """``PagedAttention`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_CODES)),
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_SHARES, *_CODES, *_LEVELS)),
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
@@ -46,7 +53,7 @@ class _Call(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class CpuQuerySegments:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
@@ -58,6 +65,18 @@ class Chunks:
     last: Tensor
 
 
+def library(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> ctypes.CDLL:
+    """The kernel for entries of these forms."""
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        return load_library("paged_attention")
+    return load_library_of(keys.form.name, values.form.name)
+
+
+def load_library_of(key: str, value: str) -> ctypes.CDLL:
+    """The kernel for keys and values that are held as these forms of levels."""
+    return load_library("paged_attention", f"KVSERVE_FORMAT={_FORMATS[key, value]}")
+
+
 def refusal(head_dim: int) -> str | None:
     """Why the kernel does not take heads of this size, if it does not."""
     if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= MAX_HEAD_DIM:
@@ -67,42 +86,47 @@ def refusal(head_dim: int) -> str | None:
 
 def paged_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     group: int,
     scale: float,
     codes: Codes | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """Each token against its row's entries up to its ``last``, softmax at ``scale``.
 
-    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D]; tables: int32 [LG, num_rows, R, M],
-    of which layer group ``group`` is read; ``codes`` are that group's. Returns [T, Hq, D]; zeros
-    where a token sees nothing. ``ValueError`` for shapes it is not built for, ``IndexError`` for a
-    row, an entry, a block or a vector that is not there; block 0 is no sequence's. Reference:
-    ``kvserve.kernels.paged_attention.paged_attention_torch``.
+    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
+    [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
+    Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes what each query gave to
+    the newest entries, 0 for such a token. ``ValueError`` for shapes it is not built for,
+    ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
+    sequence's. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
+    check_shares(shares, query)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
     call = _Call(
         query.data_ptr(),
         out.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
+        *_entries(keys, values),
         tables.data_ptr() + group * tables.stride(0) * tables.itemsize,
         chunks.rows.data_ptr(),
         chunks.starts.data_ptr(),
         chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
         ctypes.addressof(fault),
-        *_code_fields(codes),
+        *((None, None) if shares is None else (x.data_ptr() for x in shares)),
+        *_code_pointers(codes),
+        *_scale_fields(keys, values),
+        *_code_widths(codes),
         query.stride(0),
-        keys.stride(0),
+        _stored(keys).stride(0),
         len(query),
         len(chunks.rows),
-        len(keys),
+        keys.shape[0],
         num_rows,
         columns,
         keys.shape[1],
@@ -114,26 +138,51 @@ def paged_attention(
         scale,
         query.dtype is torch.bfloat16,
     )
-    refused = load_library("paged_attention").kvserve_paged_attention(ctypes.byref(call))
+    refused = library(keys, values).kvserve_paged_attention(ctypes.byref(call))
     if refused:
         raise IndexError(f"paged attention: {_REFUSALS[refused].format(*fault)}")
     return out
 
 
-def _code_fields(codes: Codes | None) -> tuple[int | None, ...]:
+def _stored(x: Tensor | QuantizedVectors) -> Tensor:
+    """What attention reads numbers, or their levels, from."""
+    return x if isinstance(x, Tensor) else x.levels
+
+
+def _entries(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> tuple[int, int]:
+    return _stored(keys).data_ptr(), _stored(values).data_ptr()
+
+
+def _scale_fields(
+    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
+) -> tuple[int | None, ...]:
+    """Where scales and lows are, and how many bytes heads are apart."""
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        return None, None, None, 0
+    low = None if values.low is None else values.low.data_ptr()
+    return keys.scale.data_ptr(), values.scale.data_ptr(), low, keys.levels.stride(2)
+
+
+def _code_pointers(codes: Codes | None) -> tuple[int | None, ...]:
     if codes is None:
-        return *[None] * len(_CODES), 0, 0, 0, 0
+        return (None,) * len(_CODES)
     slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    pointers = (x.data_ptr() for x in (coded, slots, vectors, slot_tables, vector_tables, turns))
-    return *pointers, slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
+    return tuple(x.data_ptr() for x in (coded, slots, vectors, slot_tables, vector_tables, turns))
+
+
+def _code_widths(codes: Codes | None) -> tuple[int, ...]:
+    if codes is None:
+        return 0, 0, 0, 0
+    widths = (table.shape[2] for table in (codes.slot_tables, codes.vector_tables))
+    return codes.slots.shape[1], *widths, len(codes.turns)
 
 
 def _check(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
     tables: Tensor,
-    chunks: Chunks,
+    chunks: CpuQuerySegments,
     codes: Codes | None,
 ) -> None:
     """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
@@ -144,25 +193,29 @@ def _check(
             f"tables {list(tables.shape)})"
         )
     if codes is not None:
+        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables[0], keys)
 
 
 def _problem(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: Chunks
+    query: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    chunks: CpuQuerySegments,
 ) -> str | None:
     tokens, heads, dim = query.shape
     per_table = keys.shape[2]
     if (why := refusal(dim)) is not None:
         return why
-    if query.dtype not in DTYPES or not query.dtype is keys.dtype is values.dtype:
-        return f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: one of {DTYPES} is needed"
+    if query.dtype not in DTYPES:
+        return f"dtype {query.dtype}: one of {DTYPES} is needed"
     if keys.shape != values.shape or keys.shape[3] != dim or heads % (per_table * tables.shape[2]):
         return "query heads do not divide over the KV heads of the blocks and tables"
-    strides = keys.stride()
-    if query.stride()[1:] != (dim, 1) or strides[1:] != (per_table * dim, dim, 1):
-        return "a token of the query, or a layer of a block, is not dense"
-    if strides != values.stride():
-        return "keys and values are not laid out alike"
+    if query.stride()[1:] != (dim, 1):
+        return "a token of the query is not dense"
+    if (why := _entry_problem(query, keys, values)) is not None:
+        return why
     if tables.dtype is not torch.int32 or not tables.is_contiguous():
         return "tables are not dense int32"
     parts = chunks.rows, chunks.starts, chunks.last
@@ -173,4 +226,25 @@ def _problem(
         or len(chunks.starts) != len(chunks.rows) + 1
     ):
         return "chunks do not fit the query and the tables"
+    return None
+
+
+def _entry_problem(
+    query: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
+) -> str | None:
+    """What is wrong with keys and values, which are of one shape."""
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        if not query.dtype is keys.dtype is values.dtype:
+            return f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: they have to be the same"
+        if keys.stride()[1:] != (keys.shape[2] * keys.shape[3], keys.shape[3], 1):
+            return "a layer of a block is not dense"
+        return (
+            None if keys.stride() == values.stride() else "keys and values are not laid out alike"
+        )
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        return "keys and values are not both levels"
+    if (keys.form.name, values.form.name) not in _FORMATS:
+        return f"no keys of {keys.form.name} beside values of {values.form.name}"
+    if values.form.bits == 4 and keys.shape[3] % 16:
+        return f"head_dim {keys.shape[3]} is not a multiple of 16, as int4 needs"
     return None

@@ -52,6 +52,8 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
     num_blocks, layers, _, size, heads, dim = kv_cache.shape
     tables, tokens = slots.shape
     shape = (tokens, tables * heads, dim)
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"store_kv: a cache {list(kv_cache.shape)} has to be dense")
     _check(kv_cache, slots, key, shape)
     _check(kv_cache, slots, value, shape)
     width = heads * dim * kv_cache.itemsize
@@ -82,24 +84,25 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
     """Log one layer's queries, as ``kvserve.kernels.store_kv``, but for those of block 0.
 
-    query_log: [num_blocks, Lb, tokens, Hb, D], dense, float32 or bfloat16; slots: int64 [R, T];
-    query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
+    query_log: [num_blocks, Lb, tokens, Hb, D], a layer of a block dense, float32 or bfloat16;
+    slots: int64 [R, T]; query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
     """
     if query_log.dtype is torch.uint8:  # e4m3 numbers, which no CPU logs by itself
         return store_queries_torch(query_log, layer, slots, query)
-    num_blocks, layers, size, heads, dim = query_log.shape
+    num_blocks, _, size, heads, dim = query_log.shape
     tables, tokens = slots.shape
     group = query.shape[1] // (tables * heads)
+    if query_log.stride()[2:] != (heads * dim, dim, 1):
+        raise ValueError(f"store_queries: a layer of a block is not dense: {query_log.stride()}")
     _check(query_log, slots, query, (tokens, tables * heads * group, dim))
-    block = size * heads * dim
     fault = ctypes.c_int64()
     call = _QueryCall(
         query.data_ptr(),
-        query_log.data_ptr() + layer * block * query_log.itemsize,
+        query_log.data_ptr() + layer * query_log.stride(1) * query_log.itemsize,
         slots.data_ptr(),
         ctypes.addressof(fault),
         query.stride(0),
-        layers * block,
+        query_log.stride(0),
         tokens,
         num_blocks,
         size,
@@ -117,8 +120,7 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
 
 def _check(cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:
     """What the kernels take for granted."""
-    dense = cache.is_contiguous() and slots.is_contiguous()
-    if new.shape != shape or new.stride()[1:] != (shape[2], 1) or not dense:
+    if new.shape != shape or new.stride()[1:] != (shape[2], 1) or not slots.is_contiguous():
         raise ValueError(
             f"store_kv: new entries {list(new.shape)} for slots {list(slots.shape)} of a cache "
             f"{list(cache.shape)}: {list(shape)} is needed, each tensor dense"

@@ -1,4 +1,7 @@
-"""Small settings of every policy, and what they must do to one row: the conformance matrix."""
+"""Small settings of every policy, and what they must do to one row: the conformance matrix.
+
+A policy has a row in ``CASES``, or in ``UNEVEN_CASES`` where lengths differ after its events.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ CASES = [
         "kara",
         {
             "window": 20, "buffer": 4, "ratio": 0.4, "chunk_budget": 3, "max_chunk": 4, "period": 5,
-            "query_reduce": "heads",
+            "query_reduce": "heads", "query_dtype": "model",
         },
         [(57, 48), (77, 59)],
         first=PROMPT,
@@ -251,3 +254,35 @@ CASES = [
     ),
     Case("longest_keys", {"budget": 12}, [(37, 12)], roomy={"budget": 37}),
 ]  # fmt: skip
+
+UNEVEN_BLOCK = 4
+UNEVEN_CASES: dict[str, dict[str, Any]] = {
+    "pyramidkv": {"name": "pyramidkv", "budget": 20, "window": 4, "beta": 4},
+    "pyramidkv-threshold": {
+        "name": "pyramidkv", "budget": 20, "window": 4, "beta": 4, "trigger": "threshold",
+        "threshold": 30,
+    },
+    "adakv": {"name": "adakv", "budget": 20, "window": 4},
+    "adakv-threshold": {
+        "name": "adakv", "budget": 20, "window": 4, "trigger": "threshold", "threshold": 31,
+        "protect_prompt": False,
+    },
+    "adakv-keydiff": {"name": "adakv", "budget": 20, "scorer": {"name": "keydiff", "recent": 4}},
+    "dynamickv": {"name": "dynamickv", "budget": 20, "window": 4, "interval": 1},
+    "chunkkv-blocks": {
+        "name": "chunkkv", "budget": 25, "chunk_size": UNEVEN_BLOCK, "window": 4, "align": "block",
+    },
+    "pyramidinfer": {
+        "name": "pyramidinfer", "min_context": 8, "decay": 0.2, "period": 8, "decode_decay": 0.3,
+    },
+    "windowkv": {
+        "name": "windowkv", "budget": 24, "task": "localization", "window": 4, "chunk_size": 4,
+        "reuse_layers": 1, "pyramid": 3,
+    },
+    "windowkv-aggregation": {
+        "name": "windowkv", "budget": 24, "task": "aggregation", "window": 4, "chunk_size": 4,
+        "reuse_layers": 1, "pyramid": 3,
+    },
+    "spindlekv": {"name": "spindlekv", "ratio": 0.3, "window": 4, "codebook": False},
+}  # fmt: skip
+"""Settings of the policies that keep unequal counts (``choose``), on prompts of 70 tokens."""

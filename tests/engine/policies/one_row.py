@@ -29,24 +29,24 @@ def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], li
     prompt = np.array([num_prompt], np.int32)
     held: list[int] = []
     events, history = [], []
-    run_start = policy.trigger.start(prompt)
+    first_uncompressed_pos = policy.event_trigger.start(prompt)
 
     def rows(computed: int) -> RowState:
         seen, length = (np.array([n], np.int32) for n in (computed, len(held)))
-        return RowState(prompt, seen, length, run_start)
+        return RowState(prompt, seen, length, first_uncompressed_pos)
 
-    due = int(policy.trigger.next_event(rows(0))[0])
+    due = int(policy.event_trigger.next_event(rows(0))[0])
     for position in range(len(keys)):
         if position == due:
-            plan = policy.trigger.plan(rows(position))
+            plan = policy.event_trigger.plan(rows(position))
             start, keep = int(plan.region_start[0]), int(plan.keep[0])
             region = keys[held[start:]]
-            queries = torch.zeros(1, policy.trigger.num_queries, keys.shape[1])
+            queries = torch.zeros(1, policy.event_trigger.num_queries, keys.shape[1])
             (kept,) = choose(policy, observe(queries, region[None]), keep)
             held = held[:start] + [held[start + place] for place in kept]
-            run_start = plan.run_start
+            first_uncompressed_pos = plan.first_uncompressed_pos
             events.append(position)
-            due = int(policy.trigger.next_event(rows(position))[0])
+            due = int(policy.event_trigger.next_event(rows(position))[0])
         held = [*held, position]
         history.append(held)
     return events, history

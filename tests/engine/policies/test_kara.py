@@ -97,8 +97,8 @@ def test_what_is_not_built_is_said() -> None:
 def test_recomputed_queries_need_no_log() -> None:
     log, recompute = Kara(query_reduce="heads"), Kara(query_source="recompute")
     assert (log.query_reduction, log.recomputed_reduction) == ("heads", None)
-    assert (recompute.query_reduction, recompute.recomputed_reduction) == (None, "group_mean")
-    assert log.trigger.logs and not recompute.trigger.logs
+    assert (recompute.query_reduction, recompute.recomputed_reduction) == (None, "heads")
+    assert log.event_trigger.logs and not recompute.event_trigger.logs
 
 
 def test_unknown_policy_lists_the_known_ones() -> None:
@@ -120,10 +120,10 @@ def test_descriptions_cover_every_argument() -> None:
 
 def test_the_paper_preset_is_other_defaults_and_the_engine_s_schedule() -> None:
     paper = make_policy({"name": "kara", "preset": "paper"})
-    trigger = paper.trigger
+    trigger = paper.event_trigger
     assert isinstance(trigger, EngineWide)
     assert (trigger.window, trigger.buffer, trigger.keep) == (768, 32, 225)
     assert (trigger.period, trigger.most, trigger.logs) == (128, 30, False)
     assert paper.recomputed_reduction == "heads"
     smaller = make_policy({"name": "kara", "preset": "paper", "window": 128, "ratio": 0.25})
-    assert smaller.trigger == EngineWide(window=128, buffer=32, keep=24, period=128, most=30)
+    assert smaller.event_trigger == EngineWide(window=128, buffer=32, keep=24, period=128, most=30)

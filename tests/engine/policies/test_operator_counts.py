@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvserve.engine.compressor import Compressor
-from kvserve.engine.kv_cache import KVCache
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
+from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import NO_EVENT, RowState
+from kvserve.scheduler.output import CompactionTask
 from tests.engine.policies.cases import CASES, PROMPT, Case
 
 BLOCK, COLUMNS = 8, 16
-LOGGING = [case for case in CASES if case.events and case.make().trigger.logs]
+LOGGING = [case for case in CASES if case.events and case.make().event_trigger.logs]
 
 
 class CountCalls(TorchDispatchMode):
@@ -39,21 +41,11 @@ class CountCalls(TorchDispatchMode):
 
 def first_event(policy: Policy, events: int) -> CompactionTask:
     """``events`` equal rows, at their first event; row e holds blocks e * COLUMNS + 1 and on."""
-
-    def each(value: int) -> IntArray:
-        return np.full(events, value, np.int32)
-
-    trigger, zero = policy.trigger, each(0)
-    start = trigger.start(each(PROMPT))
-    due = trigger.next_event(RowState(each(PROMPT), zero, zero, start))
-    plan = trigger.plan(RowState(each(PROMPT), due, due, start))
-    first = int(plan.region_start[0]) // BLOCK
-    width = -(-int((due - plan.evicted)[0]) // BLOCK) - first
-    blocks = tables(events)[:, :, :, first : first + width]
-    rows = np.arange(events)
-    held = ObservationTask(0, rows, rows, plan, due[None, :, None], None)
-    left = held.old_lens - plan.evicted[:, None]
-    return CompactionTask.of(held, left, plan.region_start, blocks, each(NO_EVENT))
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK)
+    task = warm_up.first_event(policy, layout, events, PROMPT)
+    assert task is not None
+    first, width = int(task.copy_start[0]) // BLOCK, task.dst_blocks.shape[-1]
+    return replace(task, dst_blocks=tables(events)[:, :, :, first : first + width])
 
 
 def tables(events: int) -> IntArray:
@@ -62,7 +54,7 @@ def tables(events: int) -> IntArray:
 
 def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: int) -> int:
     layout = KVLayout(layers, kv_heads, head_dim=4, block_size=BLOCK)
-    cache = KVCache(layout, events * COLUMNS + 1, kv_heads * group, torch.float32, "cpu")
+    cache = KVCache(layout, events * COLUMNS + 1, LogForm(kv_heads * group), torch.float32, "cpu")
     cache.kv.normal_(generator=torch.Generator().manual_seed(0))
     task = first_event(policy, events)
     kv_tables = torch.tensor(tables(events), dtype=torch.int32)

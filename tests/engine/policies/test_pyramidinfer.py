@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.inspect import inspect
+from kvserve.engine.frontend.inspect import inspect
 from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.scoring import Observation
 from kvserve.log import RequestError
@@ -39,12 +39,12 @@ def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
 
 
 def test_lengths_by_layer() -> None:
-    default = PyramidInfer().trigger
+    default = PyramidInfer().event_trigger
     assert default.prompt_lengths(100, 4) == [100, 100, 98, 94]
     long = default.prompt_lengths(1000, 32)
     assert (long[0], long[-1], np.mean(long)) == (1000, 373, 762.75)
     assert default.prompt_lengths(50, 4) == [50] * 4 and not default.prunes(np.array(50))
-    every_second = PyramidInfer(interval=2).trigger.prompt_lengths(1000, 32)
+    every_second = PyramidInfer(interval=2).event_trigger.prompt_lengths(1000, 32)
     assert every_second[0] == every_second[2] > every_second[3] == every_second[4]
     assert long[-1] < every_second[-1]
 
@@ -53,8 +53,8 @@ def test_shares_fall_with_depth() -> None:
     shares = [Taper(0.9).of(layer, 4) for layer in range(4)]
     assert np.allclose(shares, [1, 0.98536, 0.95, 0.91464], atol=1e-5)
     assert [Taper(0.6, "linear").of(layer, 4) for layer in range(4)] == [1, 0.9, 0.8, 0.7]
-    assert PyramidInfer().trigger.kept_of_period(4) == [14, 12, 7, 3]
-    assert PyramidInfer(decode_ratio=0).trigger.kept_of_period(2) == [1, 1]
+    assert PyramidInfer().event_trigger.kept_of_period(4) == [14, 12, 7, 3]
+    assert PyramidInfer(decode_ratio=0).event_trigger.kept_of_period(2) == [1, 1]
 
 
 def test_the_worked_choice() -> None:
@@ -92,7 +92,7 @@ def test_kept_sets_equal_a_naive_loop(llama_dir: Path) -> None:
     assert [event.seen for event in found.events] == [70, *range(78, len(tokens) + 1, 8)]
     dense = dense_pass(load_dense(llama_dir), tokens, found.events, pruned=True)
     layers = len(dense.keys)
-    lengths = POLICY.trigger.prompt_lengths(70, layers)
+    lengths = POLICY.event_trigger.prompt_lengths(70, layers)
     assert lengths[0] == 70 > lengths[-1]
     held = [list(range(70))]
     for layer in range(1, layers):
@@ -108,7 +108,7 @@ def test_kept_sets_equal_a_naive_loop(llama_dir: Path) -> None:
                 now = held[layer] + list(range(event.seen - 8, event.seen))
                 scores = weighted_means(dense, layer, now, range(event.seen - RECENT, event.seen))
                 at = now.index(ahead)
-                kept = top(scores[at : at + 8], POLICY.trigger.kept_of_period(layers)[layer])
+                kept = top(scores[at : at + 8], POLICY.event_trigger.kept_of_period(layers)[layer])
                 held[layer] = now[:at] + [now[at + j] for j in kept] + now[at + 8 :]
             ahead += 8
         for layer, expected in enumerate(held):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvserve.engine.policies.budgets import linear_budgets
+from kvserve.engine.policies.parts.budgets import linear_budgets
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_by_query_head, union_and_newest
 from kvserve.engine.policies.spindlekv import SpindleKV

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import AtPrefillEnd, WhenOver
-from tests.engine.policies.uneven import UNEVEN, registered
+from tests.engine.policies.uneven import UNEVEN
 
 NAN = float("nan")
 CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -130,12 +129,6 @@ CASES["pyramidinfer"] = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    with registered():
-        yield
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "argument"),
     [(name, fields, argument) for name, rows in CASES.items() for fields, argument in rows],
@@ -152,10 +145,10 @@ def test_what_is_said_and_when_they_run() -> None:
         assert described[policy.name]["granularity"] == policy.granularity.value != "model"
         assert policy.granularity in (Granularity.LAYER, Granularity.HEAD)
     for name in ("pyramidkv", "adakv"):
-        threshold = make_policy({"name": name, "budget": 64, "trigger": "threshold"}).trigger
+        threshold = make_policy({"name": name, "budget": 64, "trigger": "threshold"}).event_trigger
         assert isinstance(threshold, WhenOver)
         assert (threshold.limit, threshold.keep) == (192, 64)
-        prompt = make_policy({"name": name, "ratio": 0.5}).trigger
+        prompt = make_policy({"name": name, "ratio": 0.5}).event_trigger
         assert isinstance(prompt, AtPrefillEnd)
 
 

@@ -8,13 +8,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvserve.engine.policies.budgets import (
+from kvserve.engine.policies.dynamickv import DynamicKV, best_per_layer
+from kvserve.engine.policies.parts.budgets import (
     group_budgets,
     pyramid_budgets,
     round_to_sum,
     share_out,
 )
-from kvserve.engine.policies.dynamickv import DynamicKV, best_per_layer
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from tests.engine.policies.uneven import tied
 
@@ -68,7 +68,7 @@ def test_largest_remainders() -> None:
 
 def test_in_decode_layers_grow_into_the_pyramid() -> None:
     """Budget 40, an event whenever 48 are held on average: the mean stays, the spread grows."""
-    policy = PyramidKV(budget=40, window=4, when="threshold", threshold=48)
+    policy = PyramidKV(budget=40, window=4, trigger="threshold", threshold=48)
     lengths = [48] * 4
     spread = []
     for _ in range(8):

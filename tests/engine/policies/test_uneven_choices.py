@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,9 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.window_scores import causal_scores, past_scores
+from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
 from kvserve.scheduler.trigger import NO_EVENT, RowState
-from tests.engine.policies.uneven import best, choose, places, registered, tied
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
-    with registered():
-        yield
+from tests.engine.policies.uneven import best, choose, places, tied
 
 
 def random_observation(
@@ -55,6 +48,7 @@ def random_observation(
 )
 def test_shorter_lanes_score_as_by_themselves(policy: Policy) -> None:
     obs = random_observation(0)
+    assert isinstance(obs.queries, torch.Tensor)
     absent = torch.tensor([[[0, 3], [25, 20], [1, 0]], [[0, 0], [11, 24], [7, 7]]])
     missing = torch.arange(29) < absent[..., None]
     keys = obs.keys.masked_fill(missing[..., None], torch.nan)
@@ -102,7 +96,7 @@ def test_pyramidkv_is_snapkv_with_each_layers_count() -> None:
 
 
 def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
-    policy = PyramidKV(budget=10, window=2, when="threshold", threshold=14)
+    policy = PyramidKV(budget=10, window=2, trigger="threshold", threshold=14)
     scores = tied(2, 2, 16, seed=0)
     scores[1, :, :12] = -torch.inf
     kept = choose(policy, scores, 18, 10)
@@ -116,7 +110,7 @@ def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
 
 def test_pyramidkv_counts_stop_at_what_a_layer_has() -> None:
     """Budgets are 24 and 12 before the window; the upper layer has 5."""
-    policy = PyramidKV(budget=20, window=2, when="threshold", threshold=22)
+    policy = PyramidKV(budget=20, window=2, trigger="threshold", threshold=22)
     scores = torch.rand(1, 2, 2, 24)
     scores[:, 1, :, :19] = -torch.inf
     assert policy.choose(scores, 26, 20).counts.tolist() == [[[26, 26], [7, 7]]]
@@ -196,7 +190,7 @@ def test_adakv_scores_as_its_scorer(scorer: type[Any]) -> None:
     ada = AdaKV(budget=9, scorer={"name": scorer.name, **fields})
     alone = scorer(budget=9, **fields)
     assert torch.equal(ada.score(obs), alone.score(obs))
-    assert ada.trigger.num_queries == alone.trigger.num_queries == (4 if fields else 0)
+    assert ada.event_trigger.num_queries == alone.event_trigger.num_queries == (4 if fields else 0)
     assert ada.query_reduction == alone.query_reduction
 
 
@@ -227,7 +221,7 @@ def test_adakv_in_decode_never_exceeds_the_budget(alpha: float) -> None:
     The last layer holds less than its budget, and keeps all of it.
     """
     generator = torch.Generator().manual_seed(1)
-    policy = AdaKV(budget=8, window=2, when="threshold", threshold=10, alpha=alpha)
+    policy = AdaKV(budget=8, window=2, trigger="threshold", threshold=10, alpha=alpha)
     scores = tied(1, 6, 4, 23, seed=3)
     there = torch.randint(3, 24, (6, 4), generator=generator)
     there[:, 0] = 23
@@ -436,9 +430,9 @@ def test_windowkv_fires_where_any_layer_is_cut() -> None:
     policy = WindowKV(budget=9, window=3, reuse_layers=2, pyramid=3).for_model(6, 16)
     prompts = np.array([3, 6, 7, 8, 100], np.int32)
     zero = np.zeros_like(prompts)
-    due = policy.trigger.next_event(RowState(prompts, zero, zero, zero)).tolist()
+    due = policy.event_trigger.next_event(RowState(prompts, zero, zero, zero)).tolist()
     assert due == [NO_EVENT, NO_EVENT, NO_EVENT, 8, 100]
-    assert policy.trigger.num_queries == 3
+    assert policy.event_trigger.num_queries == 3
 
 
 def test_windowkv_for_a_model() -> None:

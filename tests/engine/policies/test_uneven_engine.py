@@ -11,52 +11,24 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine import request_policies
-from kvserve.engine.inspect import Event, KeptPositions, inspect
-from kvserve.engine.model_runner import LaunchedStep
-from kvserve.engine.moves import MovePlan
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.core import request_policies
+from kvserve.engine.frontend.inspect import Event, KeptPositions, inspect
 from kvserve.engine.policies.registry import policy_class, policy_names
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
+from tests.engine.policies.cases import UNEVEN_CASES
 from tests.scheduler.traffic import preempt_now_and_then
 
 (PROMPT,) = random_prompts([70], seed=8)
 MATES = random_prompts([22, 55, 41, 90], seed=9)
 TOKENS = 40
-BLOCK = 4
-SPECS: dict[str, dict[str, Any]] = {
-    "pyramidkv": {"name": "pyramidkv", "budget": 20, "window": 4, "beta": 4},
-    "pyramidkv-threshold": {
-        "name": "pyramidkv", "budget": 20, "window": 4, "beta": 4, "trigger": "threshold",
-        "threshold": 30,
-    },
-    "adakv": {"name": "adakv", "budget": 20, "window": 4},
-    "adakv-threshold": {
-        "name": "adakv", "budget": 20, "window": 4, "trigger": "threshold", "threshold": 31,
-        "protect_prompt": False,
-    },
-    "adakv-keydiff": {"name": "adakv", "budget": 20, "scorer": {"name": "keydiff", "recent": 4}},
-    "dynamickv": {"name": "dynamickv", "budget": 20, "window": 4, "interval": 1},
-    "chunkkv-blocks": {
-        "name": "chunkkv", "budget": 25, "chunk_size": BLOCK, "window": 4, "align": "block",
-    },
-    "pyramidinfer": {
-        "name": "pyramidinfer", "min_context": 8, "decay": 0.2, "period": 8, "decode_decay": 0.3,
-    },
-    "windowkv": {
-        "name": "windowkv", "budget": 24, "task": "localization", "window": 4, "chunk_size": 4,
-        "reuse_layers": 1, "pyramid": 3,
-    },
-    "windowkv-aggregation": {
-        "name": "windowkv", "budget": 24, "task": "aggregation", "window": 4, "chunk_size": 4,
-        "reuse_layers": 1, "pyramid": 3,
-    },
-    "spindlekv": {"name": "spindlekv", "ratio": 0.3, "window": 4, "codebook": False},
-}  # fmt: skip
-EACH = pytest.mark.parametrize("label", SPECS)
+EACH = pytest.mark.parametrize("label", UNEVEN_CASES)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +52,7 @@ def run_alone(llama_dir: Path) -> Any:
     @cache
     def run(label: str) -> tuple[list[int], list[Event], list[torch.Tensor], LLM]:
         """Tokens, events and logits of a request that has the engine to itself."""
-        llm = make_llm(llama_dir, SPECS[label])
+        llm = make_llm(llama_dir, UNEVEN_CASES[label])
         runner = llm.engine.core.runner
         layout, original, logits = runner.cache.layout, runner.model.logits, []
         kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
@@ -99,9 +71,9 @@ def run_alone(llama_dir: Path) -> Any:
     return run
 
 
-def test_every_uneven_policy_is_here() -> None:
+def test_every_uneven_policy_has_a_row() -> None:
     uneven = {n for n in policy_names() if policy_class(n).granularity is not Granularity.MODEL}
-    assert uneven == {spec["name"] for spec in SPECS.values()} - {"chunkkv"}
+    assert uneven == {spec["name"] for spec in UNEVEN_CASES.values()} - {"chunkkv"}
 
 
 @EACH
@@ -111,9 +83,9 @@ def test_logits_are_those_of_dense_attention_over_the_kept_sets(
     tokens, events, logits, _ = run_alone(label)
     assert events
     counts = (events[0].held >= 0).sum(axis=2)
-    if SPECS[label]["name"] != "adakv":
+    if UNEVEN_CASES[label]["name"] != "adakv":
         assert (counts == counts[:, :1]).all()
-    if "align" in SPECS[label]:
+    if "align" in UNEVEN_CASES[label]:
         assert (events[0].held[0] != events[0].held[1]).any(), "layers keep the same blocks"
     else:
         assert len(np.unique(counts)) > 1, "the counts do not differ"
@@ -134,7 +106,7 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
         {"swap_space": 0, "enable_prefix_caching": False},
         {"swap_space": 1 / 2048},
     ):
-        llm = make_llm(llama_dir, SPECS[label], **settings)
+        llm = make_llm(llama_dir, UNEVEN_CASES[label], **settings)
         scheduler = llm.engine.core.scheduler
         if "swap_space" in settings:
             preempt_now_and_then(scheduler, np.random.default_rng(1), 0.08)
@@ -148,7 +120,7 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
 @EACH
 def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> None:
     """After every event a row names ceil(kept / B) blocks in each group, and no more."""
-    llm = make_llm(llama_dir, SPECS[label], enable_prefix_caching=False)
+    llm = make_llm(llama_dir, UNEVEN_CASES[label], enable_prefix_caching=False)
     core = llm.engine.core
     scheduler, compressor = core.scheduler, core.runner.compressor
     launch, seen, released = core.runner.launch, [], [0]
@@ -176,7 +148,7 @@ def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> No
 
 def test_whole_blocks_stay_where_they_are(llama_dir: Path) -> None:
     """A layer's table names the blocks it had, less the dropped ones; hits may still use those."""
-    llm = make_llm(llama_dir, SPECS["chunkkv-blocks"])
+    llm = make_llm(llama_dir, UNEVEN_CASES["chunkkv-blocks"])
     core = llm.engine.core
     blocks, launch, events = core.scheduler.blocks, core.runner.launch, 0
     before: Any = None
@@ -202,14 +174,14 @@ def test_whole_blocks_stay_where_they_are(llama_dir: Path) -> None:
 
 def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone: Any) -> None:
     """On a server with the finest layout, each is what it would have been alone."""
-    policies: list[Any] = [*SPECS.values(), "none"]
+    policies: list[Any] = [*UNEVEN_CASES.values(), "none"]
     params = [
         SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
         for policy in policies
     ]
-    server = make_llm(llama_dir, SPECS["adakv"], max_num_batched_tokens=75)
+    server = make_llm(llama_dir, UNEVEN_CASES["adakv"], max_num_batched_tokens=75)
     outputs = server.generate([PROMPT] * len(params), params, use_tqdm=False)
-    for label, output in zip(SPECS, outputs, strict=False):
+    for label, output in zip(UNEVEN_CASES, outputs, strict=False):
         assert output.outputs[0].token_ids == run_alone(label)[0], label
     assert outputs[-1].outputs[0].token_ids == generate(make_llm(llama_dir, "none"), [PROMPT])[0]
 
@@ -217,7 +189,7 @@ def test_requests_of_all_granularities_share_a_batch(llama_dir: Path, run_alone:
 def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of policies that nobody uses go to new ones, whatever kind these are."""
     monkeypatch.setattr(request_policies, "REMEMBERED", 4)
-    llm = make_llm(llama_dir, SPECS["adakv"])
+    llm = make_llm(llama_dir, UNEVEN_CASES["adakv"])
     core, expected = llm.engine.core, []
     for _ in range(2):
         for budget in range(16, 20):
@@ -231,12 +203,12 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     half = len(expected) // 2
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4
-    assert len(core.runner.batch._kept_scores) <= 4
+    assert core.runner.batch.kept_score_bytes == 0
 
 
 @EACH
 def test_inspect_shows_what_the_cache_holds(label: str, llama_dir: Path) -> None:
-    found = inspect(make_llm(llama_dir, SPECS[label]), PROMPT, MATES[2])
+    found = inspect(make_llm(llama_dir, UNEVEN_CASES[label]), PROMPT, MATES[2])
     assert found.events
     arrays, total = found.arrays(), len(PROMPT) + len(MATES[2])
     for layer, heads in enumerate(found.held):
@@ -251,8 +223,8 @@ def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
     small = {"name": "windowkv", "budget": 40, "reuse_layers": 1}
     for policy, said in (
         (small, "may keep no window in upper layers"),
-        (SPECS["pyramidinfer"], "longer than --max-num-batched-tokens"),
-        (SPECS["adakv"], "--policy; a request's kv_policy may override it"),
+        (UNEVEN_CASES["pyramidinfer"], "longer than --max-num-batched-tokens"),
+        (UNEVEN_CASES["adakv"], "--policy; a request's kv_policy may override it"),
     ):
         (row,) = [
             r for r in make_llm(llama_dir, policy).engine.core.info.summary if r[0] == "policy"
@@ -263,9 +235,9 @@ def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, "none")
     with pytest.raises(RequestError, match="--kv-layout layer"):
-        generate(llm, [PROMPT], kv_policy=SPECS["pyramidkv"])
-    llm = make_llm(llama_dir, SPECS["pyramidkv"])
+        generate(llm, [PROMPT], kv_policy=UNEVEN_CASES["pyramidkv"])
+    llm = make_llm(llama_dir, UNEVEN_CASES["pyramidkv"])
     with pytest.raises(RequestError, match="--kv-layout head"):
-        generate(llm, [PROMPT], kv_policy=SPECS["adakv"])
+        generate(llm, [PROMPT], kv_policy=UNEVEN_CASES["adakv"])
     with pytest.raises(ConfigError, match="choose --kv-layout head or auto"):
-        make_llm(llama_dir, SPECS["adakv"], kv_layout="layer")
+        make_llm(llama_dir, UNEVEN_CASES["adakv"], kv_layout="layer")

@@ -18,8 +18,8 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
-from kvserve.kernels.window_scores import received_mass
-from kvserve.scheduler.trigger import NO_EVENT, AtPrefillEnd, RowState
+from kvserve.kernels.scores.causal_scores import received_mass
+from kvserve.scheduler.trigger import NO_EVENT, AtPrefillEnd, RowState, WhenOver
 from tests.engine.policies.one_row import choose, follow, observe
 
 
@@ -75,7 +75,6 @@ def test_snapkv_with_a_window_of_all_but_one_keeps_all() -> None:
 def test_the_threshold_fires_on_length() -> None:
     """Prompt 6, budget 8, threshold 12: decode steps 6, 10 and 14, each from 12 to 8."""
     fields: dict[str, Any] = {"budget": 8, "window": 2, "trigger": "threshold", "threshold": 12}
-    fields["when"] = fields.pop("trigger")
     policy = SnapKV(**fields, protect_prompt=False)
     events, history = follow(policy, torch.zeros(21, 4), num_prompt=6)
     assert events == [12, 16, 20]
@@ -87,7 +86,7 @@ def test_the_threshold_fires_on_length() -> None:
 
 
 def test_a_long_prompt_is_cut_at_its_end() -> None:
-    policy = SnapKV(budget=8, window=2, when="threshold", threshold=12, protect_prompt=False)
+    policy = SnapKV(budget=8, window=2, trigger="threshold", threshold=12, protect_prompt=False)
     assert follow(policy, torch.zeros(26, 4), num_prompt=20)[0] == [20, 24]
     once = SnapKV(budget=8, window=2)
     events, history = follow(once, torch.zeros(40, 4), num_prompt=20)
@@ -114,16 +113,17 @@ def test_a_long_prompt_is_cut_at_its_end() -> None:
     ],
 )
 def test_ratios_are_exact(policy: Policy, length: int, kept: int) -> None:
-    trigger = policy.trigger
+    trigger = policy.event_trigger
     assert isinstance(trigger, AtPrefillEnd)
     assert trigger.budget.of(np.array([length])).tolist() == [kept]
 
 
 def test_defaults_of_the_threshold() -> None:
-    assert SnapKV(budget=1024, when="threshold").trigger.limit == 1152  # type: ignore[attr-defined]
-    assert RKV(budget=128).trigger.limit == 256  # type: ignore[attr-defined]
-    paper = SnapKV(budget=1025, when="threshold", threshold=1280, protect_prompt=False).trigger
-    assert (paper.limit, paper.keep, paper.num_queries) == (1280, 1025, 32)  # type: ignore[attr-defined]
+    default, rkv = SnapKV(budget=1024, trigger="threshold"), RKV(budget=128)
+    assert default.event_trigger.limit == 1152  # type: ignore[attr-defined]
+    assert rkv.event_trigger.limit == 256  # type: ignore[attr-defined]
+    paper = SnapKV(budget=1025, trigger="threshold", threshold=1280, protect_prompt=False)
+    assert paper.event_trigger == WhenOver(1280, 1025, 32, protect_prompt=False)
 
 
 # ---- ChunkKV ------------------------------------------------------------------------------------
@@ -253,13 +253,13 @@ def test_keydiff_in_blocks(block: int) -> None:
 
 
 def test_keydiff_blocks_end_at_their_multiples_and_at_the_prompt() -> None:
-    policy = KeyDiff(budget=10, mode="block", block=8, when="threshold", threshold=16)
+    policy = KeyDiff(budget=10, mode="block", block=8, trigger="threshold", threshold=16)
     events, history = follow(policy, torch.randn(50, 4), num_prompt=35)
     assert events == [16, 24, 32, 35, 41, 47]
     assert max(map(len, history)) == 10 + 8
     only = KeyDiff(budget=10, mode="block", block=8)
     assert follow(only, torch.randn(50, 4), num_prompt=35)[0] == [16, 24, 32, 35]
-    short = only.trigger.next_event(
+    short = only.event_trigger.next_event(
         RowState(np.array([10]), np.zeros(1, int), np.zeros(1, int), np.zeros(1, int))
     )
     assert short.tolist() == [NO_EVENT]

@@ -1,17 +1,12 @@
-"""What the tests of uneven policies share: policies in the registry, and choices as lists."""
+"""What the tests of uneven policies share: choices as lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies import registry
 from kvserve.engine.policies.adakv import AdaKV
-from kvserve.engine.policies.base import Selection, UnevenPolicy
+from kvserve.engine.policies.base import Policy, Selection
 from kvserve.engine.policies.dynamickv import DynamicKV
 from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.pyramidkv import PyramidKV
@@ -20,16 +15,6 @@ from kvserve.engine.policies.windowkv import WindowKV
 
 UNEVEN = (PyramidKV, PyramidInfer, DynamicKV, WindowKV, AdaKV, SpindleKV)
 Places = list[list[list[int]]]
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    """The registry as it is with the uneven policies among the built-in ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_BUILT_IN", (*registry._BUILT_IN, *UNEVEN))
-        registry._policies.cache_clear()
-        yield
-    registry._policies.cache_clear()
 
 
 def places(selection: Selection, event: int = 0) -> Places:
@@ -43,7 +28,7 @@ def places(selection: Selection, event: int = 0) -> Places:
     return kept
 
 
-def choose(policy: UnevenPolicy, scores: Tensor, length: int, keep: int) -> Places:
+def choose(policy: Policy, scores: Tensor, length: int, keep: int) -> Places:
     """For scores [L, H, n] of one event."""
     return places(policy.choose(scores[None], length, keep))
 

@@ -1,0 +1,65 @@
+"""Policies at equal bytes: exact match read off each method's line at the same bytes held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from kvserve.benchmarks.reports.policy_names import methods
+from kvserve.benchmarks.reports.report import Column, Row, markdown_table
+
+KEYS = ("mean_held_bytes", "held_bytes_at_end")
+_POINTS = 5
+
+
+def bytes_key(rows: Sequence[Row]) -> str:
+    """The mean over the run where every row has it, else what is held at the end."""
+    return KEYS[0] if all(KEYS[0] in row for row in rows) else KEYS[1]
+
+
+def at_equal_bytes(rows: Sequence[Row], points: int = _POINTS) -> tuple[list[float], list[Row]]:
+    """Sizes in bytes, and per method its exact match at each.
+
+    Between two measured points a line is drawn; beyond a method's own points it has no figure.
+    Methods measured at one size only are left out; of several tasks there is no such table.
+    """
+    if len({row.get("task") for row in rows}) > 1:
+        return [], []
+    key = bytes_key(rows)
+    lines = {
+        name: sorted((row[key], row["exact_match"]) for row in members)
+        for name, members in methods(rows).items()
+        if len(members) > 1
+    }
+    if len(lines) < 2:
+        return [], []
+    ends = sorted((line[0][0], line[-1][0]) for line in lines.values())
+    low, high = sorted(start for start, _ in ends)[1], sorted(end for _, end in ends)[-2]
+    sizes = np.linspace(low, high, points).tolist()
+    found: list[Row] = []
+    for name, line in lines.items():
+        held, matches = zip(*line, strict=True)
+        figures = np.interp(sizes, held, matches, np.nan, np.nan).tolist()
+        cells = {f"at{i}": None if np.isnan(x) else x for i, x in enumerate(figures)}
+        found.append({"policy": name, **cells})
+    return sizes, found
+
+
+def equal_bytes_table(rows: Sequence[Row]) -> str | None:
+    """The Markdown table, the best of each size in bold; nothing where there are no two methods."""
+    sizes, found = at_equal_bytes(rows)
+    if not found:
+        return None
+    heads = [_column(f"at{i}", size, found) for i, size in enumerate(sizes)]
+    return markdown_table((Column("exact match at", "policy", left=True), *heads), found)
+
+
+def _column(key: str, size: float, rows: Sequence[Row]) -> Column:
+    best = max((row[key] for row in rows if row[key] is not None), default=0.0)
+    return Column(f"{size / 1024:,.0f} KiB", key, partial(_cell, best=best))
+
+
+def _cell(value: float, best: float) -> str:
+    return f"**{value:.2f}**" if value == best else f"{value:.2f}"

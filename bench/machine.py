@@ -1,0 +1,115 @@
+"""What a measurement was made on, and a process of its own for each part of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+_TAIL = 4000
+
+
+def machine() -> dict[str, str]:
+    """The device and its driver, the commit, and the versions of what runs on it."""
+    import transformers
+
+    try:
+        import triton
+
+        triton_version = str(triton.__version__)
+    except ImportError:
+        triton_version = "none"
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"no GPU ({platform.machine()})",
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton_version,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Of the checkout, or what KVSERVE_COMMIT says where only files were copied."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return _first_line(command) or os.environ.get("KVSERVE_COMMIT", "unknown")
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _first_line(command) or "none"
+
+
+def _first_line(command: Sequence[str]) -> str:
+    """Of what it says; empty where it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: what it left as JSON, and otherwise why it left nothing."""
+
+    seconds: float
+    found: dict[str, Any]
+    error: str | None
+
+
+def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
+    """``python arguments``, which writes JSON to ``result``, in a process of its own.
+
+    After ``limit`` seconds it is killed with all its children, and so it is if this process is: a
+    device is not left to who has gone. An illegal access ends that process and no other.
+    """
+    result.unlink(missing_ok=True)
+    began, log = time.monotonic(), result.with_suffix(".log")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    seconds = time.monotonic() - began
+    found = json.loads(result.read_text()) if result.exists() else {}
+    if code == 0:
+        log.unlink()
+        return Ended(seconds, found, None)
+    tail = log.read_text(errors="replace")[-_TAIL:]
+    how = f"took longer than {limit:.0f} s" if code is None else f"ended with status {code}"
+    return Ended(seconds, found, f"{how}: {tail}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: who is killed meanwhile leaves what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,185 @@
+"""Long answers on a pool too small for them, on kvserve and on those peers that batch continuously.
+
+Everybody gets the same prompts, the same lengths of answers, as many bytes for keys and values, one
+thread on the same CPU, and takes turns. llama.cpp and transformers' `generate` take part in no
+such traffic: their caches are one static batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bench.peers.contestants import Contestant
+from bench.peers.peer import PEERS, PeerError, PeerProcess
+from kvserve.benchmarks.datasets.workload import (
+    DEFAULT_BLOCK_SIZE,
+    Prompts,
+    blocks_at_once,
+    random_prompts,
+)
+from kvserve.benchmarks.reports.report import Column, Row
+from kvserve.benchmarks.setup.checkpoint import SHAPES
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+
+COLUMNS = (
+    Column("engine", "engine", left=True),
+    Column("policy", "policy", left=True),
+    Column("cache held in", "kv_cache_dtype", left=True),
+    Column("MiB of KV", "kv_mib", ".1f"),
+    Column("output tok/s", "output_tok_s", ",.0f"),
+    Column("of all runs", "spread"),
+    Column("of vLLM", "vs_vllm", ".2f"),
+)
+_WARMUP_TOKENS = 8
+_SECONDS = {"wall": "seconds", "cpu": "cpu_seconds"}
+_VLLM_BLOCK = 32  # tokens; its attention for CPUs takes multiples of 32 alone
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class LongTraffic:
+    """Requests and the pool: ``share`` of what all answers together want, uncompressed."""
+
+    workload: Prompts
+    longest: int
+    share: float
+    block_bytes: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, shape: str, dtype: str) -> LongTraffic:
+        rng, config = np.random.default_rng(args.seed), SHAPES[shape]
+        given = args.num_prompts, args.output_len, args.output_sigma, args.output_cap
+        outputs = lognormal_lengths(rng, *given).tolist()
+        lengths = [(args.input_len, length) for length in outputs]
+        workload = random_prompts(lengths, config["vocab_size"], args.seed)
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+        block_bytes = numbers * DEFAULT_BLOCK_SIZE * _BYTES[dtype]
+        return cls(workload, args.input_len + max(outputs), args.pool_share, block_bytes)
+
+    @property
+    def blocks(self) -> int:
+        return ceil(self.share * blocks_at_once(self.workload, DEFAULT_BLOCK_SIZE))
+
+    def settings(self, peer: str | None) -> dict[str, Any]:
+        """What an engine is told at its start."""
+        common = {"max_num_seqs": len(self.workload), "max_model_len": self.longest}
+        if peer is None:
+            return {**common, "kv_cache_memory": (self.blocks + 1) * self.block_bytes}
+        blocks = ceil(self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
+        return {
+            **common,
+            "num_gpu_blocks_override": blocks + 1,  # of which it leaves one empty, too
+            "block_size": _VLLM_BLOCK,
+        }
+
+    def describe(self) -> str:
+        limits = self.workload.limits
+        mib = self.blocks * self.block_bytes / 2**20
+        return (
+            f"{len(limits)} answers of {min(limits):,} to {max(limits):,} tokens, "
+            f"{sum(limits) / len(limits):,.0f} on average; {mib:.1f} MiB of keys and values for "
+            f"everybody, {self.share:.2f} of what all of them want"
+        )
+
+
+@dataclass
+class Side:
+    """One row of the table, and what it reached in each turn."""
+
+    contestant: Contestant
+    facts: dict[str, Any]
+    rates: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of_kvserve(cls, spec: PolicySpec, kv_cache_dtype: str) -> Side:
+        settings: dict[str, Any] = {"policy": spec.as_dict, "kv_cache_dtype": kv_cache_dtype}
+        name = f"kvserve {spec.label} {kv_cache_dtype}"
+        facts = {"engine": "kvserve", "policy": spec.label, "kv_cache_dtype": kv_cache_dtype}
+        return cls(Contestant(name, "kvserve", settings=settings), facts)
+
+    @classmethod
+    def of_vllm(cls) -> Side:
+        contestant = Contestant("vllm", "vLLM CPU", "vllm")
+        return cls(contestant, {"engine": contestant.title, "kv_cache_dtype": "auto"})
+
+
+class LongCase:
+    """One shape and dtype: everybody in turns."""
+
+    def __init__(self, args: argparse.Namespace, shape: str, dtype: str, cpu: int) -> None:
+        self._args = args
+        self._dtype = dtype
+        self._cpu = cpu
+        self.traffic = LongTraffic.of(args, shape, dtype)
+        self.versions: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._sides = [
+            Side.of_kvserve(spec, held_in)
+            for spec in args.policy
+            for held_in in args.kv_cache_dtypes
+        ]
+        if PEERS["vllm"].missing:
+            self.notes.append(str(PEERS["vllm"].missing))
+        else:
+            self._sides.append(Side.of_vllm())
+
+    def measure(self, model: Path, silent: bool | None) -> None:
+        total = self._args.repeat * len(self._sides)
+        with ExitStack() as stack, tqdm(total=total, unit="run", disable=silent) as bar:
+            processes = {
+                side.contestant.name: self._started(side.contestant, model, stack, bar)
+                for side in self._sides
+            }
+            for _ in range(self._args.repeat):
+                for side in self._sides:
+                    bar.set_description(side.contestant.name)
+                    side.rates.append(self._run(processes[side.contestant.name]))
+                    bar.update()
+
+    def rows(self, facts: Row) -> list[Row]:
+        peer = next((side.rates for side in self._sides if side.contestant.peer), None)
+        return [{**self._row(side, peer), **facts} for side in self._sides if side.rates]
+
+    def _row(self, side: Side, peer: Sequence[float] | None) -> dict[str, Any]:
+        traffic, rates = self.traffic, side.rates
+        ratios = [own / other for own, other in zip(rates, peer or (), strict=False)]
+        return {
+            **side.facts,
+            "kv_mib": traffic.blocks * traffic.block_bytes / 2**20,
+            "output_tok_s": median(rates),
+            "output_tok_s_all": rates,
+            "spread": f"{min(rates):,.0f}–{max(rates):,.0f}" if len(rates) > 1 else None,
+            "vs_vllm": median(ratios) if ratios else None,
+            "vs_vllm_all": ratios,
+        }
+
+    def _started(
+        self, contestant: Contestant, model: Path, stack: ExitStack, bar: tqdm
+    ) -> PeerProcess:
+        bar.set_description(f"loading {contestant.name}")
+        process = contestant.start(self._cpu)
+        stack.callback(process.close)
+        settings = {**self.traffic.settings(contestant.peer), **contestant.settings}
+        self.versions |= process.load(model=str(model), dtype=self._dtype, **settings)
+        prompts = [self.traffic.workload.prompts[0]]
+        process.run(prompts=prompts, max_tokens=_WARMUP_TOKENS)
+        return process
+
+    def _run(self, process: PeerProcess) -> float:
+        limits = list(self.traffic.workload.limits)
+        result = process.run(prompts=list(self.traffic.workload.prompts), max_tokens=limits)
+        if [len(row) for row in result["tokens"]] != limits:
+            raise PeerError("answers of other lengths than were asked for")
+        return sum(limits) / float(result[_SECONDS[self._args.clock]])

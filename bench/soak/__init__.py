@@ -1,0 +1,1 @@
+"""A server under mixed traffic with faults on purpose: `make soak`."""

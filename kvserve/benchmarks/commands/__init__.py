@@ -1,0 +1,1 @@
+"""What `bench`, `eval`, `inspect` and `tune` do."""

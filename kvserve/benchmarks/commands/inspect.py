@@ -1,0 +1,200 @@
+"""``kvserve inspect``: which positions a policy keeps of a prompt and its continuation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvserve.benchmarks.reports.plots import panels, styled
+from kvserve.benchmarks.reports.report import Column, Row, markdown_table
+from kvserve.benchmarks.setup.checkpoint import opened_checkpoint
+from kvserve.benchmarks.setup.options import (
+    add_engine_arguments,
+    add_pool_argument,
+    check_matplotlib,
+    chosen_policies,
+    file_name,
+)
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.engine.frontend.inspect import Inspection, inspect
+from kvserve.engine.frontend.llm import LLM
+from kvserve.log import RequestError
+
+_MOST_EVENTS = 20
+_LAYERS = (
+    Column("layer", "layer", "d"),
+    Column("held per head", "held", "g"),
+    Column("of all tokens", "share", ".1%"),
+    Column("held by some head", "by_some", "d"),
+    Column("by every head", "by_all", "d"),
+)
+_EVENTS = (
+    Column("event", "event", "d"),
+    Column("tokens seen", "seen", "d"),
+    Column("held before", "before", "d"),
+    Column("held after", "after", "d"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_arguments(parser, policies=())
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text, for the model's tokenizer")
+    ids = "token ids, a .npy array or a .json list"
+    prompt.add_argument("--prompt-ids", type=_token_ids, metavar="FILE", help=ids)
+    parser.add_argument(
+        "--continuation-ids",
+        type=_token_ids,
+        metavar="FILE",
+        help="token ids fed one by one after the prompt, as if the model had generated them",
+    )
+    parser.add_argument(
+        "--dump", type=file_name(".npz"), metavar="FILE.npz", help="write kept positions"
+    )
+    parser.add_argument(
+        "--plot", type=file_name(".png"), metavar="FILE.png", help="draw positions by layers"
+    )
+    add_pool_argument(parser)
+    parser.set_defaults(max_num_seqs=1)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except RequestError as error:
+        return int(args.fail(str(error)))
+    except KeyboardInterrupt:
+        return int(args.fail("interrupted"))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.policy is None or len(args.policy) != 1:
+        args.fail("--policy: name the one to inspect")
+    if args.plot:
+        check_matplotlib(args, "--plot")
+    for path in filter(None, (args.dump, args.plot)):
+        if not path.parent.is_dir():
+            args.fail(f"{path}: there is no directory {path.parent}")
+    (spec,) = chosen_policies(args)
+    with opened_checkpoint(args) as checkpoint:
+        settings = checkpoint.settings(args)
+        by_ids = args.prompt_ids is not None
+        llm = LLM(policy=spec.as_dict, skip_tokenizer_init=by_ids, **settings)
+    prompt = args.prompt_ids if llm.tokenizer is None else llm.tokenizer.encode(args.prompt)
+    found = inspect(llm, prompt, args.continuation_ids or [])
+    lines = _describe(found, spec, checkpoint.name, len(prompt))
+    if args.dump:
+        np.savez_compressed(args.dump, **found.arrays())  # type: ignore[arg-type]
+        lines.append(f"kept positions saved to {args.dump}")
+    if args.plot:
+        _plot(found, spec, args.plot)
+        lines.append(f"plot saved to {args.plot}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> list[str]:
+    total = len(found.input_ids)
+    lines = [
+        f"{spec.label} on {model}: {total} tokens, {prompt} of the prompt and "
+        f"{total - prompt} of the continuation",
+        "",
+        markdown_table(_LAYERS, _layer_rows(found)),
+        "",
+    ]
+    if found.details.coded_entries:
+        lines += [_codes(found), ""]
+    if not found.events:
+        return [*lines, f"{spec.label}: no event; its budget was never reached"]
+    shown = found.events[:_MOST_EVENTS]
+    rows = [
+        {"event": i, "seen": e.seen, "before": e.before, "after": e.held.shape[2]}
+        for i, e in enumerate(shown)
+    ]
+    lines += [markdown_table(_EVENTS, rows), ""]
+    if len(shown) < len(found.events):
+        lines.append(f"{len(found.events) - len(shown)} later events are not shown")
+    return lines
+
+
+def _codes(found: Inspection) -> str:
+    """What codes did: the method's r1 and r2, and bytes."""
+    details, (layers, heads, _) = found.details, found.held.shape
+    kept = details.held_entries / (details.logical_tokens * layers * heads)
+    book = details.codebook_entries / (2 * details.coded_entries)
+    return (
+        f"codes: {details.coded_entries} of {details.held_entries} entries, with "
+        f"{details.codebook_entries} vectors (r1 {kept:.3f}, r2 {book:.3f}); "
+        f"{details.held_bytes} bytes of blocks at the end"
+    )
+
+
+def _layer_rows(found: Inspection) -> list[Row]:
+    total, heads = len(found.input_ids), found.held.shape[1]
+    rows: list[Row] = []
+    for layer, by_heads in enumerate(found.holders()):
+        held = float(by_heads.sum()) / heads
+        rows.append(
+            {
+                "layer": layer,
+                "held": held,
+                "share": held / total,
+                "by_some": int((by_heads > 0).sum()),
+                "by_all": int((by_heads == heads).sum()),
+            }
+        )
+    return rows
+
+
+@styled
+def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
+    """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
+    from matplotlib.ticker import MaxNLocator
+
+    layers, heads, _ = found.held.shape
+    share = found.holders() / heads
+    figure, (axes,) = panels([spec.label], height=1.5 + 0.25 * layers)
+    axes.grid(False)
+    axes.set(xlabel="position", ylabel="layer")
+    image = axes.imshow(
+        share,
+        aspect="auto",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        origin="lower",
+        cmap="cividis",
+    )
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label="share of KV heads that keep it")
+    figure.savefig(path, dpi=150)
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def _token_ids(text: str) -> list[int]:
+    path = Path(text)
+    try:
+        ids = _read(path)
+    except (OSError, EOFError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it does not hold what its name says"
+        raise argparse.ArgumentTypeError(f"cannot read {text}: {reason}") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise argparse.ArgumentTypeError(f"{text} is not one list of token ids")
+    return [int(i) for i in ids]
+
+
+def _read(path: Path) -> np.ndarray[Any, Any]:
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path, allow_pickle=False))
+    if path.suffix == ".json":
+        return np.asarray(json.loads(path.read_text()))
+    raise argparse.ArgumentTypeError(f"{path} is neither a .npy nor a .json file")

@@ -1,0 +1,128 @@
+"""``kvserve bench latency``: how long one batch takes from its prompts to its last tokens.
+
+The figures and their JSON keys are vLLM's. One engine per policy; their iterations take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
+from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
+from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.reports.columns import columns
+from kvserve.benchmarks.reports.report import Report, Row
+from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.options import (
+    add_engine_arguments,
+    add_pool_argument,
+    add_report_arguments,
+    at_least,
+    chosen_policies,
+)
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.engine.frontend.llm_engine import LLMEngine
+
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+_SIZES = (
+    ("input_len", 32, "tokens per prompt"),
+    ("output_len", 128, "tokens per output"),
+    ("batch_size", 8, "prompts at once"),
+    ("num_iters", 30, "iterations that count"),
+    ("num_iters_warmup", 10, "iterations before them"),
+)
+_COLUMNS = columns(
+    *("policy", "avg_latency_ms", "p50_latency_ms", "p90_latency_ms", "p99_latency_ms"),
+    *("ratio_to_first", "compactions_per_request"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_arguments(parser, shapes=True)
+    add_report_arguments(parser)
+    add_pool_argument(parser)
+    for name, default, what in _SIZES:
+        flag, words = f"--{name.replace('_', '-')}", f"{what} (default: {default})"
+        parser.add_argument(flag, type=at_least(1), default=default, metavar="N", help=words)
+    # Every iteration has the same prompts; only the first would compute them.
+    parser.set_defaults(enable_prefix_caching=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_benchmark(Latency, args, chosen_policies(args))
+
+
+@dataclass
+class _Side:
+    """One policy's engine, and the seconds and events of its iterations."""
+
+    spec: PolicySpec
+    engine: LLMEngine
+    seconds: list[float] = field(default_factory=list)
+    compactions: int = 0
+
+    def row(self, first: _Side, batch: int) -> Row:
+        seconds, pairs = self.seconds, zip(self.seconds, first.seconds, strict=False)
+        percentiles = np.percentile(seconds, _PERCENTILES).tolist()
+        by_name = dict(zip(map(str, _PERCENTILES), percentiles, strict=True))
+        return {
+            "policy": self.spec.label,
+            "policy_args": self.spec.as_dict,
+            "avg_latency": mean(seconds),
+            "latencies": seconds,
+            "percentiles": by_name,
+            "avg_latency_ms": 1000 * mean(seconds),
+            **{f"p{p}_latency_ms": 1000 * by_name[str(p)] for p in (50, 90, 99)},
+            "ratio_to_first": median(own / other for own, other in pairs),
+            "compactions_per_request": None
+            if self.spec == NO_COMPRESSION
+            else self.compactions / (batch * len(seconds)),
+        }
+
+
+class Latency(Benchmark):
+    """The same batch again and again, on every policy's engine in turn."""
+
+    def __init__(
+        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+    ) -> None:
+        super().__init__(args, checkpoint, policies)
+        lengths = [(args.input_len, args.output_len)] * args.batch_size
+        self._workload = random_prompts(lengths, checkpoint.spec.vocab_size, args.seed)
+        # Room for everything and its query log: a pool sized from memory would be one per policy.
+        ample = 2 * blocks_at_once(self._workload, args.block_size or DEFAULT_BLOCK_SIZE)
+        settings: dict[str, Any] = {
+            "max_num_seqs": args.batch_size,
+            "skip_tokenizer_init": True,
+            "num_gpu_blocks_override": args.num_gpu_blocks_override or ample,
+        }
+        self._sides = [_Side(spec, self.engines.build(spec, **settings)) for spec in policies]
+
+    def measure(self) -> None:
+        args = self.args
+        turns = args.num_iters_warmup + args.num_iters
+        hidden = True if args.disable_tqdm else None
+        for turn in tqdm(range(turns), unit="iteration", disable=hidden):
+            for side in self._sides:
+                figures = play(side.engine, self._workload).figures
+                if turn >= args.num_iters_warmup:
+                    side.seconds.append(figures["wall_s"])
+                    side.compactions += figures["compactions"]
+
+    def report(self) -> Report:
+        args = self.args
+        measured = [side for side in self._sides if side.seconds]
+        rows = [side.row(measured[0], args.batch_size) for side in measured]
+        about = [
+            f"{args.batch_size} random prompts of {args.input_len} tokens, {args.output_len} "
+            f"tokens each, on {self.checkpoint.name}; {args.num_iters} iterations in turns"
+        ]
+        settings = self.settings(*(name for name, _, _ in _SIZES), "num_gpu_blocks_override")
+        return Report("latency", about, _COLUMNS, rows, settings)

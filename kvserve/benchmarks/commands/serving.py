@@ -1,0 +1,264 @@
+"""``kvserve bench serve``: an open-loop client against a running server, this one or another.
+
+Requests are sent when their time has come, whatever the answers do. Options, figures, JSON keys and
+the printed block are vLLM's; what a kvserve says of its cache stands below them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from kvserve.benchmarks.commands.serving_flags import add_serving_arguments
+from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
+from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
+from kvserve.benchmarks.datasets.workload import Workload, random_prompts
+from kvserve.benchmarks.measuring.measure import accuracy
+from kvserve.benchmarks.measuring.serving_client import ENDPOINTS, Answer, ServerGone, ServingClient
+from kvserve.benchmarks.measuring.serving_metrics import Result, per_request, report_block, summary
+from kvserve.benchmarks.reports.report import Report, measure_and_publish
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.models.hub import find_model
+from kvserve.log import ConfigError
+
+_POLL_SECONDS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_serving_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_dataset(args)
+    if importlib.util.find_spec("httpx") is None:
+        args.fail("needs httpx: pip install 'kvserve[bench]'")
+    dataset = args.datasets[args.dataset]
+    if args.backend == "openai-chat" and not dataset.text:
+        args.fail(f"--backend openai-chat: --dataset {args.dataset} is token ids; take openai")
+    if dataset.timed and (args.request_rate != float("inf") or args.ramp_up_strategy):
+        args.fail(f"--request-rate: --dataset {args.dataset} says itself when its requests arrive")
+    ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    if any(ramp) and not all(ramp):
+        args.fail("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps: give all three")
+    serving = Serving(args)
+    status = measure_and_publish(serving, args)
+    return status or int(serving.gone is not None)
+
+
+class Serving:
+    """One run against ``--base-url``; what has been answered is kept if it is cut short."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.gone: str | None = None
+        self._args = args
+        self._model = args.model
+        self._answers: list[Answer] = []
+        self._said: list[list[str]] = []
+        self._samples: list[dict[str, Any]] = []
+        self._unfinished = 0
+        self._started = self._seconds = 0.0
+        self._workload: Workload | None = None
+        self._vocab_size = 0
+
+    def measure(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except ServerGone as gone:
+            self.gone = str(gone)
+
+    def report(self) -> Report:
+        args, result = self._args, {**self._head(), **self._result()}
+        about = [f"{self._model} at {args.base_url}: {args.num_prompts} x {args.dataset}"]
+        notes = []
+        if self.gone is not None:
+            about.append(
+                f"the server stopped answering after {self._seconds:.1f} s ({self.gone}): "
+                f"{result['completed']} requests had been answered, {result['failed']} failed and "
+                f"{self._unfinished} were under way; no rate or latency is given"
+            )
+        else:
+            about += report_block(result, args.percentile_metrics, args.metric_percentiles)
+            if self._unfinished:
+                notes.append(f"{self._unfinished} requests were under way and do not count")
+        errors = sorted({answer.error for answer in self._answers if answer.error})
+        notes += [f"failed: {error}" for error in errors[:5]]
+        settings = {"seed": args.seed, **dataset_options(args)}
+        findings = {**result, "unfinished": self._unfinished}
+        complete = self.gone is None
+        return Report("serve", about, (), (), settings, notes, findings, complete=complete)
+
+    # ---- sending ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        import httpx
+
+        args = self._args
+        headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        async with httpx.AsyncClient(
+            base_url=args.base_url, headers=headers, limits=limits, timeout=None
+        ) as http:
+            client = ServingClient(http)
+            await self._wait_until_ready(client)
+            self._model = self._model or await _first_model(client)
+            self._workload = self._read_workload()
+            fields = {"model": self._model, "temperature": args.temperature, **args.extra_body}
+            client = replace(client, fields=fields)
+            await self._warm_up(client)
+            chat, endpoint = args.backend == "openai-chat", args.endpoint or ENDPOINTS[args.backend]
+            client = replace(client, endpoint=endpoint, chat=chat)
+            poll = asyncio.create_task(self._poll(client))
+            try:
+                await self._send(client, self._workload)
+            finally:
+                poll.cancel()
+
+    async def _send(self, client: ServingClient, workload: Workload) -> None:
+        """Every conversation at its time; ``ServerGone`` ends them all."""
+        args, count = self._args, len(workload)
+        times = workload.arrivals or send_times(
+            count, args.request_rate, args.burstiness, args.seed, self._ramp()
+        )
+        self._said = [[] for _ in range(count)]
+        room = asyncio.Semaphore(args.max_concurrency or count)
+        hidden = True if args.disable_tqdm else None
+        self._started = time.perf_counter()
+        with tqdm(total=count, unit="conversation", disable=hidden) as bar:
+
+            async def converse(index: int) -> None:
+                late = time.perf_counter() - self._started
+                await asyncio.sleep(max(0.0, times[index] - late))
+                said = self._said[index]
+                while (body := client.body(workload, index, said)) is not None:
+                    async with room:
+                        self._unfinished += 1
+                        answer = await client.ask(body)
+                        self._unfinished -= 1
+                    self._answers.append(answer)
+                    if answer.error:
+                        break
+                    said.append(answer.text)
+                bar.update()
+
+            tasks = [asyncio.create_task(converse(index)) for index in range(count)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                self._seconds = time.perf_counter() - self._started
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait_until_ready(self, client: ServingClient) -> None:
+        deadline = time.monotonic() + self._args.ready_check_timeout_sec
+        while True:
+            try:
+                return await client.check_alive()
+            except ServerGone as gone:
+                if time.monotonic() >= deadline:
+                    url = self._args.base_url
+                    raise ConfigError(f"--base-url: no server answers at {url} ({gone})") from None
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _warm_up(self, client: ServingClient) -> None:
+        """Requests of random ids, one after the other, that do not count."""
+        lengths = [(32, 16)] * self._args.num_warmups
+        warmup = random_prompts(lengths, self._vocab_size, self._args.seed + 1)
+        for index in range(len(warmup)):
+            body = client.body(warmup, index, [])
+            assert body is not None
+            answer = await client.ask(body)
+            if answer.error:
+                raise ConfigError(f"--num-warmups: the server refused a request ({answer.error})")
+
+    async def _poll(self, client: ServingClient) -> None:
+        """Sample a kvserve's cache; another server has no such route."""
+        while (stats := await client.get("/v1/kv/stats")) is not None:
+            self._samples.append(stats)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _read_workload(self) -> Workload:
+        args = self._args
+        name = args.tokenizer or self._model
+        tokenizer = Tokenizer(str(find_model(name, weights=False, flag="--tokenizer")))
+        self._vocab_size = tokenizer.backend.get_vocab_size()
+        return read_dataset(args, self._vocab_size, tokenizer)
+
+    def _ramp(self) -> Ramp | None:
+        args = self._args
+        if not args.ramp_up_strategy:
+            return None
+        return Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+
+    # ---- what came of it ----------------------------------------------------------------------
+
+    def _head(self) -> Result:
+        """What the run was asked for, under vLLM's keys."""
+        args = self._args
+        return {
+            "backend": args.backend,
+            "label": args.label,
+            "model_id": self._model,
+            "tokenizer_id": args.tokenizer or self._model,
+            "num_prompts": args.num_prompts,
+            "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
+            "burstiness": args.burstiness,
+            "max_concurrency": args.max_concurrency,
+            **args.metadata,
+        }
+
+    def _result(self) -> Result:
+        args = self._args
+        if self.gone is not None or not self._seconds:
+            failed = sum(bool(answer.error) for answer in self._answers)
+            return {"completed": len(self._answers) - failed, "failed": failed}
+        result = summary(
+            self._answers,
+            self._seconds,
+            metrics=args.percentile_metrics,
+            percentiles=args.metric_percentiles,
+            goodput=args.goodput,
+        )
+        result |= kv_figures(self._answers, self._samples)
+        if self._workload is not None and not result["failed"] and not self._unfinished:
+            result |= accuracy(self._workload, self._said)
+        if args.save_detailed:
+            result |= per_request(self._answers, self._started)
+        return result
+
+
+def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
+    """What a kvserve said of its cache: per answer, and every so often while it ran."""
+    details = [answer.kv for answer in answers if answer.kv]
+    result: Result = {}
+    if details:
+        logical = sum(each["logical_tokens"] for each in details)
+        result = {
+            "compactions": sum(each["compactions"] for each in details),
+            "blocks_released": sum(each["blocks_released"] for each in details),
+            "held_over_logical_at_end": sum(each["held_tokens"] for each in details) / logical,
+        }
+    busy = [sample for sample in samples if sample["num_running"]]
+    if busy:
+        result |= {
+            "mean_running": sum(sample["num_running"] for sample in busy) / len(busy),
+            "peak_running": max(sample["num_running"] for sample in busy),
+            "held_over_logical": sum(sample["tokens_held"] for sample in busy)
+            / sum(sample["tokens_logical"] for sample in busy),
+            "preemptions": samples[-1]["preemptions_total"] - samples[0]["preemptions_total"],
+        }
+    return result
+
+
+async def _first_model(client: ServingClient) -> str:
+    models = await client.get("/v1/models")
+    if not models or not models.get("data"):
+        raise ConfigError("--model: the server's /v1/models names none; give one")
+    return str(models["data"][0]["id"])

@@ -1,0 +1,125 @@
+"""Prompts out of files: conversations of ShareGPT, lines of prompts, traces of a service."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from kvserve.benchmarks.datasets.workload import Prompts, Source
+from kvserve.log import ConfigError
+
+# Conversations outside of these lengths are passed over, as vLLM does, so that figures compare.
+_SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
+
+
+def sharegpt(source: Source) -> Prompts:
+    """First turns of conversations in random order; outputs are as long as the second turns."""
+    tokenizer, output_len = source.tokenizer, source["sharegpt_output_len"]
+    conversations = _read_json(source.path)
+    random.Random(f"sharegpt/{source.seed}").shuffle(conversations)
+    texts: list[str] = []
+    prompts, limits = [], []
+    for conversation in conversations:
+        if len(texts) == source.count:
+            break
+        turns = [turn["value"] for turn in conversation.get("conversations", ())[:2]]
+        if len(turns) < 2:
+            continue
+        prompt = tokenizer.encode(turns[0])
+        limit = output_len or len(tokenizer.encode(turns[1], add_special_tokens=False))
+        if min(len(prompt), limit) < _SHORTEST or len(prompt) > _LONGEST_PROMPT:
+            continue
+        if len(prompt) + limit <= _LONGEST:
+            texts.append(turns[0])
+            prompts.append(prompt)
+            limits.append(limit)
+    _check_count(source, len(texts))
+    return Prompts(prompts, limits, source.ignore_eos, texts=texts)
+
+
+def custom(source: Source) -> Prompts:
+    """Lines ``{"prompt": ..., "output_tokens": ...}``, the latter optional, in the file's order.
+
+    Each is a user's turn under the chat template, where there is one.
+    """
+    lines, tokenizer = _read_lines(source, "prompt"), source.tokenizer
+    texts = [str(line["prompt"]) for line in lines]
+    if source["skip_chat_template"] or not tokenizer.has_chat_template:
+        prompts = [tokenizer.encode(text) for text in texts]
+    else:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        prompts = [tokenizer.apply_chat_template(chat) for chat in chats]
+    limits = [int(line.get("output_tokens") or source["custom_output_len"]) for line in lines]
+    return Prompts(prompts, limits, source.ignore_eos, texts=texts)
+
+
+def timed_trace(source: Source) -> Prompts:
+    """Lines ``{"timestamp", "input_length", "output_length", "hash_ids"}``, as Mooncake's traces.
+
+    Prompts are made up, a chunk of tokens per hash, so that equal hashes are equal tokens; tokens
+    beyond the hashes are the line's own.
+    """
+    lines = _read_lines(source, "timestamp", "input_length", "output_length")
+    lines.sort(key=lambda line: float(line["timestamp"]))
+    times = [float(line["timestamp"]) * source["timed_trace_sec_multiplier"] for line in lines]
+    vocab, chunk = range(source.vocab_size), source["timed_trace_chunk_hash_size"]
+    prompts = []
+    for index, line in enumerate(lines):
+        length, tokens = int(line["input_length"]), []
+        for name in line.get("hash_ids", ()):
+            tokens += random.Random(f"hash/{name}").choices(vocab, k=chunk)
+        own = max(0, length - len(tokens))
+        tokens += random.Random(f"line/{source.seed}/{index}").choices(vocab, k=own)
+        prompts.append(tokens[:length])
+    return Prompts(
+        prompts,
+        [int(line["output_length"]) for line in lines],
+        source.ignore_eos,
+        arrivals=[time - times[0] for time in times],
+    )
+
+
+# ---- reading ----------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"--dataset-path: {path} is not JSON: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise ConfigError(f"--dataset-path: {path} does not hold a list of conversations")
+    return content
+
+
+def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    path, filled = source.path, filter(str.strip, _text(source.path).splitlines())
+    for number, line in enumerate(itertools.islice(filled, source.count), start=1):
+        try:
+            content = dict(json.loads(line))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"--dataset-path: {path}: line {number}: {error}") from None
+        missing = [name for name in needed if name not in content]
+        if missing:
+            raise ConfigError(f"--dataset-path: {path}: line {number} has no {missing[0]!r}")
+        lines.append(content)
+    _check_count(source, len(lines))
+    return lines
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}") from None
+
+
+def _check_count(source: Source, found: int) -> None:
+    if found < source.count:
+        raise ConfigError(
+            f"--num-prompts: {source.path} has {found} that can be used, not {source.count}"
+        )

@@ -1,0 +1,238 @@
+"""Where prompts come from: ``--dataset`` and the flags of each; the names are vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
+from kvserve.benchmarks.datasets.tasks import TASKS
+from kvserve.benchmarks.datasets.workload import (
+    Prompts,
+    Source,
+    Workload,
+    random_prompts,
+    task_prompts,
+)
+from kvserve.benchmarks.setup.lengths import lognormal_lengths
+from kvserve.benchmarks.setup.options import at_least, number
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.log import ConfigError
+
+_COUNT = at_least(1)
+_NO_CAP = 2**20
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag that belongs to one dataset; without ``read`` it is a switch."""
+
+    name: str
+    default: Any
+    help: str
+    read: Callable[[str], Any] | None = _COUNT
+    also: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """How its prompts are made.
+
+    ``text``: they need a tokenizer. ``file``: they come from ``--dataset-path``. ``timed``: they
+    say when they arrive. ``ignore_eos``: the default; ``None`` if answers must end by themselves.
+    """
+
+    build: Callable[[Source], Workload]
+    options: tuple[Option, ...] = ()
+    text: bool = False
+    file: bool = False
+    timed: bool = False
+    ignore_eos: bool | None = True
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = False) -> None:
+    """``--dataset``, ``--num-prompts`` and the flags of every dataset, ``timed`` ones too."""
+    datasets = {name: each for name, each in DATASETS.items() if timed or not each.timed}
+    parser.add_argument(
+        "--dataset",
+        "--dataset-name",
+        choices=datasets,
+        default="random",
+        help="token ids made up, prompts of a file, or a shipped task, graded (default: random)",
+    )
+    words = "the file that holds the prompts"
+    parser.add_argument("--dataset-path", type=Path, metavar="FILE", help=words)
+    words = "conversations (default: 100)"
+    parser.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help=words)
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="outputs have their full length (default: on where prompts are made up)",
+    )
+    for name, dataset in datasets.items():
+        for option in dataset.options:
+            names = filter(None, (option.flag, option.also))
+            words = f"{name}: {option.help}"
+            words += f" (default: {option.default})" if option.default else ""
+            if option.read is None:
+                parser.add_argument(*names, action="store_const", const=True, help=words)
+            else:
+                parser.add_argument(*names, type=option.read, metavar="N", help=words)
+    parser.set_defaults(datasets=datasets)
+
+
+def check_dataset(args: argparse.Namespace) -> None:
+    """Refuse flags that the chosen dataset does not know."""
+    for name, dataset in args.datasets.items():
+        for option in dataset.options:
+            if name != args.dataset and getattr(args, option.name) is not None:
+                args.fail(f"{option.flag} is for --dataset {name}")
+    chosen = DATASETS[args.dataset]
+    if chosen.file and args.dataset_path is None:
+        args.fail(f"--dataset {args.dataset} needs --dataset-path FILE")
+    if not chosen.file and args.dataset_path is not None:
+        args.fail(f"--dataset-path: --dataset {args.dataset} reads no file")
+    if chosen.ignore_eos is None and args.ignore_eos is not None:
+        args.fail(f"--ignore-eos: answers of --dataset {args.dataset} end by themselves")
+    if chosen.text and getattr(args, "shape", None):
+        args.fail(f"--dataset {args.dataset} needs a tokenizer, which --shape has not")
+
+
+def dataset_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The chosen dataset's flags, as given or by default."""
+    given = {option: getattr(args, option.name) for option in DATASETS[args.dataset].options}
+    return {
+        option.name: option.default if value is None else value for option, value in given.items()
+    }
+
+
+def read_dataset(
+    args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None
+) -> Workload:
+    """The prompts that the flags ask for."""
+    options = dataset_options(args)
+    dataset = DATASETS[args.dataset]
+    ignore_eos = bool(dataset.ignore_eos if args.ignore_eos is None else args.ignore_eos)
+    count, seed, path = args.num_prompts, args.seed, args.dataset_path
+    return dataset.build(Source(count, seed, vocab_size, tokenizer, path, ignore_eos, options))
+
+
+# ---- the datasets -----------------------------------------------------------------------------
+
+
+def _random(source: Source) -> Prompts:
+    sigma, cap = source["random_output_sigma"], source["random_output_cap"]
+    if sigma or cap:
+        return _log_normal(source, sigma, cap or _NO_CAP)
+    rng, spread = random.Random(f"lengths/{source.seed}"), source["random_range_ratio"]
+
+    def about(length: int) -> int:
+        return rng.randint(max(1, round(length * (1 - spread))), round(length * (1 + spread)))
+
+    lengths = [
+        (about(source["input_len"]), about(source["output_len"])) for _ in range(source.count)
+    ]
+    return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
+
+
+def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
+    """Prompts of one length, answers as reasoning models give them: many short, few very long."""
+    if source["random_range_ratio"]:
+        raise ConfigError("--random-range-ratio: lengths vary by --random-output-sigma already")
+    rng = np.random.default_rng(source.seed)
+    outputs = lognormal_lengths(rng, source.count, source["output_len"], sigma, cap)
+    lengths = [(source["input_len"], length) for length in outputs.tolist()]
+    return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
+
+
+def _prefix_repetition(source: Source) -> Prompts:
+    """Prompts that share their beginnings, in random order."""
+    rng = random.Random(f"prefixes/{source.seed}")
+    vocab, suffix = range(source.vocab_size), source["prefix_repetition_suffix_len"]
+    prefixes = [
+        rng.choices(vocab, k=source["prefix_repetition_prefix_len"])
+        for _ in range(source["prefix_repetition_num_prefixes"])
+    ]
+    if len(prefixes) > source.count:
+        raise ConfigError("--prefix-repetition-num-prefixes: there are fewer --num-prompts")
+    prompts = [
+        prefixes[i % len(prefixes)] + rng.choices(vocab, k=suffix) for i in range(source.count)
+    ]
+    rng.shuffle(prompts)
+    limits = [source["prefix_repetition_output_len"]] * source.count
+    return Prompts(prompts, limits, source.ignore_eos)
+
+
+def _task(name: str, source: Source) -> Workload:
+    return task_prompts(name, source.count, source.tokenizer, source.seed)
+
+
+DATASETS: dict[str, Dataset] = {
+    "random": Dataset(
+        _random,
+        (
+            Option("input_len", 64, "tokens per prompt", also="--random-input-len"),
+            Option("output_len", 256, "tokens per output", also="--random-output-len"),
+            Option(
+                "random_range_ratio",
+                0.0,
+                "both vary by up to this share",
+                number(0, 1, closed=True),
+            ),
+            Option(
+                "random_output_sigma",
+                0.0,
+                "answers log-normal around --output-len instead, with this sigma of the logarithm",
+                number(0, 3, closed=True),
+            ),
+            Option("random_output_cap", None, "longest of these answers"),
+        ),
+    ),
+    "prefix_repetition": Dataset(
+        _prefix_repetition,
+        (
+            Option("prefix_repetition_prefix_len", 256, "tokens that prompts share"),
+            Option("prefix_repetition_suffix_len", 256, "tokens of a prompt's own"),
+            Option("prefix_repetition_num_prefixes", 10, "prefixes, shared evenly"),
+            Option("prefix_repetition_output_len", 128, "tokens per output"),
+        ),
+    ),
+    "sharegpt": Dataset(
+        sharegpt,
+        (Option("sharegpt_output_len", None, "tokens per output, instead of the second turn's"),),
+        text=True,
+        file=True,
+        ignore_eos=False,
+    ),
+    "custom": Dataset(
+        custom,
+        (
+            Option("custom_output_len", 256, "tokens per output where a line does not say"),
+            Option("skip_chat_template", False, "prompts as they are, under no template", None),
+        ),
+        text=True,
+        file=True,
+        ignore_eos=False,
+    ),
+    "timed_trace": Dataset(
+        timed_trace,
+        (
+            Option("timed_trace_chunk_hash_size", 512, "tokens that one of its hashes stands for"),
+            Option("timed_trace_sec_multiplier", 0.001, "seconds in a timestamp of 1", number(0)),
+        ),
+        file=True,
+        timed=True,
+    ),
+    **{name: Dataset(partial(_task, name), text=True, ignore_eos=None) for name in TASKS},
+}

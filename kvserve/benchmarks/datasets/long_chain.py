@@ -1,0 +1,222 @@
+"""The long chain: a trace of thousands of tokens that is redundant as reasoning is.
+
+Every line of the program is six tokens and one paragraph of the trace. A sum states its operands
+and its result, says whether it passed ten, checks the result once more from its definition and
+talks a little; a recap restates three earlier sums. Names are assigned once. A sum in five is a
+dead end that does not bear on the answer. Every other adds the last of its kind to an older value,
+drawn by how long ago it was last mentioned, so look-backs reach from a few tokens to most of the
+trace. No value leads two sums or stands in two recaps: a line is told by the names it begins with.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names, words
+
+MORE_NAMES = words(
+    "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis Edith "
+    "Elias Elsa Felix Flora Gavin Gilda Gustav Hazel Hector Hugo Ida Ines Iris Jasper Joel Judith "
+    "Kira Lars Lena Liam Lydia Magnus Marta Max Naomi Nils Olga Otto Pablo Petra Ralph Rosa Ruth"
+)
+ALL_NAMES = (*NAMES, *MORE_NAMES)
+REMARKS = (
+    "Now this value holds and we go on with the next line of the list.",
+    "Nothing before it changes so the list above is right as it stands.",
+    "Both were read from the lines above and the sum is right.",
+    "Again a small step and still a long way to go.",
+    "Then we look back at the lines above and all of it holds.",
+    "As before we add one line and do not drop a value.",
+    "Here we can keep it as it is and read on.",
+    "That was plain and it is not the last of the lines.",
+    "So far all values are right and none of it changes.",
+    "Well this is done right and we do know what comes next.",
+)
+LONG_WORDS = tuple(
+    dict.fromkeys(
+        (*MORE_NAMES, "Explain", "Check", *re.findall(r"[A-Za-z]{2,}", " ".join(REMARKS)))
+    )
+)
+DEAD_SHARE = 0.2
+RECAP_SHARE = 0.15
+RECAP_SIZE = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the program: a sum of two operands, or a recap of three names."""
+
+    name: str
+    operands: tuple[str, ...]
+    dead: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        return len(self.operands) == 2
+
+    def text(self) -> str:
+        if self.is_sum:
+            return f"{self.name}= {self.operands[0]}+ {self.operands[1]};"
+        return f"{self.name}: {' '.join(self.operands)};"
+
+
+def long_chain(
+    rng: random.Random,
+    lines: int,
+    held_out: bool,
+    task: str = "long-chain",
+    names: tuple[str, ...] = ALL_NAMES,
+    given: int = 2,
+    ambiguous: bool = False,
+) -> Sample:
+    """A program of that many lines over `given` values, worked out paragraph by paragraph."""
+    drawn = draw_names(rng, lines + given, held_out, names)
+    values = {name: rng.randrange(10) for name in drawn[:given]}
+    stated = [f"{name}{value};" for name, value in values.items()]
+    draw = draw_ambiguous if ambiguous else draw_program
+    program = draw(rng, drawn[:given], drawn[given:])
+    trace = [paragraph(line, values) for line in program]
+    final = program[-1].name
+    turn = f"Explain {' '.join(stated)} {' '.join(line.text() for line in program)} Find {final}"
+    answer = f"{' '.join(trace)} answer {final}{values[final]}"
+    return Sample(task, (turn,), (answer,), (f"{final}{values[final]}",))
+
+
+def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
+    """Lines for all names; the last is a sum whose value is asked for.
+
+    A value leads one sum at most and stands in one recap at most, so a line is told by its names.
+    Dead ends are led by dead values once there are some.
+    """
+    unled: list[str] = list(given)  # the longest unmentioned first
+    unrecalled: list[str] = []
+    dead: list[str] = []
+    head, program = given[-1], []
+    for i, name in enumerate(names, start=1):
+        last = i == len(names)
+        if not last and len(unrecalled) > RECAP_SIZE and rng.random() < RECAP_SHARE:
+            recalled = tuple(rng.sample(unrecalled, RECAP_SIZE))
+            program.append(Line(name, recalled))
+            unrecalled = [n for n in unrecalled if n not in recalled]
+            _mention(unled, recalled)
+            continue
+        ends = not last and len(unled) > 2 and rng.random() < DEAD_SHARE
+        other = dead.pop() if ends and dead else _draw_old(rng, [n for n in unled if n != head])
+        unled = [n for n in unled if n != other]
+        _mention(unled, (head,))
+        program.append(Line(name, (other, head), ends))
+        if ends:
+            dead.append(name)
+            continue
+        unled.append(name)
+        unrecalled.append(name)
+        head = name
+    return program
+
+
+def draw_ambiguous(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
+    """As `draw_program` does, but values lead and stand in recaps as often as they are drawn."""
+    mentioned = list(given)
+    head, program = mentioned[-1], []
+    for i, name in enumerate(names, start=1):
+        last = i == len(names)
+        if not last and len(mentioned) > RECAP_SIZE and rng.random() < RECAP_SHARE:
+            recalled = tuple(rng.sample(mentioned, RECAP_SIZE))
+            program.append(Line(name, recalled))
+            _mention(mentioned, recalled)
+            continue
+        other = _draw_old(rng, [n for n in mentioned if n != head])
+        dead = not last and rng.random() < DEAD_SHARE
+        program.append(Line(name, (other, head), dead))
+        _mention(mentioned, (other, head))
+        if not dead:
+            mentioned.append(name)
+            head = name
+    return program
+
+
+def _draw_old(rng: random.Random, names: list[str]) -> str:
+    """Half the draws take any name, the others one of the third that was unmentioned longest."""
+    if rng.random() < 0.5:
+        return rng.choice(names)
+    return names[rng.randrange((len(names) + 2) // 3)]
+
+
+def _mention(mentioned: list[str], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in mentioned:
+            mentioned.remove(name)
+            mentioned.append(name)
+
+
+def paragraph(line: Line, values: dict[str, int]) -> str:
+    """What the trace says about one line; a sum adds its result to `values`."""
+    stated = [f"{name}{values[name]}" for name in line.operands]
+    remark = REMARKS[values[line.operands[-1]]]
+    if not line.is_sum:
+        return f"{line.name}: {' '.join(stated)}; {remark} {line.name} is done."
+    total = sum(values[name] for name in line.operands)
+    result = f"{line.name}{total % 10}"
+    values[line.name] = total % 10
+    carry = "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
+    return (
+        f"{line.name}= {stated[0]}+ {stated[1]}, {result}; the sum {carry}. "
+        f"Check {result}= {stated[0]}+ {stated[1]}. {remark} {line.name} is done."
+    )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What of a trace is read again; tokens are counted by their place in it.
+
+    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph
+    reads, a value's name and digit where they were made; `distances`: how far back the latest
+    mention stands, for every operand and recalled value that is not given in the prompt.
+    """
+
+    tokens: int
+    needed: frozenset[int]
+    kept: frozenset[int]
+    distances: tuple[int, ...]
+
+
+def needs(sample: Sample) -> Needs:
+    """Read off a trace what is enough for a reader who has the prompt at hand.
+
+    A paragraph needs its line's name throughout; a sum needs both operands with their digits until
+    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks
+    and recaps restate what is known, and nothing is worked out from them.
+    """
+    units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
+    needed: set[int] = set()
+    kept: set[int] = set()
+    distances: list[int] = []
+    made: dict[str, int] = {}  # name -> place of the digit that states its value first
+    latest: dict[str, int] = {}  # name -> place of the digit that states it last
+    for start, end in _paragraphs(units):
+        is_sum, stated = units[start + 1] == "=", "Check" not in units[start:end]
+        needed.add(start)
+        for i in range(start + 1, end):
+            name = units[i - 1]
+            if units[i] == "Check":
+                stated = True
+            if not units[i].isdigit():
+                continue
+            if name == units[start]:
+                made.setdefault(name, i)
+            elif not stated or not is_sum:
+                if is_sum:
+                    needed.update((i - 1, i))
+                if name in made:
+                    kept.update((made[name] - 1, made[name]))
+                    distances.append(i - latest[name])
+            latest[name] = i
+    kept.update((made[units[-2]] - 1, made[units[-2]]))
+    return Needs(len(units), frozenset(needed | kept), frozenset(kept), tuple(distances))
+
+
+def _paragraphs(units: list[str]) -> list[tuple[int, int]]:
+    """Where each paragraph begins and ends; the answer that closes the trace is none."""
+    ends = [i + 2 for i, unit in enumerate(units) if unit == "done" and units[i + 1] == "."]
+    ends = [end for end in ends if units[end - 3] == "is" and units[end - 4] in ALL_NAMES]
+    return list(zip([0, *ends[:-1]], ends, strict=True))

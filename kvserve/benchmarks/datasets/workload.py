@@ -1,0 +1,177 @@
+"""What is sent to an engine: prompts of token ids, or the shipped tasks played turn by turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvserve.benchmarks.datasets.tasks import TASKS, Grade, Sample, grade, make_samples
+from kvserve.engine.frontend.tokenizer import Tokenizer
+
+Message = dict[str, str]
+DEFAULT_BLOCK_SIZE = 16
+
+
+class Workload(Protocol):
+    """Conversations; a plain prompt is one of a single turn."""
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+    @property
+    def score_name(self) -> str:
+        """What a grade's second number is called in tables."""
+        ...
+
+    @property
+    def arrivals(self) -> Sequence[float]:
+        """Seconds at which conversations begin; empty where a rate may say."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def max_tokens(self, index: int) -> int:
+        """The limit of each of a conversation's answers."""
+        ...
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
+        ...
+
+    def full_lengths(self) -> list[int]:
+        """Per conversation, cached tokens when it ends as expected."""
+        ...
+
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        """The same prompt as a chat; made-up token ids have none."""
+        ...
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
+        """One grade per conversation, or ``None`` where no answer is right or wrong."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop.
+
+    ``texts`` are those of the prompts, unless they are made up.
+    """
+
+    prompts: Sequence[list[int]]
+    limits: Sequence[int]
+    ignore_eos: bool
+    texts: Sequence[str] = ()
+    arrivals: Sequence[float] = ()
+    score_name = ""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def max_tokens(self, index: int) -> int:
+        return self.limits[index]
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        return None if answers else self.prompts[index]
+
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        return [{"role": "user", "content": self.texts[index]}]
+
+    def full_lengths(self) -> list[int]:
+        return list(map(_cached, map(len, self.prompts), self.limits))
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class TaskPrompts:
+    """Samples of a task, each turn a chat request with the engine's earlier answers.
+
+    ``score_name``: what the grades' second number is called; ``note``: what a reader of the
+    results has to know.
+    """
+
+    samples: Sequence[Sample]
+    tokenizer: Tokenizer
+    limit: int
+    grader: Callable[[Sample, Sequence[str]], Grade]
+    score_name: str = "correct_prefix"
+    note: str = ""
+    ignore_eos = False
+    arrivals = ()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def max_tokens(self, index: int) -> int:
+        return self.limit
+
+    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+        if len(answers) == len(self.samples[index].turns):
+            return None
+        return self.tokenizer.apply_chat_template(self.messages(index, answers))
+
+    def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
+        turns = self.samples[index].turns
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=False):
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": turn})
+        return messages
+
+    def full_lengths(self) -> list[int]:
+        lengths = []
+        for index, sample in enumerate(self.samples):
+            last = self.prompt(index, sample.answers[:-1])
+            assert last is not None
+            answer = self.tokenizer.encode(sample.answers[-1], add_special_tokens=False)
+            lengths.append(_cached(len(last), len(answer) + 1))  # and an end of sequence
+        return lengths
+
+    def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade]:
+        return list(map(self.grader, self.samples, answers))
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a dataset is made of: how many prompts, from which seed, and its own flags."""
+
+    count: int
+    seed: int
+    vocab_size: int
+    tokenizer: Any
+    """A ``Tokenizer`` where the dataset needs one."""
+    path: Any
+    """A ``Path`` where the dataset is a file."""
+    ignore_eos: bool
+    options: Mapping[str, Any]
+
+    def __getitem__(self, option: str) -> Any:
+        return self.options[option]
+
+
+def random_prompts(
+    lengths: Sequence[tuple[int, int]], vocab_size: int, seed: int, ignore_eos: bool = True
+) -> Prompts:
+    """One prompt of random ids for each pair of prompt and output length."""
+    rng = random.Random(f"random/{seed}")
+    prompts = [rng.choices(range(vocab_size), k=length) for length, _ in lengths]
+    return Prompts(prompts, [limit for _, limit in lengths], ignore_eos)
+
+
+def task_prompts(task: str, count: int, tokenizer: Tokenizer, seed: int) -> TaskPrompts:
+    samples = make_samples(task, count, seed)
+    return TaskPrompts(samples, tokenizer, TASKS[task].max_new_tokens, grade)
+
+
+def blocks_at_once(workload: Workload, block_size: int) -> int:
+    """The demand: blocks of all conversations together, each at its full length, uncompressed."""
+    return sum(-(-length // block_size) for length in workload.full_lengths())
+
+
+def _cached(prompt: int, output: int) -> int:
+    """Cached tokens at the end: the last token sampled is never stored."""
+    return prompt + output - 1

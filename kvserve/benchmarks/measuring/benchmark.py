@@ -1,0 +1,55 @@
+"""What every benchmark command is: something that measures, and tells what it has."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from kvserve.benchmarks.measuring.pieces import Pieces
+from kvserve.benchmarks.reports.report import Report, measure_and_publish
+from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+
+
+class Benchmark(ABC):
+    """A ``Measurement`` with the model of a checkpoint; ``pieces`` of those that know --minutes."""
+
+    pieces: Pieces | None = None
+
+    def __init__(
+        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+    ) -> None:
+        self.args = args
+        self.checkpoint = checkpoint
+        self.policies = policies
+        self.engines = Engines(args, checkpoint)
+
+    @abstractmethod
+    def measure(self) -> None: ...
+
+    @abstractmethod
+    def report(self) -> Report: ...
+
+    def settings(self, *names: str) -> dict[str, Any]:
+        """The named flags, and those of every command, for the JSON file."""
+        common = ("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype")
+        given = {name: getattr(self.args, name) for name in (*names, *common)}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {**given, "model": self.checkpoint.name, "dtype": self.args.dtype or "auto"}
+
+
+def run_benchmark(
+    kind: type[Benchmark],
+    args: argparse.Namespace,
+    policies: Sequence[PolicySpec],
+    write_weights: bool = False,
+) -> int:
+    """Open the checkpoint, measure, print and save; returns the exit status."""
+    with opened_checkpoint(args, write_weights) as checkpoint:
+        benchmark = kind(args, checkpoint, policies)
+        status = measure_and_publish(benchmark, args)
+        if status == 0 and benchmark.pieces is not None:
+            benchmark.pieces.clear()
+        return status

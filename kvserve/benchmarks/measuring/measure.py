@@ -1,0 +1,220 @@
+"""Plays a workload on an engine, step by step, and counts what happens."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from kvserve.benchmarks.datasets.workload import Workload
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+Figures = dict[str, Any]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""``cpu``: time of this process on a CPU, which a busy machine does not add to."""
+
+_Z95 = 1.959963984540054
+_COUNTERS = (
+    ("blocks_released", "blocks_released_total"),
+    ("compactions", "compactions_total"),
+    ("early_compactions", "early_compactions_total"),
+    ("skipped_compactions", "skipped_compactions_total"),
+    ("compaction_s", "compaction_seconds_total"),
+    ("evicted_tokens", "tokens_evicted_total"),
+    ("preemptions", "preemptions_total"),
+    ("swaps", "swaps_total"),
+)
+
+
+class Engine(Protocol):
+    """The part of ``LLMEngine`` that is measured."""
+
+    @property
+    def has_unfinished_requests(self) -> bool: ...
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+    ) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True)
+class Played:
+    """Per conversation its turns, and the figures of the whole run."""
+
+    turns: list[list[RequestOutput]]
+    figures: Figures
+
+    @property
+    def answers(self) -> list[list[str]]:
+        return [[turn.outputs[0].text for turn in turns] for turns in self.turns]
+
+
+def play(
+    engine: Engine,
+    workload: Workload,
+    title: str = "",
+    show: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Played:
+    """Send every conversation at once, greedy, each next turn as soon as its answer is there.
+
+    Time runs from the first request to the last token: while the engine is watched between steps, a
+    device whose steps overlap goes on. ``clock``: seconds, as ``CLOCKS`` has them.
+    """
+    turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
+    meter = _Meter(engine.stats())
+
+    def send_next(index: int) -> bool:
+        prompt = workload.prompt(index, [turn.outputs[0].text for turn in turns[index]])
+        if prompt is not None:
+            limit, ignore_eos = workload.max_tokens(index), workload.ignore_eos
+            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=ignore_eos)
+            engine.add_request(f"{index}.{len(turns[index])}", prompt, params)
+        return prompt is not None
+
+    bar = tqdm(total=len(workload), desc=title, unit="request", disable=None if show else True)
+    with bar:
+        started = clock()
+        for index in range(len(workload)):
+            send_next(index)
+        while engine.has_unfinished_requests:
+            changed = engine.step()
+            over = 0
+            for output in changed:
+                if output.finished:
+                    index = int(output.request_id.partition(".")[0])
+                    turns[index].append(output)
+                    over += not send_next(index)
+            meter.record(changed, clock() - started, engine.stats())
+            bar.update(over)
+    return Played(turns, meter.figures(workload, turns, engine.stats()))
+
+
+@dataclass
+class _Meter:
+    """Adds up steps; counters are differences to ``before``, so that a warm-up does not count."""
+
+    before: EngineStats
+    seconds: float = 0.0
+    running: list[int] = field(default_factory=list)
+    held: int = 0
+    logical: int = 0
+    pool_usage: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    step_rates: list[float] = field(default_factory=list)
+    last_token: dict[str, float] = field(default_factory=dict)
+
+    def record(self, changed: Sequence[RequestOutput], until: float, stats: EngineStats) -> None:
+        """A step that ended ``until`` seconds after the first request was sent."""
+        seconds, self.seconds = until - self.seconds, until
+        ended = sum(output.finished for output in changed)
+        self.running.append(stats.num_running + ended)
+        self.held += stats.tokens_held
+        self.logical += stats.tokens_logical
+        self.pool_usage += stats.kv_cache_usage
+        self.step_rates.append(len(changed) / seconds)
+        for output in changed:
+            previous = self.last_token.get(output.request_id)
+            if previous is not None:
+                self.gaps.append(self.seconds - previous)
+            self.last_token[output.request_id] = self.seconds
+
+    def figures(
+        self, workload: Workload, turns: list[list[RequestOutput]], after: EngineStats
+    ) -> Figures:
+        ended = [turn for conversation in turns for turn in conversation]
+        prompted = sum(len(turn.prompt_token_ids) for turn in ended)
+        tokens = sum(len(turn.outputs[0].token_ids) for turn in ended)
+        steps = len(self.running)
+        p50, p99 = np.percentile(self.gaps, [50, 99]).tolist() if self.gaps else (None, None)
+        return {
+            "requests": len(ended),
+            "input_tokens": prompted,
+            "prompt_cached": sum(turn.num_cached_tokens for turn in ended) / prompted,
+            "output_tokens": tokens,
+            "wall_s": self.seconds,
+            "output_tok_s": tokens / self.seconds,
+            "mean_step_output_tok_s": float(np.mean(self.step_rates)),
+            "steps": steps,
+            "mean_running": sum(self.running) / steps,
+            "peak_running": max(self.running),
+            "mean_held_tokens": self.held / steps,
+            "mean_logical_tokens": self.logical / steps,
+            "held_over_logical": self.held / self.logical if self.logical else None,
+            **_held_at_end([conversation[-1] for conversation in turns if conversation]),
+            "blocks_total": after.blocks_total,
+            "mean_pool_usage": self.pool_usage / steps,
+            **{
+                name: getattr(after, total) - getattr(self.before, total)
+                for name, total in _COUNTERS
+            },
+            "itl_p50_ms": None if p50 is None else 1000 * p50,
+            "itl_p99_ms": None if p99 is None else 1000 * p99,
+            "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),
+            "cut_short": sum(
+                _cut_short(turn, workload.max_tokens(index))
+                for index, conversation in enumerate(turns)
+                for turn in conversation
+            ),
+            "running_over_steps": _thinned(self.running),
+        }
+
+
+def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
+    """What was left in the cache when each conversation ended; of those cut off nobody knows."""
+    details = [kv for output in last if (kv := output.kv_cache_details).logical_tokens]
+    count = max(len(details), 1)
+    return {
+        "held_over_logical_at_end": sum(kv.held_tokens for kv in details)
+        / max(sum(kv.logical_tokens for kv in details), 1),
+        "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
+        "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
+        "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
+        / max(2 * sum(kv.coded_entries for kv in details), 1),
+    }
+
+
+def _cut_short(turn: RequestOutput, limit: int) -> bool:
+    """Whether a request ended for want of blocks: neither at its limit nor of itself."""
+    choice = turn.outputs[0]
+    return choice.finish_reason == "length" and len(choice.token_ids) < limit
+
+
+def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
+    """Means over ``count`` equal stretches."""
+    parts = np.array_split(np.asarray(values, float), min(count, len(values)))
+    return [round(float(part.mean()), 2) for part in parts]
+
+
+def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
+    """Exact match with its interval, mean correct prefix; empty where nothing is graded."""
+    grades = workload.grades(answers)
+    if not grades:
+        return {}
+    n, exact = len(grades), sum(grade.exact for grade in grades)
+    return {
+        "n": n,
+        "exact": exact,
+        "exact_match": exact / n,
+        "interval_95": wilson_interval(exact, n),
+        workload.score_name: sum(grade.score for grade in grades) / n,
+    }
+
+
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
+    p, z2 = successes / n, _Z95**2
+    centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding: p itself is always in it

@@ -1,0 +1,118 @@
+"""A measurement in pieces: runs are on disk as soon as they are made, and a later call goes on.
+
+What a machine is free for in one go may be less than a table takes. With ``--minutes`` a command
+begins no run that may not end in time; the same command, called again, makes the missing ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvserve.benchmarks.measuring.measure import Figures
+from kvserve.benchmarks.reports.report import commit
+from kvserve.benchmarks.setup.options import number
+from kvserve.log import ConfigError
+
+_OWN_FLAGS = ("--minutes", "--save-plots", "--save-markdown")
+
+
+def add_pieces_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes",
+        type=number(0),
+        metavar="N",
+        help="begin no run that may not end within N minutes of this call; the same command goes "
+        "on where it stopped (runs are kept beside --save-result until all are made)",
+    )
+
+
+class Pieces:
+    """Runs of a command that were made by earlier calls and by this one.
+
+    Without ``minutes`` nothing is kept and there is always time.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.minutes and args.save_result is None:
+            args.fail("--minutes keeps runs beside --save-result FILE.json: give one")
+        self._limit = None if args.minutes is None else 60 * args.minutes
+        self._began = time.monotonic()
+        self._longest = 0.0
+        self.complete = False
+        """Whether every run is made; ``run_in_turns`` says so."""
+        self._path: Path | None = None
+        self._runs: list[dict[str, Any]] = []
+        if self._limit is not None:
+            self._path = args.save_result.with_suffix(".runs.json")
+            self._runs = self._before()
+
+    @property
+    def commits(self) -> list[str]:
+        """Of the runs, in the order in which they were first met."""
+        return list(dict.fromkeys(run["commit"] for run in self._runs))
+
+    def find(self, title: str, turn: int) -> Figures | None:
+        """The figures of a run that an earlier call made."""
+        for run in self._runs:
+            if (run["title"], run["turn"]) == (title, turn):
+                self._longest = max(self._longest, run["seconds"])
+                figures: Figures = run["figures"]
+                return figures
+        return None
+
+    @property
+    def has_time(self) -> bool:
+        """Whether one more run, as long as the longest yet, ends in time."""
+        spent = time.monotonic() - self._began
+        return self._limit is None or spent + self._longest <= self._limit
+
+    def add(self, title: str, turn: int, figures: Figures, seconds: float) -> None:
+        self._longest = max(self._longest, seconds)
+        if self._path is None:
+            return
+        facts = {"title": title, "turn": turn, "commit": commit(), "seconds": seconds}
+        self._runs.append({**facts, "figures": figures})
+        document = {"command": _words(), "runs": self._runs}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(document) + "\n")
+
+    def clear(self) -> None:
+        """The result is written: a complete one needs no runs beside it."""
+        if self._path is not None and self.complete:
+            self._path.unlink(missing_ok=True)
+
+    def notes(self) -> list[str]:
+        """What a reader has to know of a table that was made in pieces."""
+        if self._path is None:
+            return []
+        found = [] if self.complete else ["some runs are not made yet: run the same command again"]
+        if len(self.commits) > 1:
+            found.append(f"runs were made at several commits: {', '.join(self.commits)}")
+        return found
+
+    def _before(self) -> list[dict[str, Any]]:
+        assert self._path is not None
+        if not self._path.exists():
+            return []
+        document = json.loads(self._path.read_text())
+        if document["command"] != _words():
+            raise ConfigError(f"--minutes: {self._path} has runs of another command; remove it")
+        runs: list[dict[str, Any]] = document["runs"]
+        return runs
+
+
+def _words() -> list[str]:
+    """This command without the flags that may differ from call to call."""
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in _OWN_FLAGS:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept

@@ -1,0 +1,91 @@
+"""Runs of one row, taken in turns with those of the others, and the figures that they end in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from kvserve.benchmarks.measuring.measure import Figures
+from kvserve.benchmarks.measuring.pieces import Pieces
+from kvserve.benchmarks.reports.report import Row
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+
+
+@dataclass
+class Contestant:
+    """One row: what tells it from the others, how it is run, and the figures of each run."""
+
+    label: str
+    spec: PolicySpec | None
+    run: Callable[[str], Figures]
+    facts: dict[str, Any] = field(default_factory=dict)
+    runs: list[Figures] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.label, *(f"{name} {value}" for name, value in self.facts.items())])
+
+    @property
+    def rates(self) -> list[float]:
+        return [run["output_tok_s"] for run in self.runs]
+
+    def row(self, base: Contestant, against: str) -> Row:
+        """The run of median throughput. Its ratio is the median over turns, so that both sides of
+        it saw the same load on the machine. What all runs reached stands in ``..._all``.
+        """
+        by_rate = sorted(self.runs, key=lambda run: run["output_tok_s"])
+        ratios = [rate / other for rate, other in zip(self.rates, base.rates, strict=False)]
+        return {
+            "policy": self.label,
+            "policy_args": None if self.spec is None else self.spec.as_dict,
+            **self.facts,
+            **by_rate[(len(by_rate) - 1) // 2],
+            f"ratio_to_{against}": median(ratios),
+            f"ratio_to_{against}_all": ratios,
+            "output_tok_s_all": self.rates,
+            "spread": _spread(self.rates, ",.0f"),
+            "ratio_spread": None if self is base else _spread(ratios, ".2f"),
+        }
+
+
+def run_in_turns(
+    contestants: Sequence[Contestant], repeat: int, pieces: Pieces, show: bool = False
+) -> None:
+    """Everybody once, then everybody again; ``show`` draws one bar over all runs.
+
+    Runs that earlier ``pieces`` made are taken as they are; what there is no time for is left to
+    the next call.
+    """
+    total = repeat * len(contestants)
+    with tqdm(total=total, unit="run", disable=None if show else True) as bar:
+        for turn in range(repeat):
+            for contestant in contestants:
+                title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
+                bar.set_description(title)
+                figures = pieces.find(contestant.title, turn)
+                if figures is None:
+                    if not pieces.has_time:
+                        return
+                    began = time.monotonic()
+                    figures = contestant.run(title)
+                    pieces.add(contestant.title, turn, figures, time.monotonic() - began)
+                contestant.runs.append(figures)
+                bar.update()
+    pieces.complete = True
+
+
+def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:
+    """Rows of those that have run, each beside the first."""
+    measured = [contestant for contestant in contestants if contestant.runs]
+    return [contestant.row(measured[0], against) for contestant in measured]
+
+
+def _spread(values: Sequence[float], style: str) -> str | None:
+    if len(values) < 2:
+        return None
+    return f"{min(values):{style}}–{max(values):{style}}"

@@ -1,0 +1,151 @@
+"""The client of ``kvserve bench serve``: streamed requests over HTTP, timed chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from kvserve.benchmarks.datasets.workload import Workload
+
+if TYPE_CHECKING:
+    import httpx
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+class ServerGone(Exception):
+    """Nothing answers any more."""
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it; times are in seconds of ``time.perf_counter``."""
+
+    sent: float
+    prompt_len: int = 0
+    output_tokens: int = 0
+    text: str = ""
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(time, tokens) of every chunk."""
+    kv: Mapping[str, int] = field(default_factory=dict)
+    """``usage.kv_cache_details``, of a kvserve."""
+    error: str = ""
+
+    @property
+    def ended(self) -> float:
+        return self.arrivals[-1][0] if self.arrivals else self.sent
+
+    @property
+    def latency(self) -> float:
+        """Seconds from sending to the last token."""
+        return self.ended - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first; 0 where there is only one."""
+        more = self.output_tokens - 1
+        return (self.latency - self.ttft) / more if more > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ServingClient:
+    """Sends turns of a workload to one endpoint."""
+
+    http: httpx.AsyncClient
+    endpoint: str = ENDPOINTS["openai"]
+    chat: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of every request's body: the model, the sampling settings, ``--extra-body``."""
+
+    def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:
+        """The next request of a conversation, or ``None`` at its end."""
+        prompt = workload.prompt(index, said)
+        if prompt is None:
+            return None
+        what: dict[str, Any] = {"prompt": prompt}
+        if self.chat:
+            what = {"messages": workload.messages(index, said)}
+        return {
+            **what,
+            "max_tokens": workload.max_tokens(index),
+            "ignore_eos": workload.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self.fields,
+        }
+
+    async def ask(self, body: Mapping[str, Any]) -> Answer:
+        """Send one request and follow its stream; raises ``ServerGone`` if no one is there."""
+        import httpx
+
+        answer = Answer(perf_counter())
+        try:
+            async with self.http.stream("POST", self.endpoint, json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    answer.error = f"HTTP {response.status_code}: {response.text[:300]}"
+                    return await self._failed(answer)
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        _take(answer, json.loads(line[5:]), perf_counter())
+        except httpx.HTTPError as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        if not answer.error and not answer.arrivals:
+            answer.error = "the stream ended without a token"
+        return await self._failed(answer) if answer.error else answer
+
+    async def _failed(self, answer: Answer) -> Answer:
+        """Whether only the request failed, or the server did."""
+        await self.check_alive()
+        return answer
+
+    async def check_alive(self) -> None:
+        """Raise ``ServerGone`` unless ``/health`` says 200."""
+        import httpx
+
+        try:
+            status = (await self.http.get("/health", timeout=10)).status_code
+        except httpx.HTTPError as error:
+            raise ServerGone(f"{type(error).__name__}: {error}") from error
+        if status != 200:
+            raise ServerGone(f"/health says {status}")
+
+    async def get(self, path: str) -> dict[str, Any] | None:
+        """The JSON at a path, or ``None`` where the server has no such thing."""
+        import httpx
+
+        try:
+            response = await self.http.get(path, timeout=10)
+            return dict(response.json()) if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+
+def _take(answer: Answer, event: Mapping[str, Any], now: float) -> None:
+    """Add one event of the stream."""
+    if event.get("error"):
+        answer.error = str(event["error"].get("message", event["error"]))
+        return
+    text = "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for choice in event.get("choices") or ()
+    )
+    usage = event.get("usage") or {}
+    counted = usage.get("completion_tokens")
+    # A server that does not count as it streams sends one token per chunk.
+    new = bool(text) if counted is None else counted - answer.output_tokens
+    answer.text += text
+    answer.output_tokens += new
+    answer.prompt_len = usage.get("prompt_tokens", answer.prompt_len)
+    answer.kv = usage.get("kv_cache_details") or answer.kv
+    if text or (new and event.get("choices")):
+        if answer.arrivals:
+            answer.itls.append(now - answer.ended)
+        else:
+            answer.ttft = now - answer.sent
+        answer.arrivals.append((now, int(new)))

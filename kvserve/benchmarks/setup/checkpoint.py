@@ -1,0 +1,123 @@
+"""Where a measured model comes from, and engines over it that load its weights only once."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.transformer import Transformer
+
+# Flags handed to the engine as they are; one that is not given is the engine's own default.
+_ENGINE_SETTINGS = (
+    *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
+    *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
+    *("kv_cache_dtype",),
+)
+_LLAMA: dict[str, Any] = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+    **{"max_position_embeddings": 32_768, "tie_word_embeddings": True, "vocab_size": 4096},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "bos_token_id": None, "eos_token_id": None},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "4m": {
+        **_LLAMA,
+        **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 688},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    },
+    "79m": {
+        **_LLAMA,
+        **{"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
+        **{"num_attention_heads": 12, "num_key_value_heads": 4},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the weights and the tokenizer come from, and what config.json says of the model."""
+
+    name: str
+    path: Path
+    tokenizer_path: str
+    load_format: str
+    spec: ModelSpec
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.tokenizer_path)
+
+    def settings(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Settings of an engine, its policy aside."""
+        given = {name: getattr(args, name, None) for name in _ENGINE_SETTINGS}
+        return {
+            "model": str(self.path),
+            "tokenizer": self.tokenizer_path,
+            "load_format": self.load_format,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+
+class Engines:
+    """Builds engines one after the other; all of them share the weights that the first one read."""
+
+    def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+        self._settings = checkpoint.settings(args)
+        self._model: Transformer | None = None
+
+    def build(self, spec: PolicySpec, **settings: Any) -> LLMEngine:
+        """An engine under this policy. The caller is done with the one before."""
+        gc.collect()  # its pool is freed before the next one is allocated
+        config = EngineConfig.from_flat(
+            policy=spec.name, policy_args=spec.fields, **{**self._settings, **settings}
+        )
+        engine = LLMEngine(config, self._model)
+        self._model = engine.core.runner.model
+        return engine
+
+
+@contextmanager
+def opened_checkpoint(
+    args: argparse.Namespace, write_weights: bool = False
+) -> Iterator[Checkpoint]:
+    """The model of ``--model``, or of ``--shape``, which lives in a temporary directory.
+
+    ``write_weights`` puts random weights on disk where there are none, for others to read too.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
+    with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
+        load_format, shape = args.load_format, getattr(args, "shape", None)
+        if shape is None:
+            name, path = args.model, find_model(args.model)
+        else:
+            name, path, load_format = f"shape {shape}", Path(scratch), "dummy"
+            (path / "config.json").write_text(json.dumps(SHAPES[shape]))
+        spec, tokenizer = read_spec(path), args.tokenizer or str(path)
+        if load_format == "dummy" and write_weights:
+            path, load_format = _write_random_weights(path, Path(scratch), args.seed), "auto"
+        yield Checkpoint(name, path, tokenizer, load_format, spec)
+
+
+def _write_random_weights(config: Path, target: Path, seed: int) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    model.save_pretrained(target)
+    return target

@@ -1,0 +1,208 @@
+"""Flags that the benchmark commands share: which model, which policies, how they are varied."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvserve.benchmarks.setup.checkpoint import SHAPES
+from kvserve.benchmarks.setup.policy_spec import (
+    DEFAULT_POLICIES,
+    NO_COMPRESSION,
+    PolicySpec,
+    policy_spec,
+)
+from kvserve.config import KV_CACHE_DTYPES, ModelConfig
+from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.registry import make_policy
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A reader of whole numbers from ``minimum`` on."""
+
+    def read(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {minimum}")
+        return int(text)
+
+    return read
+
+
+def number(
+    above: float, at_most: float = float("inf"), *, closed: bool = False
+) -> Callable[[str], float]:
+    """A reader of numbers in ``(above, at_most]``, ``closed`` in ``[above, at_most]``."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (above < value <= at_most or (closed and value == above)):
+            least = f"{'[' if closed else '('}{above:g}, {at_most:g}]"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number in {least}")
+        return value
+
+    return read
+
+
+def file_name(suffix: str) -> Callable[[str], Path]:
+    """A reader of names of files to be written."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.suffix != suffix or path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {suffix} file")
+        return path
+
+    return read
+
+
+# ---- flags ------------------------------------------------------------------------------------
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser,
+    policies: Sequence[PolicySpec] = DEFAULT_POLICIES,
+    *,
+    shapes: bool = False,
+) -> None:
+    """Model (also built-in ``shapes``), policies (and which if none is given) and the engine's."""
+    count = at_least(1)
+    unless_given = " and ".join(spec.label for spec in policies)
+    model = parser.add_mutually_exclusive_group()
+    default = ModelConfig().model
+    words = f"directory or hub id (default: {default})"
+    model.add_argument("--model", default=default, metavar="M", help=words)
+    if shapes:
+        model.add_argument(
+            "--shape", choices=SHAPES, help="a Llama of this size with random weights"
+        )
+    words = "directory or hub id (default: the model's)"
+    parser.add_argument("--tokenizer", metavar="M", help=words)
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights from config.json alone",
+    )
+    parser.add_argument(
+        "--policy",
+        type=policy_spec,
+        action="append",
+        metavar="SPEC",
+        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; --policy.FIELD VALUE sets a "
+        "field of the only one that has any"
+        + (f" (default: {unless_given})" if unless_given else ""),
+    )
+    parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=_DTYPES, help="auto is float32 on a CPU")
+    words = "what keys and values are stored as (default: auto, the model's dtype)"
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
+    parser.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence")
+    parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
+    parser.add_argument("--max-num-batched-tokens", type=count, metavar="N", help="per step")
+    parser.add_argument("--gate", choices=("off", "on"), help="leave out events that cannot pay")
+    words = "GiB of host memory for sequences that make way"
+    parser.add_argument("--swap-space", type=float, metavar="GiB", help=words)
+    parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="share what prompts begin with (default: on)",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="of prompts and dummy weights"
+    )
+    parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
+    parser.set_defaults(fail=parser.error, default_policies=policies)
+
+
+def add_pool_argument(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"
+    )
+
+
+def add_retention_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--retention",
+        nargs="+",
+        type=number(0, 1),
+        metavar="X",
+        help="run each policy once per value, as its ratio; those without one, or with a budget, "
+        "run once as they are",
+    )
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results go besides the terminal."""
+    parser.add_argument(
+        "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON"
+    )
+    parser.add_argument(
+        "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write what is printed"
+    )
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
+
+
+def check_matplotlib(args: argparse.Namespace, flag: str) -> None:
+    """Refuse a flag that draws where nothing can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        args.fail(f"{flag} needs matplotlib: pip install 'kvserve[bench]'")
+
+
+# ---- policies ---------------------------------------------------------------------------------
+
+
+def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[PolicySpec]:
+    """The policies asked for; ``--policy.FIELD`` sets fields of the only one that has any.
+
+    ``complete``: nothing that a policy needs will be added later.
+    """
+    specs = list(args.policy or args.default_policies)
+    if args.policy_args:
+        targets = [i for i, spec in enumerate(specs) if spec.name != NO_COMPRESSION.name]
+        if len(targets) != 1:
+            args.fail(
+                "--policy.FIELD: which policy? Write --policy NAME:FIELD=VALUE where there "
+                "are several"
+            )
+        try:
+            specs[targets[0]] = specs[targets[0]].with_fields(**args.policy_args)
+        except PolicyError as error:
+            args.fail(f"--policy.{error.argument}: {error}")
+    if complete:
+        check_complete(args, specs)
+    return specs
+
+
+def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
+    """The full cache first, then each policy, once per ``--retention`` where that sets a ratio."""
+    specs = [NO_COMPRESSION]
+    for spec in chosen_policies(args, complete=False):
+        if not args.retention or not spec.has_field("ratio") or "budget" in spec.fields:
+            specs.append(spec)
+        elif "ratio" in spec.fields:
+            args.fail(f"--retention sets ratio, and so does --policy {spec.label}: give one")
+        else:
+            try:
+                specs += [spec.with_fields(ratio=value) for value in args.retention]
+            except PolicyError as error:
+                args.fail(f"--retention: {error}")
+    specs = list({spec.label: spec for spec in specs}.values())
+    check_complete(args, specs)
+    return specs
+
+
+def check_complete(args: argparse.Namespace, specs: Sequence[PolicySpec]) -> None:
+    """Refuse policies that lack what they need."""
+    try:
+        for spec in specs:
+            make_policy(spec.as_dict)
+    except PolicyError as error:
+        args.fail(f"--policy: {error}")

@@ -1,0 +1,1 @@
+"""Serving simulated from the cost of a step."""

@@ -1,0 +1,188 @@
+"""What steps and events take on a device, by the shapes of a model: modelled, never measured.
+
+A step is bound by the larger of reading the weights and the arithmetic of its tokens, then reads
+what the cache holds; an event makes queries, scores with them and moves entries. No tensors here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvserve.kernels.entry_format import entry_format
+from kvserve.scheduler.output import CompactionTask
+
+if TYPE_CHECKING:  # its module loads torch
+    from kvserve.engine.models.spec import ModelSpec
+
+_GIB = 2**30
+_LLAMA: dict[str, Any] = {
+    **{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072},
+    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+_QWEN3: dict[str, Any] = {
+    **{"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960},
+    **{"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128},
+    **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "tie_word_embeddings": True,
+}
+LARGE_SHAPES = {"llama-3.1-8b": _LLAMA, "qwen3-4b": _QWEN3}
+"""The parts of two config.json files that costs depend on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Rates that a device sustains (bytes and operations a second, not its data sheet's), seconds
+    lost per step and per step with events, and bytes of memory.
+
+    ``attention_bandwidth`` is what attention reads the cache with, ``host_bandwidth`` what crosses
+    to host memory. ``fp8`` is whether queries may be logged in one byte a number.
+    """
+
+    bandwidth: float
+    attention_bandwidth: float
+    gemm: float
+    scoring: float
+    memory: int
+    step_overhead: float = 2e-3
+    event_overhead: float = 1.5e-3
+    host_bandwidth: float = 50e9
+    dtype_bytes: int = 2
+    fp8: bool = True
+
+
+DEVICES = {
+    "h200": Device(
+        bandwidth=4.0e12, attention_bandwidth=4.0e12, gemm=600e12, scoring=300e12, memory=140 * _GIB
+    ),
+    "h100": Device(
+        bandwidth=2.8e12, attention_bandwidth=2.8e12, gemm=600e12, scoring=300e12, memory=80 * _GIB
+    ),
+    "a100": Device(
+        bandwidth=1.7e12,
+        attention_bandwidth=1.7e12,
+        gemm=230e12,
+        scoring=115e12,
+        memory=80 * _GIB,
+        fp8=False,
+    ),
+    # One core, float32, fitted to runs of 2026-11-20; attention gathers blocks first.
+    "cpu": Device(
+        bandwidth=14e9,
+        attention_bandwidth=4e9,
+        gemm=60e9,
+        scoring=20e9,
+        memory=_GIB,
+        step_overhead=1.5e-3,
+        event_overhead=1e-3,
+        dtype_bytes=4,
+        fp8=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Where an event's queries come from, and how many of them score.
+
+    ``source``: none (scores need no queries), log, recompute, or host (a log in host memory).
+    ``heads`` query vectors per token score, with ``share`` of a window's tokens.
+    """
+
+    source: str
+    heads: int = 0
+    share: float = 1.0
+
+
+class CostModel:
+    """Seconds, for one model on one device.
+
+    ``weights_s`` reads all weights once, ``token_s`` is the arithmetic of one decoded token,
+    ``entry_s`` reads one token's keys and values in all layers, stored as ``kv_cache_dtype``:
+    arithmetic with them is what it is with numbers as they are computed.
+    """
+
+    def __init__(self, spec: ModelSpec, device: Device, kv_cache_dtype: str = "auto") -> None:
+        self.spec = spec
+        self.device = device
+        self.form = entry_format(kv_cache_dtype, device.dtype_bytes)
+        query_width = spec.num_heads * spec.head_dim
+        kv_width = spec.num_kv_heads * spec.head_dim
+        to_queries = spec.hidden_size * query_width
+        without_kv = 2 * to_queries + 3 * spec.hidden_size * spec.intermediate_size
+        self.layer_params = spec.num_layers * (without_kv + 2 * spec.hidden_size * kv_width)
+        self.head_params = spec.vocab_size * spec.hidden_size
+        # Recomputed queries need neither keys nor values, and of the last layer nothing else.
+        self.recompute_params = (spec.num_layers - 1) * without_kv + to_queries
+        self.params = self.layer_params + self.head_params
+        lanes = spec.num_layers * spec.num_kv_heads
+        self.entry_bytes = lanes * self.form.entry_bytes(spec.head_dim)
+        self.weights_bytes = self.params * device.dtype_bytes
+        self.weights_s = self.weights_bytes / device.bandwidth
+        self.token_s = 2 * self.params / device.gemm
+        self.entry_s = self.entry_bytes / device.attention_bandwidth
+
+    def step(self, tokens: int, sampled: int, held: int, prefill_pairs: int) -> float:
+        """One forward of ``tokens``, ``sampled`` of them through the head.
+
+        ``held`` entries are read once; chunks score ``prefill_pairs`` pairs of query and key.
+        """
+        operations = 2 * (self.layer_params * tokens + self.head_params * sampled)
+        return (
+            max(self.weights_s, operations / self.device.gemm)
+            + held * self.entry_s
+            + self._attention(prefill_pairs)
+            + self.device.step_overhead
+        )
+
+    def events(self, tasks: Iterable[CompactionTask], queries: Queries) -> float:
+        """All events of one step together; 0 if there are none."""
+        tasks = tuple(tasks)
+        if not tasks:
+            return 0.0
+        seconds = self.device.event_overhead
+        for task in tasks:
+            plan = task.plan
+            asked = plan.windows * plan.num_queries * queries.share
+            # Recomputed queries see what stands before them: on average half of their own windows.
+            spanned = (plan.windows - 1) * plan.window_len + plan.num_queries
+            seen = plan.region_start + spanned / 2
+            seconds += self.observe(
+                float(asked.sum()),
+                float((asked * plan.window_len).sum()),
+                float((asked * seen).sum()),
+                queries,
+            )
+            written = task.new_lens - task.copy_start[:, None]  # [LG, E, R]
+            seconds += self.move(float(written.mean(axis=(0, 2)).sum()))
+        return seconds
+
+    def swap(self, entries: float) -> float:
+        """Take ``entries`` of all layers to host memory, or back."""
+        return entries * self.entry_bytes / self.device.host_bandwidth
+
+    def observe(self, asked: float, scored: float, seen: float, queries: Queries) -> float:
+        """Queries of ``asked`` tokens, scored in two passes over ``scored`` pairs with keys.
+
+        Recomputed ones attend to ``seen`` pairs on the way.
+        """
+        spec, device = self.spec, self.device
+        width = spec.num_layers * queries.heads * spec.head_dim
+        scoring = 2 * 2 * width * scored / device.scoring
+        if queries.source == "host":
+            return max(scoring, asked * width * device.dtype_bytes / device.host_bandwidth)
+        if queries.source == "recompute":
+            operations = 2 * self.recompute_params * asked
+            weights_s = self.recompute_params * device.dtype_bytes / device.bandwidth
+            scoring += max(weights_s, operations / device.gemm) + self._attention(seen)
+        return scoring
+
+    def move(self, entries: float) -> float:
+        """Read and write ``entries`` in all layers."""
+        return 2 * entries * self.entry_bytes / self.device.bandwidth
+
+    def _attention(self, pairs: float) -> float:
+        spec = self.spec
+        return 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs / self.device.gemm

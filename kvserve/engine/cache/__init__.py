@@ -1,0 +1,1 @@
+"""The pool's tensors, and the device's arrays of running sequences."""

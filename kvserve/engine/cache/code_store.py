@@ -1,0 +1,99 @@
+"""Codes in the cache: two readings of its blocks, and what is rebuilt of them for attention that
+does not read codes itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.models.spec import ModelSpec, RopeSpec
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.kernels.coded_entries import (
+    CODE_WORDS,
+    MAX_GROUP,
+    Codes,
+    read_codes,
+    rotated,
+    turns_of,
+)
+from kvserve.log import ConfigError
+from kvserve.scheduler.blocks.code_tables import MAX_VECTORS, SLOT_BYTES
+
+assert SLOT_BYTES == 2 * CODE_WORDS
+
+
+def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
+    """Slots of an index block; ``ConfigError`` where a model's rows cannot be held as codes."""
+    if rope.kind == "dynamic":
+        raise ConfigError(
+            "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
+            "prompt's length; use --policy.codebook false"
+        )
+    if 2 * max_len > MAX_VECTORS:
+        raise ConfigError(
+            f"--max-model-len: a codebook refers to at most {MAX_VECTORS // 2} tokens, got "
+            f"{max_len}; lower it or use --policy.codebook false"
+        )
+    if block_bytes % SLOT_BYTES:
+        raise ConfigError(
+            f"--block-size: a block of {block_bytes} bytes does not hold whole code slots of "
+            f"{SLOT_BYTES} bytes; use a multiple of 16"
+        )
+    return block_bytes // SLOT_BYTES
+
+
+def mask_refusal(policy: Policy, spec: ModelSpec, *, direct: bool) -> str | None:
+    """Why entries cannot be hidden from some query heads of a group, if a policy wants that."""
+    if not (writes_codes(policy) and policy.gqa == "repeat"):
+        return None
+    if not direct:
+        return (
+            "repeat hides entries from some query heads, which only attention that reads codes can "
+            "do: --code-attention direct with --attention-backend cpu or triton"
+        )
+    group = spec.num_heads // spec.num_kv_heads
+    if group > MAX_GROUP:
+        return f"repeat tells at most {MAX_GROUP} query heads of a KV head apart, got {group}"
+    return None
+
+
+class CodeStore:
+    """Reads and writes codes in the blocks of one cache (one layer and one KV head a block)."""
+
+    def __init__(self, kv: Tensor, inv_freq: Tensor, max_len: int) -> None:
+        """kv: [num_blocks, 1, 2, B, 1, D]; inv_freq: float32 [D / 2]; sequences of ``max_len``."""
+        num_blocks, _, _, self.block_size, _, dim = kv.shape
+        self.vectors = kv.view(-1, dim)
+        self.slots = kv.view(num_blocks, -1).view(torch.int16).view(-1, CODE_WORDS)
+        self.slots_per_block = len(self.slots) // num_blocks
+        self.vectors_per_block = 2 * self.block_size
+        self._inv_freq = inv_freq
+        self._turns = turns_of(inv_freq, max_len)
+
+    def codes(self, coded: Tensor, slot_tables: Tensor, vector_tables: Tensor) -> Codes:
+        """What attention reads of rows with these tables in one layer."""
+        slots = self.slots.view(-1, self.slots_per_block, CODE_WORDS)
+        vectors = self.vectors.view(-1, self.vectors_per_block, self.vectors.shape[-1])
+        return Codes(slots, vectors, coded, slot_tables, vector_tables, self._turns)
+
+    def turn(self, keys: Tensor, distance: Tensor) -> Tensor:
+        """Keys [..., D] rotated by ``distance [...]`` positions more: float32."""
+        angle = distance[..., None].float() * self._inv_freq
+        return rotated(keys, angle.cos(), angle.sin())
+
+    def rebuild(self, layer: int, rows: CodedRows) -> None:
+        """Write keys and values of one layer's coded entries to the scratch that tables name."""
+        tables = CodeTables(*(table[layer] for table in rows.tables))
+        counts, total = tables.coded.reshape(-1), rows.totals[layer]
+        lane = torch.arange(len(counts), device=counts.device)
+        # With the size known, a GPU need not be waited for.
+        lane = lane.repeat_interleave(counts, output_size=total)
+        entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
+        codes = self.codes(tables.coded, tables.code_slots, tables.vectors)
+        key, value = read_codes(codes, lane, entry)
+        block = tables.kv.flatten(0, 1)[lane, entry // self.block_size].long()
+        to = block * self.vectors_per_block + entry % self.block_size
+        self.vectors[to] = key.to(self.vectors.dtype)
+        self.vectors[to + self.block_size] = value.to(self.vectors.dtype)

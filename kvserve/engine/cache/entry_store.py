@@ -1,0 +1,132 @@
+"""How entries stand in the pool's blocks: one interface, an implementation for each form.
+
+A block is one run of bytes whatever the form, so tables, swaps, the prefix cache and the query log
+need not know it. What does: storing, what attention is given, what an event looks at, and moves.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV
+from kvserve.engine.cache.code_store import CodeStore
+from kvserve.kernels.compact_kv import compact_kv
+from kvserve.kernels.entry_format import EntryFormat
+from kvserve.kernels.gather_kv import gather_keys
+from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
+from kvserve.scheduler.layout import KVLayout
+
+
+class EntryStore(Protocol):
+    """Entries of all layers and heads in blocks of ``memory [num_blocks, L/LG, ...]``."""
+
+    memory: Tensor
+
+    def prepare(self, layer: int, batch: ForwardBatch) -> None:
+        """Bring what a layer's attention reads to where it reads it."""
+        ...
+
+    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the new entries of the layer at ``place`` in its blocks.
+
+        slots: int64 [R, T]; k, v: [T, Hkv, D].
+        """
+        ...
+
+    def layer(self, place: int) -> tuple[Entries, Entries]:
+        """Keys and values of one layer as attention reads them, ``[num_blocks, B, Hkv/R, D]``."""
+        ...
+
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L'] (``None``: all of them).
+
+        Returns [L', Hkv, S, D].
+        """
+        ...
+
+    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        """Copy entries, bit for bit: int64 slots [L, Hkv, S], in ``runs`` events of one length."""
+        ...
+
+
+class RawEntries:
+    """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
+
+    def __init__(self, memory: Tensor, store_kv: StoreKV) -> None:
+        self.memory = memory
+        self._store_kv = store_kv
+
+    def prepare(self, layer: int, batch: ForwardBatch) -> None:
+        """Everything is where attention reads it."""
+
+    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._store_kv(self.memory, place, slots, k, v)
+
+    def layer(self, place: int) -> tuple[Entries, Entries]:
+        return self.memory[:, place, 0], self.memory[:, place, 1]
+
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        return gather_keys(self.memory, slots, layer_ids)
+
+    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        compact_kv(self.memory, src, dst, runs=runs)
+
+
+class CodedEntries(RawEntries):
+    """Numbers as they were computed, the first of a lane maybe as codes of its codebook."""
+
+    def __init__(self, memory: Tensor, store_kv: StoreKV, codes: CodeStore) -> None:
+        super().__init__(memory, store_kv)
+        self.codes = codes
+
+    def prepare(self, layer: int, batch: ForwardBatch) -> None:
+        """Rebuild coded entries in scratch blocks, for attention that does not read codes."""
+        if batch.rebuilt is not None:
+            self.codes.rebuild(layer, batch.rebuilt)
+
+
+class QuantizedEntries:
+    """Levels with a scale for each vector: ``memory`` uint8 [num_blocks, L/LG, bytes].
+
+    A number is rounded once, when it is stored; what events see are numbers of ``dtype``.
+    """
+
+    def __init__(
+        self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype
+    ) -> None:
+        self.memory = blocks.pool
+        self.blocks = blocks
+        self._kernels = kernels
+        self._dtype = dtype
+
+    def prepare(self, layer: int, batch: ForwardBatch) -> None:
+        """Everything is where attention reads it."""
+
+    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._kernels.store(self.blocks, place, slots, k, v)
+
+    def layer(self, place: int) -> tuple[Entries, Entries]:
+        return self.blocks.layer(place)
+
+    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
+
+    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        self._kernels.move(self.blocks, src, dst, runs)
+
+
+def block_bytes(layout: KVLayout, form: EntryFormat) -> int:
+    """Bytes of one block, keys and values of all its layers and heads."""
+    lanes = layout.layers_per_block * layout.heads_per_block
+    return lanes * form.lane_bytes(layout.block_size, layout.head_dim)
+
+
+def memory_shape(layout: KVLayout, form: EntryFormat, num_blocks: int) -> tuple[int, ...]:
+    """Of so many blocks: of bytes, or of numbers as they are computed."""
+    if not form.quantized:
+        return layout.cache_shape(num_blocks)
+    layers = layout.layers_per_block
+    return num_blocks, layers, block_bytes(layout, form) // layers

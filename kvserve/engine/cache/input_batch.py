@@ -1,0 +1,349 @@
+"""The device's side of the rows: tokens, lengths, tables and sampling settings, kept in place.
+
+The device owns ``kv_lens`` and ``num_computed``; the scheduler's message says only what changes.
+Decode ids come from ``last_token``, so a step can be prepared before the last one's tokens are
+known to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.sampling.sampler import SamplingRows
+from kvserve.kernels.coded_entries import Codes
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import (
+    CompactionTask,
+    NewRequest,
+    SchedulerOutput,
+    TableUpdate,
+)
+from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+
+
+class InputBatch(RowArrays):
+    """Persistent rows. ``apply`` takes in a message, ``build`` makes the forward's arguments."""
+
+    kv_lens: Tensor = per_group("kv_lens")
+    coded: Tensor = per_group()
+    num_vectors: Tensor = per_group()
+    block_tables: Tensor = per_group(None)
+    """This and the following ones: what they name comes as updates."""
+    log_tables: Tensor = per_group(None)
+    index_tables: Tensor = per_group(None)
+    vector_tables: Tensor = per_group(None)
+    num_computed: Tensor = per_row("num_computed")
+    prompt_lens: Tensor = per_row("prompt_lens")
+    last_token: Tensor = per_row("last_token")
+    log_from: Tensor = per_row("log_from")
+    log_span: Tensor = per_row("log_span")
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_rows: int,
+        table_shape: tuple[int, ...],
+        log_shape: tuple[int, ...],
+        log_block_tokens: int,
+        vocab_size: int,
+        device: str,
+        code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.log_block_tokens = log_block_tokens
+        # Index and vector tables are empty where nothing is coded.
+        none = (*table_shape[:3], 0)
+        index, vectors = code_shapes or (none, none)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.block_tables, self.log_tables, self.index_tables, self.vector_tables = (
+            zeros(shape, torch.int32) for shape in (table_shape, log_shape, index, vectors)
+        )
+        self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
+        self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
+        self.log_span.fill_(1)  # padded rows are divided by it, too
+        self.codes: tuple[Codes, ...] | None = None
+        """What attention reads of them, by layer group, where it reads codes itself."""
+        self._rows = torch.arange(max_rows, device=device)
+        self.sampling = SamplingRows(max_rows, vocab_size, device)
+        self._scores = torch.zeros(0)
+        """[rows, L, Hkv, m] of policies whose scores go on, each in the rows of its sequences."""
+        self._parked_scores: dict[int, Tensor] = {}
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
+        self._swap(output.row_swaps)
+        self._park_scores(output)
+        new = output.admitted
+        if new.requests:
+            rows = self._long([request.row for request in new.requests])
+            self.begin_rows(rows, new, self._long)
+            self.sampling.set_rows(new.requests)
+        _scatter(self.block_tables, output.table_update)
+        _scatter(self.log_tables, output.log_update)
+        _scatter(self.index_tables, output.index_update)
+        _scatter(self.vector_tables, output.vector_update)
+
+    def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
+        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
+        found = []
+        for request in requests:
+            try:
+                self.sampling.set_rows((request,))
+            except Exception:
+                found.append(request.seq_id)
+        return found
+
+    def kept_scores(self, count: int) -> Tensor | None:
+        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
+        if not count:
+            return None
+        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
+            lanes = self.layout.num_layers, self.layout.num_kv_heads
+            wider = torch.zeros((len(self.last_token), *lanes, count), device=self.device)
+            if self._scores.numel():
+                wider[..., : self._scores.shape[-1]] = self._scores
+            self._scores = wider
+        return self._scores[..., :count]
+
+    @property
+    def kept_score_bytes(self) -> int:
+        """Memory that kept scores take beside the pool."""
+        return self._scores.numel() * self._scores.itemsize
+
+    def forget_scores(self) -> None:
+        """Give back the scores that policies kept: no sequence goes on with any."""
+        self._scores = torch.zeros(0)
+        self._parked_scores.clear()
+
+    def after_compaction(self, task: CompactionTask) -> None:
+        """Each group of each row holds what the task left it."""
+        rows = self._long(task.rows)
+        self.kv_lens[:, rows] = self._long(task.new_lens)
+        self.log_from[rows] = self._long(task.log_from)
+        if task.codes is not None:
+            self.coded[:, rows] = self._long(task.codes.coded)
+            self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
+
+    @property
+    def code_tables(self) -> CodeTables:
+        """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
+        tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
+        return CodeTables(*tables, self.coded, self.num_vectors)
+
+    def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
+        """Let ``group`` compare what these rows hold and what came last."""
+        at = self._long(rows)
+        for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
+            group.add_to_fingerprint(lengths)
+
+    def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
+        """Token ids [T] and the batch, its new entries counted."""
+        decoding, prefill = output.num_decoding, output.prefill
+        rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
+        lengths = np.concatenate([np.ones(decoding, np.int32), prefill.lengths])
+        at: Tensor | slice
+        chunk_rows: Tensor | slice
+        if len(prefill.rows):
+            at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
+            chunk_rows, added = self._long(rows), self._long(lengths)
+            input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
+        else:  # views of the first rows: no numbers have to go to the device
+            at = chunk_rows = slice(decoding)
+            offset, added = self.num_computed.new_zeros(1), self.num_computed.new_ones(1)
+            input_ids = self.last_token[at]
+        positions = self.num_computed[at] + offset
+        entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
+        by_token = self._rows[at]
+        query_slots = self._query_slots(by_token, positions) if output.logs_queries else None
+        self.kv_lens[:, chunk_rows] += added[:, None]
+        self.num_computed[chunk_rows] += added
+        batch = ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, by_token, entries, self.layout.block_size),
+            query_slots=query_slots,
+            last=entries,
+            tables=self.block_tables,
+            rows=rows,
+            starts=_starts(lengths),
+            columns=output.columns,
+            codes=self.codes,
+            rebuilt=self._rebuilt(chunk_rows, output.num_coded),
+            recent=self._recent(by_token, positions) if output.logs_queries else None,
+        )
+        return input_ids, batch
+
+    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
+        """Buffers for one token of each of the first ``size`` rows, for ``refill``; rows may hold
+        as much as tables can name."""
+        lanes = self.layout.layer_groups, self.layout.rows, size
+        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            positions=torch.zeros(size, dtype=torch.int64, device=self.device),
+            prompt_lens=self.prompt_lens[:size],
+            slots=slots,
+            query_slots=torch.zeros_like(slots) if logs_queries else None,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.arange(size, dtype=np.int32),
+            starts=np.arange(size + 1),
+            columns=np.full(size, self.block_tables.shape[3]),
+            codes=self.codes,
+            recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
+        )
+
+    def padding(self, tokens: int) -> ForwardBatch:
+        """A chunk of so many tokens that see nothing and are stored in the null block."""
+        lanes = self.layout.layer_groups, self.layout.rows, tokens
+        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            positions=zeros,
+            prompt_lens=zeros + 1,
+            slots=slots,
+            query_slots=slots,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.zeros(1, np.int32),
+            starts=np.array([0, tokens]),
+            columns=np.array([self.block_tables.shape[3]]),
+            codes=self.codes,
+            recent=zeros + 1,
+        )
+
+    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+        """Let the first ``count []`` rows of ``decoding``'s buffers decode, their entries counted.
+
+        Returns token ids, at the same address each time. The other rows' tokens see nothing, and
+        are stored in the null block: those rows may be of sequences that sit the step out.
+        """
+        size, places = len(batch.rows), torch.arange(len(batch.rows), device=self.device)
+        real = places < count
+        positions = torch.where(real, self.num_computed[:size], 0)
+        entries = torch.where(real, self.kv_lens[:, :size].transpose(1, 2), 0)
+        slots = slot_mapping(self.block_tables, places, entries, self.layout.block_size)
+        batch.positions.copy_(positions)
+        batch.slots.copy_(torch.where(real, slots, 0))
+        batch.last.copy_(torch.where(real, entries, -1))
+        if batch.query_slots is not None:
+            batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
+        if batch.recent is not None:
+            batch.recent.copy_(self._recent(places, positions))
+        self.kv_lens[:, :size] += real[:, None]
+        self.num_computed[:size] += real
+        return self.last_token[:size]
+
+    def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+        """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
+        rows, count = self._long(task.rows), int(task.old_lens.max())
+        self.after_compaction(task)
+        self.num_computed[rows] = count
+        positions = torch.arange(count, device=self.device)
+        at = rows.expand(count)
+        entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)
+        return ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[at],
+            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
+            query_slots=self._query_slots(at, positions) if logs_queries else None,
+            last=entries,
+            tables=self.block_tables,
+            rows=task.rows,
+            starts=_starts(np.array([count])),
+            columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
+            recent=self._recent(at, positions) if logs_queries else None,
+        )
+
+    def build_recompute(
+        self, rows: IntArray, positions: IntArray, entries: IntArray
+    ) -> ForwardBatch:
+        """A forward over tokens that are stored already; each sees its row up to its own entry.
+
+        rows: [P]; positions (logical), entries (physical): [P, Q].
+        """
+        last, count = self._long(entries).view(-1), positions.shape[1]
+        return ForwardBatch(
+            positions=self._long(positions).view(-1),
+            prompt_lens=self.prompt_lens[self._long(rows)].repeat_interleave(count),
+            slots=last.new_empty(0),
+            query_slots=None,
+            last=last.expand(self.layout.layer_groups, self.layout.rows, -1),
+            tables=self.block_tables,
+            rows=rows,
+            starts=_starts(np.full(len(rows), count)),
+            columns=entries.max(axis=1) // self.layout.block_size + 1,
+            causal=bool((np.diff(entries) == 1).all()),
+        )
+
+    def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
+        if not num_coded:
+            return None
+        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
+
+    def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where queries go: their log slot, or the null block for those nobody will ask for."""
+        lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
+        slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
+        return torch.where(positions >= self.log_from[rows], slots, 0)
+
+    def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """How many of the newest entries of a token stand in its window, itself among them: [T].
+
+        Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
+        """
+        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
+
+    def _park_scores(self, output: SchedulerOutput) -> None:
+        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        for place in output.discarded:
+            self._parked_scores.pop(place, None)  # not there if the step that parked it failed
+        if self._scores.numel():
+            for task in output.swap_outs:
+                self._parked_scores[task.place] = self._scores[task.row].cpu()
+        for task in output.swap_ins:
+            scores = self._parked_scores.pop(task.place, None)
+            if scores is not None and self._scores.numel():
+                # Others may have asked for more meanwhile, never for less.
+                places = slice(scores.shape[-1])
+                self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
+
+    def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
+        if not swaps:
+            return
+        order = np.arange(len(self.last_token))
+        for a, b in swaps:
+            order[a], order[b] = order[b], order[a]
+        moved = np.flatnonzero(order != np.arange(len(order)))
+        to, source = self._long(moved), self._long(order[moved])
+        self.move_rows(to, source)
+        if self._scores.numel():
+            self._scores[to] = self._scores[source]
+        self.sampling.move_rows(moved, order[moved])
+
+    def _long(self, array: IntArray | list[int]) -> Tensor:
+        return to_device(array, self.device)
+
+
+def _scatter(tables: Tensor, update: TableUpdate) -> None:
+    if len(update.indices):
+        where = to_device(update.indices, tables.device)
+        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
+
+
+def _starts(lengths: IntArray) -> IntArray:
+    """First places of runs of these lengths, and the end of the last."""
+    return np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths)])

@@ -1,0 +1,137 @@
+"""The cache's one piece of memory, and its readings: blocks of entries, blocks of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import (
+    Entries,
+    ForwardBatch,
+    StoreInt4,
+    StoreKV,
+    StoreQueries,
+)
+from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.entry_store import (
+    CodedEntries,
+    EntryStore,
+    QuantizedEntries,
+    RawEntries,
+    block_bytes,
+    memory_shape,
+)
+from kvserve.engine.cache.query_log import LogForm, QueryLog
+from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.kernels.int4_log import store_int4
+from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
+from kvserve.kernels.store_kv import store_kv, store_queries
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import SwapTask
+
+SWAP_STAGING_BYTES = 64 * 1024 * 1024
+"""Most that blocks take at once on their way to host memory or back, on the device and pinned."""
+
+
+class KVCache:
+    """``kv [num_blocks, L/LG, ...]`` holds ``entries``; ``query_log`` is it as log blocks.
+
+    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        log: LogForm,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        num_host_blocks: int = 0,
+        form: EntryFormat | None = None,
+        store_kv: StoreKV = store_kv,
+        store_queries: StoreQueries = store_queries,
+        store_int4: StoreInt4 = store_int4,
+        quantized: QuantizedKernels = TORCH,
+    ) -> None:
+        self.layout = layout
+        self.form = form or entry_format("auto", dtype.itemsize)
+        self.dtype = dtype
+        self._store_kv = store_kv
+        stored = torch.uint8 if self.form.quantized else dtype
+        shape = memory_shape(layout, self.form, num_blocks)
+        self.kv = torch.zeros(shape, dtype=stored, device=device)
+        # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
+        # memory, and pinned memory is rounded up to a power of two.
+        self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
+        staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
+        self._staging = torch.empty(
+            staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
+        )
+        self.entries: EntryStore = RawEntries(self.kv, store_kv)
+        if self.form.quantized:
+            blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
+            self.entries = QuantizedEntries(blocks, quantized, dtype)
+        tokens = log.block_tokens(layout, self.form, dtype.itemsize)
+        blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
+        self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
+        self.logs_shares = self.query_log.holds_shares
+
+    @property
+    def codes(self) -> CodeStore | None:
+        """What reads and writes the same memory as codes, where rows may be held so."""
+        return self.entries.codes if isinstance(self.entries, CodedEntries) else None
+
+    def hold_codes(self, codes: CodeStore) -> None:
+        """Rows may be held as codes from now on."""
+        self.entries = CodedEntries(self.kv, self._store_kv, codes)
+
+    def block_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
+        return block_bytes(layout, self.form)
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Write one layer's new keys and values: k, v [T, Hkv, D].
+
+        Before them, what attention needs of the others.
+        """
+        self.entries.prepare(layer, batch)
+        group, place = divmod(layer, self.layout.layers_per_block)
+        self.entries.write(place, batch.slots[group], k, v)
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""
+        if batch.query_slots is not None:
+            group, place = divmod(layer, self.layout.layers_per_block)
+            self.query_log.store(place, batch.query_slots[group], q, shares)
+
+    def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
+        """Copy blocks to host memory, then back. Logged queries are blocks like others."""
+        for task in outs:
+            for device, host, staged in self._blocks(task):
+                staged.copy_(self.kv[device])
+                self.host[host] = staged
+        for task in ins:
+            for device, host, staged in self._blocks(task):
+                torch.index_select(self.host, 0, host, out=staged)
+                self.kv[device] = staged.to(self.kv.device)
+
+    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As many blocks at a time as are staged: their places, there and here, and room for them.
+
+        The room is used again at once, so copies from and to it are waited for.
+        """
+        count = max(1, len(self._staging))
+        for at in range(0, len(task.device_blocks), count):
+            part = slice(at, at + count)
+            host = to_device(task.host_blocks[part], "cpu")
+            device = to_device(task.device_blocks[part], self.kv.device)
+            yield device, host, self._staging[: len(host)]
+
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+        """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
+        group, place = divmod(layer, self.layout.layers_per_block)
+        return *self.entries.layer(place), group

@@ -1,0 +1,107 @@
+"""The query log: blocks of the cache's pool, read as queries instead of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import StoreInt4, StoreQueries
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.kernels.entry_format import EntryFormat
+from kvserve.kernels.gather_kv import gather_queries
+from kvserve.kernels.int4_log import gather_int4, int4_bytes, int4_log
+from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.scheduler.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class LogForm:
+    """What a token logs: ``heads`` vectors, Hkv (means over GQA groups) or Hq.
+
+    ``dtype``: ``model`` (the cache's), ``fp8`` (e4m3, a byte a number), or ``int4`` (4 bits a
+    number, and beside each vector its scale and the share of its attention that newest entries
+    got).
+    """
+
+    heads: int
+    dtype: str = "model"
+    reduction: str = "heads"
+    """``heads``, or ``group_mean``: which of the two ``heads`` counts."""
+
+    def block_tokens(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
+        """Tokens whose queries one block holds, ``itemsize`` bytes a number as it is computed.
+
+        Raises ``ValueError`` where a block holds none, or queries as numbers do not fill a block of
+        such entries.
+        """
+        dim = layout.head_dim
+        part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
+        vector = {"model": dim * itemsize, "fp8": dim, "int4": int4_bytes(dim)}[self.dtype]
+        held, left = divmod(part, self.heads * vector)
+        if not held or (left and self.dtype != "int4" and not form.quantized):
+            raise ValueError(
+                f"a block of {layout.block_size} tokens cannot hold whole queries of "
+                f"{self.heads} heads"
+            )
+        return held
+
+    def read_as_log(self, kv: Tensor, layout: KVLayout, tokens: int, dtype: torch.dtype) -> Queries:
+        """Blocks ``kv [num_blocks, L/LG, ...]`` as those of a log of ``tokens`` each.
+
+        [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
+        """
+        heads, dim = self.heads // layout.rows, layout.head_dim
+        memory = kv.flatten(2).view(torch.uint8)
+        if self.dtype == "int4":
+            return int4_log(memory, heads, dim, tokens)
+        logged = torch.uint8 if self.dtype == "fp8" else dtype
+        used = tokens * heads * dim * logged.itemsize
+        return memory[..., :used].view(logged).unflatten(-1, (tokens, heads, dim))
+
+
+class QueryLog:
+    """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
+
+    def __init__(
+        self, blocks: Queries, form: LogForm, store_queries: StoreQueries, store_int4: StoreInt4
+    ) -> None:
+        self.blocks, self.form = blocks, form
+        self._store_queries, self._store_int4 = store_queries, store_int4
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens whose queries one block holds."""
+        return self.blocks.shape[2]
+
+    @property
+    def heads(self) -> int:
+        """Vectors that a token logs."""
+        return self.form.heads
+
+    @property
+    def holds_shares(self) -> bool:
+        """Whether beside a query stands what share of its attention newest entries got."""
+        return self.form.dtype == "int4"
+
+    def store(self, layer: int, slots: Tensor, q: Tensor, shares: Tensor | None) -> None:
+        """Log one layer's queries: ``layer`` is its place in a block, ``slots`` int64 [R, T].
+
+        q: [T, Hq, D]; shares: float32 [T, Hq], their logarithms, where they are held.
+        """
+        if isinstance(self.blocks, Tensor):
+            self._store_queries(self.blocks, layer, slots, q)
+        else:
+            assert shares is not None, "attention was asked for them"
+            self._store_int4(self.blocks, layer, slots, q, shares)
+
+    def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
+        """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
+
+        Those in 4 bits and e4m3 numbers stay as they are: who computes widens them.
+        """
+        if not isinstance(self.blocks, Tensor):
+            return gather_int4(self.blocks, slots, layers)
+        entries = gather_queries(self.blocks, slots, layers)
+        return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries

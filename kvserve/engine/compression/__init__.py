@@ -1,0 +1,1 @@
+"""Compression events on the device: gather, score, select, move."""

@@ -1,0 +1,329 @@
+"""Runs events on the cache: observe, score, select, plan, compact. Never inside a forward.
+
+Lengths are known beforehand (the scheduler has already accounted for them), so nothing is read
+back from the device. Where a policy keeps unequal counts, an event takes two steps: it is observed
+in one, its counts go to the host with that step's tokens, and it is carried out in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
+from kvserve.engine.compression.recompute import QueryRecomputer
+from kvserve.engine.compression.windows import (
+    Windows,
+    by_window,
+    queries_by_window,
+    slots_of,
+    uneven_lengths,
+)
+from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.output import CompactionTask, ObservationTask
+
+SCRATCH_BYTES = 256 * 1024 * 1024
+
+Task = TypeVar("Task", bound=ObservationTask)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``, ``Selection.heads``
+    alike."""
+
+    entries: Tensor
+    heads: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the ``events [E']`` of a task, alike in shape, will keep of the sequences ``seq_ids``.
+
+    ``entries [E', L, Hkv, C]``, of which ``counts [E', L, Hkv]`` count; ``heads`` as the entries.
+    """
+
+    events: IntArray
+    seq_ids: IntArray
+    entries: Tensor
+    counts: Tensor
+    heads: Tensor | None
+
+    def by_sequence(self) -> dict[int, Kept]:
+        """What each sequence keeps."""
+        heads = [None] * len(self.seq_ids) if self.heads is None else self.heads
+        each = zip(self.seq_ids.tolist(), self.entries, heads, strict=True)
+        return {seq: Kept(entries, who) for seq, entries, who in each}
+
+
+class Compressor:
+    """Turns the scheduler's observation and compaction tasks into moves on one cache."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        scale: float,
+        recomputer: QueryRecomputer,
+        scratch_bytes: int = SCRATCH_BYTES,
+        group: RankGroup = ALONE,
+    ) -> None:
+        self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
+        """Called with every plan before it is carried out, for those who follow positions."""
+        self._cache = cache
+        self._scale = scale
+        self._recomputer = recomputer
+        self._scratch_bytes = scratch_bytes
+        self._group = group
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Most that scoring takes at once, unless a single window needs more."""
+        return self._scratch_bytes
+
+    def run(
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None = None,
+    ) -> None:
+        """Carry out ``task`` with the tables as they were before it, events of a shape together.
+
+        ``kept_scores [rows, L, Hkv, m]`` is what the policy's ``kept_scores`` entries of every row
+        scored at its last event; it is brought up to date.
+        """
+        plan, layout = task.plan, self._cache.layout
+        for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
+            windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
+            places = self._select(part, windows, policy, block_tables, log_tables, kept_scores)
+            kept = _by_event(part, places + _long(windows.entries, places)[..., None])
+            chosen = (part.plan.windows * part.plan.keep)[:, None, None]
+            self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+
+    def choices(
+        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+    ) -> Iterator[Choice]:
+        """What events will keep whose scores decide how much, events of a shape together."""
+        layout = self._cache.layout
+        sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
+        for part, at in _by_shape(task, *sizes):
+            places = policy.query_places(int(part.plan.num_queries[0]))
+            windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
+            leaders, where = self._leaders(policy)
+            for some, observed in self._observed(
+                windows, policy, leaders, block_tables, log_tables
+            ):
+                found = policy.choose(policy.score(observed), windows.length, length)
+                indices, counts = self._own(policy, found.indices, found.counts)
+                self._group.add_to_fingerprint(counts)
+                entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
+                heads = None if found.heads is None else _led(found.heads, where)
+                yield Choice(at[some], part.seq_ids[some], entries, _led(counts, where), heads)
+
+    def observe(
+        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+    ) -> tuple[Tensor, dict[int, Kept]]:
+        """All ``choices``: counts [E, L, Hkv], and entries by sequence."""
+        layout, kept = self._cache.layout, dict[int, Kept]()
+        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
+        counts = torch.zeros(lanes, dtype=torch.int64, device=self._cache.kv.device)
+        for choice in self.choices(task, policy, block_tables, log_tables):
+            counts[_long(choice.events, counts)] = choice.counts
+            kept |= choice.by_sequence()
+        return counts, kept
+
+    def run_observed(
+        self, task: CompactionTask, found: Mapping[int, Kept], block_tables: Tensor
+    ) -> None:
+        """Carry out events with the entries that ``choices`` found in a step before."""
+        for part, kept, counts in self._of_observed(task, found):
+            self._move(part, plan_moves(part, kept, counts, self._cache.layout), block_tables)
+
+    def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
+        """As ``run_observed``, for events that move nothing: followers are told."""
+        for part, kept, counts in self._of_observed(task, found):
+            self.tell(part, kept, counts)
+
+    def _of_observed(
+        self, task: CompactionTask, found: Mapping[int, Kept]
+    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
+        """Events of a shape, the entries they keep [E', L, Hkv, C], and how many of these exist."""
+        for part, _ in _by_shape(task, uneven_lengths(task)):
+            kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
+            held = lanes_of(part.new_lens, self._cache.layout)
+            yield part, kept, held - part.plan.region_start[:, None, None]
+
+    def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
+        """Let followers know what rows hold whose entries need no move: ``kept [E, L, Hkv, C]``."""
+        if self.on_moves is not None:
+            start = torch.zeros_like(kept[:, 0, 0, 0])
+            self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
+
+    def _move(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
+        if self.on_moves is not None:
+            self.on_moves(task, plan)
+        layout = self._cache.layout
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        place = torch.arange(plan.src.shape[-1], device=plan.src.device)
+        first = _long(task.copy_start % size, plan.src)[:, None, None, None]
+        ends = torch.where(plan.exists, first + place, 0)
+        dst_tables = to_device(task.dst_blocks, plan.src.device, torch.int32)
+        src = slots_of(block_tables, task.rows, plan.src, lanes, size)
+        dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
+        exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
+        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
+
+    def _select(
+        self,
+        task: CompactionTask,
+        windows: Windows,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None,
+    ) -> Tensor:
+        """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
+        keep = int(task.plan.keep[0])
+        # Queries that cover all entries are the first event's: nothing has been scored before.
+        first = int(task.plan.num_queries[0]) == windows.length
+        earlier = None if first else kept_scores
+        leaders, where = self._leaders(policy)
+        parts = []
+        for some, observed in self._observed(
+            windows, policy, leaders, block_tables, log_tables, earlier
+        ):
+            scores = policy.score(observed)
+            chosen = policy.select(scores, windows.length, keep)
+            kept, scores = self._own(policy, chosen, scores)
+            if kept_scores is not None:
+                at = _long(windows.rows[some], kept)
+                kept_scores[at, ..., :keep] = scores.gather(-1, kept)
+            parts.append(kept)
+        return _led(torch.cat(parts), where)
+
+    def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
+        """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
+        if not policy.couples_heads:
+            return list(tensors)
+        self._group.add_to_fingerprint(tensors[0])
+        return [self._group.own(tensor, dim=2) for tensor in tensors]
+
+    def _leaders(self, policy: Policy) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The layers that are scored, and for every layer the place of its own among them.
+
+        On the device; ``None`` twice where all are.
+        """
+        leaders = policy.leaders(self._cache.layout.num_layers)
+        scored, device = sorted(set(leaders)), self._cache.kv.device
+        if leaders == scored:
+            return None, None
+        places = [scored.index(leader) for leader in leaders]
+        return to_device(scored, device), to_device(places, device)
+
+    def _observed(
+        self,
+        windows: Windows,
+        policy: Policy,
+        layers: Tensor | None,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        earlier: Tensor | None = None,
+    ) -> Iterator[tuple[slice, Observation]]:
+        """As many windows at a time as the scratch holds: which, and what their scorer sees."""
+        cache, layout = self._cache, self._cache.layout
+        lanes = layout.num_layers, layout.num_kv_heads
+        heads = self._query_heads(policy)
+        step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
+        for start in range(0, len(windows.rows), step):
+            some = slice(start, start + step)
+            part = windows.part(some)
+            held = part.held(policy.later_entries)
+            slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
+            keys = cache.entries.keys(_led(slots, layers, 0), layers)
+            keys = by_window(keys, len(part.rows))
+            queries: Queries = keys[..., :0, :]
+            if policy.recomputed_reduction is not None:
+                queries = _led(self._recompute(part, heads), layers)
+            elif part.num_queries:
+                queries = self._logged(part, log_tables, layers)
+            scores = None if earlier is None else earlier[_long(part.rows, keys)]
+            missing = part.missing(keys.device)
+            if missing is not None:
+                missing = _led(missing, layers)
+            how = self._scale, scores, missing, self._gather, policy.later_entries
+            yield some, Observation(queries, keys, *how)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._group.gather(x, dim=2)
+
+    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
+        """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
+        log = self._cache.query_log
+        positions = windows.query_positions[:, None, None]
+        lanes = self._cache.layout.num_layers, log.heads
+        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
+        found = log.read(_led(slots, layers, 0), layers)
+        return queries_by_window(found, len(windows.rows))
+
+    def _recompute(self, windows: Windows, heads: int) -> Tensor:
+        """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
+        assert windows.token_ids is not None, "the trigger logs queries"
+        entries = windows.entries[:, 0] + windows.places
+        return self._recomputer.queries(
+            windows.rows, windows.token_ids, windows.query_positions, entries, heads
+        )
+
+    def _query_heads(self, policy: Policy) -> int:
+        """Query vectors that a token is scored with."""
+        reduction = policy.recomputed_reduction
+        if reduction is None:
+            return self._cache.query_log.heads
+        return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
+
+    def _window_bytes(self, windows: Windows, heads: int) -> int:
+        """float32 scratch for one window: logits and probabilities of all layers."""
+        layout, length, num_queries = self._cache.layout, windows.length, windows.num_queries
+        logits = 2 * heads * num_queries * length
+        entries = 2 * (layout.num_kv_heads * length + heads * num_queries) * layout.head_dim
+        return 4 * layout.num_layers * (logits + entries)
+
+
+def _by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
+    """Events that are alike in all of ``sizes [E]``, and which they are."""
+    shapes = np.stack(sizes, axis=1)
+    for shape in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == shape).all(axis=1))
+        yield task.part(at), at  # type: ignore[misc]
+
+
+def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
+    """Kept entries of all windows, [E', L, Hkv, N], event by event: [E, L, Hkv, C], padded."""
+    windows = task.plan.windows
+    if (windows == 1).all():
+        return kept
+    most = int(windows.max())
+    padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
+    event = np.repeat(np.arange(len(windows)), windows)
+    padded[_long(event, kept), _long(ragged_arange(windows), kept)] = kept
+    return padded.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
+    """``x`` at the places ``layers [L']`` of ``dim``; ``None``: all of them as they are."""
+    return x if layers is None else x.index_select(dim, layers)
+
+
+def _long(array: IntArray, like: Tensor) -> Tensor:
+    return to_device(array, like.device)

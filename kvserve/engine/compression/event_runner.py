@@ -1,0 +1,97 @@
+"""A step's events on one rank: those that are scheduled, then those whose scores are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.coder import Coder
+from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.handlers import (
+    BlockEvents,
+    CodedEvents,
+    EvenEvents,
+    PrunedEvents,
+    UnevenEvents,
+)
+from kvserve.engine.compression.pruned_prefill import PrunedPrefill
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.transfer import Stopwatch
+from kvserve.engine.policies.base import Policy
+from kvserve.log import EngineDeadError, SequenceError
+from kvserve.scheduler.event import EventKind
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+
+ScoredEvents = list[tuple[EventKind, Tensor]]
+"""For each of ``SchedulerOutput.observations`` what goes to the host."""
+
+
+class EventRunner:
+    """One handler per kind of event; ``policies`` by ``CompactionTask.policy_id``."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        batch: InputBatch,
+        compressor: Compressor,
+        prefill: PrunedPrefill,
+        policies: Mapping[int, Policy],
+        group: RankGroup,
+        *,
+        overlaps: bool,
+    ) -> None:
+        self._batch = batch
+        self._policies = policies
+        self._group = group
+        self._pruned = PrunedEvents(compressor, batch, prefill, overlaps=overlaps)
+        self._handlers: dict[EventKind, EvenEvents] = {
+            EventKind.EVEN: EvenEvents(compressor, batch),
+            EventKind.UNEVEN: UnevenEvents(compressor, batch, overlaps=overlaps),
+            EventKind.BLOCKS: BlockEvents(compressor, batch, overlaps=overlaps),
+            EventKind.PRUNED: self._pruned,
+        }
+        if cache.codes is not None:
+            coder = Coder(cache, cache.codes, compressor)
+            coded = CodedEvents(compressor, batch, coder, overlaps=overlaps)
+            self._handlers[EventKind.CODED] = coded
+
+    def run(self, output: SchedulerOutput) -> tuple[ScoredEvents, Stopwatch | None]:
+        """Carry out compactions, then score what later ones will keep."""
+        for handler in self._handlers.values():
+            handler.begin_step()
+        if not (output.compactions or output.observations):
+            return [], None
+        watch = Stopwatch(self._batch.device)
+        for task in output.compactions:
+            with _blaming(task.seq_ids.tolist()):
+                self._handlers[task.kind].apply(task, self._policies[task.policy_id])
+                self._batch.after_compaction(task)
+                self._batch.add_to_fingerprint(task.rows, self._group)
+        scored: ScoredEvents = []
+        for events in output.observations:
+            with _blaming(events.seq_ids.tolist()):
+                policy = self._policies[events.policy_id]
+                scored.append((events.kind, self._handlers[events.kind].score(events, policy)))
+        watch.stop()
+        return scored, watch
+
+    def compute_pruned(self, task: CompactionTask, *, logs_queries: bool) -> Tensor:
+        """Compute a prompt that is pruned on the way; its last hidden state [1, hidden]."""
+        policy = self._policies[task.policy_id]
+        return self._pruned.compute(task, policy, logs_queries=logs_queries)
+
+
+@contextmanager
+def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
+    """What fails here concerns these sequences alone; memory is everybody's."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
+        raise
+    except Exception as error:
+        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error

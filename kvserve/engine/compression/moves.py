@@ -1,0 +1,70 @@
+"""From what an event keeps to which entry goes where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.device.transfer import to_device
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CompactionTask
+
+
+@dataclass(frozen=True, slots=True)
+class MovePlan:
+    """Where the entries of E events come from: ``src [E, L, Hkv, P]``, physical.
+
+    Those of lane (e, l, h) go, in order, to the entries from ``copy_start[e]`` on; only the first
+    ``counts[e, l, h]`` exist, behind them ``src`` is 0. ``copy_start`` is ``[E]``.
+    """
+
+    src: Tensor
+    copy_start: Tensor
+    counts: Tensor
+
+    @property
+    def exists(self) -> Tensor:
+        """bool [E, L, Hkv, P]."""
+        place = torch.arange(self.src.shape[-1], device=self.src.device)
+        return place < self.counts[..., None]
+
+
+def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVLayout) -> MovePlan:
+    """Entries before the region stay, kept ones follow, and then everything behind the windows.
+
+    kept: int64 [E, L, Hkv, C], ascending physical entries, of which ``chosen [E, L, Hkv]`` count.
+    """
+    old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
+    counts = new - task.copy_start[:, None, None]
+    place = torch.arange(int(counts.max()), device=kept.device)
+    start, before, last_chosen, evicted = (
+        to_device(x, kept.device)[..., None]
+        for x in (
+            task.copy_start[:, None, None],
+            (task.plan.region_start - task.copy_start)[:, None, None],
+            (task.plan.region_start - task.copy_start)[:, None, None] + chosen,
+            old - new,
+        )
+    )
+    rank = (place - before).clamp(0, max(kept.shape[-1] - 1, 0)).expand(*kept.shape[:3], -1)
+    src = start + place + evicted
+    if kept.shape[-1]:
+        src = torch.where(place < last_chosen, kept.gather(-1, rank), src)
+    src = torch.where(place < before, start + place, src)
+    plan = MovePlan(src, start.view(-1), to_device(counts, kept.device))
+    return MovePlan(torch.where(plan.exists, src, 0), plan.copy_start, plan.counts)
+
+
+def lanes_of(lens: IntArray, layout: KVLayout) -> IntArray:
+    """Lengths by KV group, [LG, E, R], as lengths by layer and KV head, [E, L, Hkv]."""
+    by_layer = np.repeat(lens.transpose(1, 0, 2), layout.layers_per_block, axis=1)
+    return np.asarray(np.repeat(by_layer, layout.heads_per_block, axis=2))
+
+
+def groups_of(counts: Tensor, layout: KVLayout) -> Tensor:
+    """Counts by layer and KV head, [E, L, Hkv], as counts by KV group, [LG, E, R]."""
+    return counts[:, :: layout.layers_per_block, :: layout.heads_per_block].transpose(0, 1)

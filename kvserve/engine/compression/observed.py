@@ -1,0 +1,28 @@
+"""What events found when they observed, kept on the device until they are carried out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PendingSelections(Generic[T]):
+    """By sequence. An event is carried out as soon as its counts have been to the host: in the next
+    step or, where steps overlap, the one after. What is not taken then is observed again.
+    """
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self._steps: deque[dict[int, T]] = deque(maxlen=2 if overlaps else 1)
+
+    def take(self) -> dict[int, T]:
+        """All that may be carried out in the step that begins now."""
+        found = {seq_id: each for step in self._steps for seq_id, each in step.items()}
+        self._steps.append({})
+        return found
+
+    def add(self, found: Mapping[int, T]) -> None:
+        """Found in the step that has begun."""
+        self._steps[-1].update(found)

@@ -1,0 +1,116 @@
+"""A prompt in one forward, from layer to layer fewer of its tokens (PyramidInfer).
+
+The one place where a policy runs between layers: what it drops is not computed in those above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch, LayerCache
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.scheduler.output import CompactionTask
+
+
+class PrunedPrefill:
+    """Runs the model's layers one by one; each stores the entries of the tokens it computes."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        attention: AttentionBackend,
+        group: RankGroup,
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._cache = cache
+        self._batch = batch
+        self._attention = attention
+
+    def run(
+        self, task: CompactionTask, policy: Policy, logs_queries: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the prompt of ``task``'s only row.
+
+        Returns the last token's hidden state [1, hidden], and which tokens each layer holds: int64
+        [1, L, Hkv, n], those of upper layers padded behind with 0.
+        """
+        assert task.token_ids is not None
+        model, layout = self._model, self._cache.layout
+        whole = self._batch.build_full_prompt(task, logs_queries)
+        tokens = to_device(task.token_ids[0], self._batch.device)
+        hidden = model.embed(tokens)
+        rope = model.rotary.at(whole.positions, whole.prompt_lens)
+        recent = int(task.plan.num_queries[0])
+        lengths = lanes_of(task.new_lens, layout)[0, :, 0].tolist()
+        seen = _Seen(self._cache, self._group)
+        at = torch.arange(lengths[0], device=self._batch.device)
+        held = at.new_zeros(1, layout.num_layers, layout.num_kv_heads, len(at))
+        for index, layer in enumerate(model.decoder_layers):
+            if lengths[index] < len(at):
+                kept = policy.survivors(seen.observation(recent, model.scale), lengths[index])
+                at, hidden = at[kept], hidden[kept]
+            held[0, index, :, : len(at)] = at
+            batch, angles = _part(whole, at, layout.block_size), (rope[0][at], rope[1][at])
+            hidden = layer(hidden, angles, batch, seen, self._attention.plan(batch), index)
+        return hidden[-1:], held
+
+
+class _Seen:
+    """Stands before the cache: what a layer stores there can be scored after it."""
+
+    def __init__(self, cache: LayerCache, group: RankGroup) -> None:
+        self._cache = cache
+        self._group = group
+        self._queries: Tensor
+        self._keys: Tensor
+        self.logs_shares = cache.logs_shares
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        self._keys = k
+        self._cache.store(layer, batch, k, v)
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        self._queries = q
+        self._cache.log(layer, batch, q, shares)
+
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+        return self._cache.keys_values(layer)
+
+    def observation(self, recent: int, scale: float) -> Observation:
+        """The layer as one event, with the queries of the ``recent`` tokens."""
+        queries, keys = self._queries[-recent:].transpose(0, 1), self._keys.transpose(0, 1)
+        gather = partial(self._group.gather, dim=2)
+        return Observation(queries[None, None], keys[None, None], scale, gather=gather)
+
+
+def _part(whole: ForwardBatch, at: Tensor, block_size: int) -> ForwardBatch:
+    """Tokens ``at`` of a prompt alone, whose entries stand one behind the other."""
+    count = len(at)
+    query_slots = None if whole.query_slots is None else whole.query_slots[..., at]
+    recent = None if whole.recent is None else torch.ones_like(whole.recent[at])
+    return replace(
+        whole,
+        positions=whole.positions[at],
+        prompt_lens=whole.prompt_lens[at],
+        slots=whole.slots[..., :count].contiguous(),
+        query_slots=query_slots,
+        recent=recent,
+        last=whole.last[..., :count],
+        starts=np.array([0, count]),
+        columns=np.array([-(-count // block_size)]),
+    )

@@ -1,0 +1,76 @@
+"""Queries of tokens whose keys and values are already held, computed once more.
+
+One forward that writes nothing. Each token attends to what its sequence holds up to the token's
+own entry, so tokens do not depend on each other and any subset of them may be asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import AttentionBackend, Entries, ForwardBatch
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.transformer import Transformer
+from kvserve.kernels.store_kv import reduce_queries
+from kvserve.scheduler.block_pool import IntArray
+
+
+class QueryRecomputer:
+    """Runs the model's layers over a cache that it leaves as it is."""
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, batch: InputBatch, attention: AttentionBackend
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._batch = batch
+        self._attention = attention
+
+    @property
+    def heads(self) -> int:
+        """Hq: query heads of this rank."""
+        return self._model.part.num_heads
+
+    def queries(
+        self,
+        rows: IntArray,
+        token_ids: IntArray,
+        positions: IntArray,
+        entries: IntArray,
+        heads: int,
+    ) -> Tensor:
+        """Rotated queries, reduced to ``heads``, before any of the rows is compacted.
+
+        rows: [P]; token_ids, positions (logical), entries (physical): [P, Q]. Returns
+        [P, L, heads, Q, D].
+        """
+        recorder = _QueryRecorder(self._cache, heads)
+        input_ids = to_device(token_ids, self._batch.device).view(-1)
+        batch = self._batch.build_recompute(rows, positions, entries)
+        nobody = input_ids[:0]
+        self._model(input_ids, batch, recorder, self._attention.plan(batch), nobody)
+        by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)
+        return by_layer.permute(1, 0, 3, 2, 4)
+
+
+class _QueryRecorder:
+    """Stands in for the cache during a forward: it reads as usual, and keeps only the queries."""
+
+    def __init__(self, cache: KVCache, heads: int) -> None:
+        self.queries: list[Tensor] = []
+        self._cache = cache
+        self._heads = heads
+
+    logs_shares = False
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        pass
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        self.queries.append(reduce_queries(q, self._heads))
+
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+        return self._cache.keys_values(layer)

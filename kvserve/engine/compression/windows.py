@@ -1,0 +1,135 @@
+"""The windows of a batch of equal-shaped events: which entries, which queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import ObservationTask
+from kvserve.scheduler.trigger import EvictionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """E' windows of ``length`` places; ``places [Q]`` are those of the queries that score them.
+
+    ``entries [E', A, H]`` are the physical entries at place 0, one for all lanes or one for each
+    layer and KV head; lanes that hold less than ``length`` are aligned to the right, and what lies
+    before ``begin [E']`` does not exist. ``positions [E']`` are the logical positions of the first
+    queries; ``token_ids [E', Q]`` are there if queries are recomputed.
+    """
+
+    length: int
+    places: IntArray
+    rows: IntArray
+    entries: IntArray
+    begin: IntArray
+    positions: IntArray
+    token_ids: IntArray | None
+
+    @classmethod
+    def of(cls, task: ObservationTask, places: range) -> Windows:
+        """The windows of events that are alike in all lanes."""
+        plan, at = task.plan, np.asarray(places, np.int64)
+        positions = _window_starts(plan.query_start, plan)
+        token_ids = None
+        if task.token_ids is not None:
+            first = positions - np.repeat(plan.query_start, plan.windows)
+            event = np.repeat(np.arange(len(task.rows)), plan.windows)
+            token_ids = task.token_ids[event[:, None], first[:, None] + at]
+        rows, starts = np.repeat(task.rows, plan.windows), _window_starts(plan.region_start, plan)
+        length = int(plan.window_len[0])
+        return cls(length, at, rows, starts[:, None, None], starts, positions, token_ids)
+
+    @classmethod
+    def of_uneven(cls, task: ObservationTask, places: range, layout: KVLayout) -> Windows:
+        """One window per event, from its region's beginning to the end of each lane."""
+        held, begin = lanes_of(task.old_lens, layout), task.plan.region_start
+        length = int(uneven_lengths(task)[0])
+        at, positions = np.asarray(places, np.int64), task.plan.query_start
+        return cls(length, at, task.rows, held - length, begin, positions, None)
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.places)
+
+    @property
+    def query_positions(self) -> IntArray:
+        """Logical: [E', Q]."""
+        positions: IntArray = self.positions[:, None] + self.places
+        return positions
+
+    def held(self, later: int = 0) -> IntArray:
+        """Physical entries at all places, and at ``later`` ones behind them: [E', A, H, length +
+        later]; below ``begin`` where none is."""
+        held: IntArray = self.entries[..., None] + np.arange(self.length + later)
+        return held
+
+    def missing(self, device: torch.device) -> Tensor | None:
+        """Places that do not exist, bool [E', L, Hkv, length]; None if all do."""
+        begin = self.begin[:, None, None]
+        if (self.entries >= begin).all():
+            return None
+        return to_device(self.held() < begin[..., None], device, torch.bool)
+
+    def part(self, at: slice) -> Windows:
+        """The windows ``at`` alone."""
+        ids = None if self.token_ids is None else self.token_ids[at]
+        return Windows(
+            self.length,
+            self.places,
+            self.rows[at],
+            self.entries[at],
+            self.begin[at],
+            self.positions[at],
+            ids,
+        )
+
+
+def uneven_lengths(task: ObservationTask) -> IntArray:
+    """Entries in the longest lane of each event's region: [E]."""
+    longest: IntArray = task.old_lens.max(axis=(0, 2)) - task.plan.region_start
+    return longest
+
+
+def slots_of(
+    tables: Tensor,
+    rows: IntArray,
+    entries: IntArray | Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+) -> Tensor:
+    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]."""
+    at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
+    by_lane = at.clamp(min=0).expand(-1, *lanes, -1).permute(1, 2, 0, 3).reshape(*lanes, -1)
+    owners = to_device(np.repeat(rows, entries.shape[-1]), tables.device)
+    return slot_mapping(tables, owners, by_lane, block_tokens)
+
+
+def by_window(x: Tensor, windows: int) -> Tensor:
+    """[L, heads, E' * S, ...] -> [E', L, heads, S, ...]."""
+    return x.unflatten(2, (windows, -1)).transpose(1, 2).transpose(0, 1)
+
+
+def queries_by_window(queries: Queries, windows: int) -> Queries:
+    """The same of queries, as numbers or in 4 bits."""
+    if isinstance(queries, Tensor):
+        return by_window(queries, windows)
+    return Int4Queries(*(by_window(part, windows) for part in queries))
+
+
+def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
+    """``first`` of every window of every event; neighbours are ``window_len`` apart."""
+    strides = np.repeat(plan.window_len, plan.windows)
+    starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
+    return starts

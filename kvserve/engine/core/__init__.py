@@ -1,0 +1,1 @@
+"""The loop that schedules and runs steps: requests in, tokens out."""

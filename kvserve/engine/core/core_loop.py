@@ -1,0 +1,130 @@
+"""The loop around an engine core that takes commands from elsewhere: a thread's or a process's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
+from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
+from kvserve.log import RequestError, logger
+from kvserve.sampling_params import StructuredOutput
+
+_IDLE_S = 0.02
+"""How long commands may wait for a grammar when nothing runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End these sequences."""
+
+    seq_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget the cached blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A new sequence that did not come through as one."""
+
+    seq_id: int
+    reason: str
+
+
+Command = NewSequence | Abort | ResetPrefixCache | Stop | Unreadable
+
+
+class Channel(Protocol):
+    """Commands in, outputs out."""
+
+    def receive(self, block: bool) -> Iterable[Command]:
+        """All commands that wait; with ``block``, at least one (or none after a while)."""
+        ...
+
+    def send(self, outputs: StepOutputs) -> None: ...
+
+
+class GrammarQueue:
+    """Sequences whose grammar a thread compiles, so that no other sequence has to wait for it."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._thread = ThreadPoolExecutor(1, "kvserve-grammar")
+        self._queue: dict[int, tuple[NewSequence, Future[Matcher]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, new: NewSequence, wanted: StructuredOutput) -> None:
+        self._queue[new.seq_id] = new, self._thread.submit(self._compiler.compile, wanted)
+
+    def drop(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            if seq_id in self._queue:
+                self._queue.pop(seq_id)[1].cancel()
+
+    def take(self, timeout: float) -> list[tuple[NewSequence, Future[Matcher]]]:
+        """Those that have been compiled, or refused; waits for one if there is none."""
+        if not self._queue:
+            return []
+        wait([future for _, future in self._queue.values()], timeout, FIRST_COMPLETED)
+        done = [(new, future) for new, future in self._queue.values() if future.done()]
+        self.drop([new.seq_id for new, _ in done])
+        return done
+
+
+def run_core(core: EngineCore, channel: Channel) -> None:
+    """Serve commands and run steps until told to stop."""
+    channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
+    grammars = GrammarQueue(core.grammars)
+    refused: list[RefusedSequence] = []
+
+    def add(new: NewSequence, compiled: Future[Matcher] | None = None) -> None:
+        try:
+            core.add(new, None if compiled is None else compiled.result())
+        except RequestError as error:
+            refused.append(RefusedSequence(new.seq_id, str(error), error.param, error.code))
+        except Exception as error:
+            logger.error("request %s could not be admitted", new.request_id, exc_info=error)
+            refused.append(RefusedSequence(new.seq_id, INTERNAL_ERROR, None, "internal_error"))
+
+    while True:
+        core.check()
+        ended: list[FinishedSequence] = []
+        reset = False
+        refused.clear()
+        if not core.has_work:
+            core.grammars.tidy()
+        for command in channel.receive(block=not (core.has_work or grammars)):
+            if isinstance(command, Stop):
+                return
+            if isinstance(command, Abort):
+                grammars.drop(command.seq_ids)
+                ended += core.abort(command.seq_ids)
+            elif isinstance(command, ResetPrefixCache):
+                core.reset_prefix_cache()
+                reset = True
+            elif isinstance(command, Unreadable):
+                message = f"the engine could not read the request: {command.reason}"
+                refused.append(RefusedSequence(command.seq_id, message, None, "internal_error"))
+            elif command.structured_output is not None:
+                grammars.add(command, command.structured_output)
+            else:
+                add(command)
+        for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
+            add(new, compiled)
+        if refused or ended or reset:
+            channel.send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
+        if core.has_work:
+            channel.send(core.step())

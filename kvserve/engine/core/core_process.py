@@ -1,0 +1,213 @@
+"""Both ends of an engine core in a process of its own: msgspec messages over ZeroMQ.
+
+Every message is two frames, its kind and its body. Nothing else in the package knows either
+library, so the engine itself runs without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.core_loop import (
+    Abort,
+    Command,
+    ResetPrefixCache,
+    Stop,
+    Unreadable,
+    run_core,
+)
+from kvserve.engine.core.engine_core import EngineCore
+from kvserve.engine.device.pages import share_one_arena
+from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
+from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
+
+_KINDS: dict[bytes, type] = {
+    kind.__name__.encode(): kind
+    for kind in (NewSequence, Abort, ResetPrefixCache, Stop, EngineInfo, StepOutputs)
+}
+_REFUSED, _FAILED = b"refused", b"failed"
+_IDLE_POLL_MS = 500
+_EXIT_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 0.5
+
+
+class ParentLink:
+    """Starts the process and talks to it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PUSH)
+        # Connecting, not binding: a PUSH socket that nobody has connected to blocks its sender.
+        self._commands.connect(addresses[0])
+        self._outputs = zmq.asyncio.Socket(_socket(self._context, zmq.PULL))
+        self._outputs.bind(addresses[1])
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(
+            target=engine_process,
+            args=(config, *addresses, logger.getEffectiveLevel()),
+            name="kvserve-engine",
+            daemon=True,
+        )
+        self._process.start()
+        self._ready = False
+        self._died = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+
+    async def wait_until_ready(self) -> EngineInfo:
+        """Until the model is loaded; raises ``ConfigError`` where it cannot be."""
+        try:
+            message = await self._next()
+        except BaseException:
+            await self.close()
+            raise
+        assert isinstance(message, EngineInfo)
+        self._ready = True
+        return message
+
+    async def receive(self) -> StepOutputs:
+        message = await self._next()
+        assert isinstance(message, StepOutputs)
+        return message
+
+    def send(self, command: Command) -> None:
+        """Never blocks."""
+        self._commands.send_multipart(_pack(command))
+
+    async def close(self) -> None:
+        """Ask the process to leave; make it, if it does not within seconds."""
+        if not self._died.is_set():
+            if self._ready:
+                self.send(Stop())
+            else:
+                self._process.terminate()  # it loads, and hears nothing else
+            try:
+                await asyncio.wait_for(self._died.wait(), _EXIT_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                self._process.kill()
+        self._commands.close(linger=0)
+        self._outputs.close(linger=0)
+        self._context.term()
+        self._directory.cleanup()
+
+    async def _next(self) -> EngineInfo | StepOutputs:
+        frames = asyncio.ensure_future(self._outputs.recv_multipart())
+        died = asyncio.ensure_future(self._died.wait())
+        await asyncio.wait((frames, died), return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        # Its last words may still be on their way when the process is gone.
+        await asyncio.wait((frames,), timeout=_LAST_WORDS_S)
+        if not frames.done():
+            frames.cancel()
+            raise EngineDeadError(
+                f"the engine process ended (exit code {self._process.exitcode}); see its log"
+            )
+        kind, body = frames.result()
+        if kind == _REFUSED:
+            raise ConfigError(body.decode())
+        if kind == _FAILED:
+            raise EngineDeadError(f"the engine failed: {body.decode()}")
+        message: EngineInfo | StepOutputs = msgspec.msgpack.decode(body, type=_KINDS[kind])
+        return message
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._process.join()
+        self._died.set()
+
+
+def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
+    """Main function of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
+    signal.signal(signal.SIGTERM, _leave)  # while it loads nobody waits for anything
+    configure_logging(log_level)
+    share_one_arena()
+    channel = _SocketChannel(commands, outputs)
+    try:
+        with closing(EngineCore(config)) as core:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            channel.send_frames(_pack(core.info))
+            run_core(core, channel)
+    except ConfigError as error:
+        channel.send_frames([_REFUSED, str(error).encode()])
+    except MemoryError as error:
+        channel.send_frames([_REFUSED, f"there is not enough memory: {error}".encode()])
+    except Exception as error:
+        logger.exception("the engine failed")
+        channel.send_frames([_FAILED, f"{type(error).__name__}: {error}".encode()])
+    finally:
+        channel.close()
+
+
+def _leave(*_: object) -> NoReturn:
+    """Unwind, so that a compiler that runs ends too, and its unfinished file goes."""
+    sys.exit(0)
+
+
+class _SocketChannel:
+    """The process's end."""
+
+    def __init__(self, commands: str, outputs: str) -> None:
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PULL)
+        self._outputs = _socket(self._context, zmq.PUSH)
+        self._commands.bind(commands)
+        self._outputs.connect(outputs)
+        self._parent = os.getppid()
+
+    def receive(self, block: bool) -> Iterable[Command]:
+        timeout = _IDLE_POLL_MS if block else 0
+        while self._commands.poll(timeout):
+            kind, body = self._commands.recv_multipart()
+            yield _read_command(kind, body)
+            timeout = 0
+        if os.getppid() != self._parent:
+            yield Stop()  # the server is gone
+
+    def send(self, outputs: StepOutputs) -> None:
+        self.send_frames(_pack(outputs))
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        self._outputs.send_multipart(frames)
+
+    def close(self) -> None:
+        self._commands.close(linger=0)
+        self._outputs.close(linger=1000)
+        self._context.term()
+
+
+def _read_command(kind: bytes, body: bytes) -> Command:
+    """A command; one sequence that cannot be read is no reason to stop for the others."""
+    try:
+        command: Command = msgspec.msgpack.decode(body, type=_KINDS[kind])
+    except msgspec.ValidationError as error:
+        if kind != NewSequence.__name__.encode():
+            raise
+        return Unreadable(msgspec.msgpack.decode(body)["seq_id"], str(error))
+    return command
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket whose queue has no bound: the server bounds its requests."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    return socket
+
+
+def _pack(message: object) -> list[bytes]:
+    return [type(message).__name__.encode(), msgspec.msgpack.encode(message)]

@@ -1,0 +1,398 @@
+"""The engine core: scheduler and runner over one model, in tokens. It knows no text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.intake import Intake
+from kvserve.engine.core.startup import build_engine
+from kvserve.engine.core.step_counts import StepCounts
+from kvserve.engine.messages import (
+    EngineInfo,
+    FinishedSequence,
+    NewSequence,
+    RefusedSequence,
+    StepOutputs,
+)
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
+from kvserve.log import EngineDeadError, SequenceError, logger
+from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.recovery import culprits, start_over
+
+_STATS_INTERVAL = 0.05
+_MOST_FAILURES = 3
+"""Steps that may fail one after the other before the engine ends."""
+_DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
+    found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
+)
+INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that the device has been given, or that failed; ``output`` is ``None`` if it could not
+    even be scheduled."""
+
+    output: SchedulerOutput | None
+    compactions: list[tuple[int, Compaction]]
+    started: float
+    launched: LaunchedStep | Exception
+
+
+class EngineCore:
+    """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
+
+    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
+        built = build_engine(config, model)
+        self.info: EngineInfo = built.info
+        self.scheduler = built.scheduler
+        self._new_scheduler = built.new_scheduler
+        self.executor = built.executor
+        self.runner = built.executor.runner
+        self._sequences: dict[int, tuple[Sequence, str]] = {}
+        self._waiting_since: dict[int, float] = {}
+        self._queued_seconds: dict[int, float] = {}
+        self.grammars = GrammarCompiler(config, self.info)
+        self._intake = Intake(config, built, self.grammars)
+        self._prompt_tokens = self._generation_tokens = 0
+        self._compaction_seconds = 0.0
+        self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
+        self._stats_due = 0.0
+        # The scheduler's layout has the heads of all ranks.
+        self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
+        self._overlaps = built.overlaps
+        self._in_flight: StepInFlight | None = None
+        self._collected = 0.0
+        self._scored: set[int] = set()
+        """Sequences whose policies keep scores from event to event."""
+        self._failures = 0
+        """Steps that failed since one did not."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
+        """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
+
+        ``matcher`` is its grammar where it has been compiled before.
+        """
+        others = (seq for seq, _ in self._sequences.values())
+        sequence = self._intake.sequence(new, others, matcher)
+        self.scheduler.add(sequence)
+        self._sequences[new.seq_id] = (sequence, new.request_id)
+        self._waiting_since[new.seq_id] = time.monotonic()
+        self._prompt_tokens += sequence.num_prompt_tokens
+        if self.runner.policies[sequence.policy_id].kept_scores:
+            self._scored.add(new.seq_id)
+
+    def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
+        """End sequences now; their blocks are free on return. Unknown ids are ignored."""
+        known = [self._sequences[seq_id][0] for seq_id in seq_ids if seq_id in self._sequences]
+        for seq in known:
+            self.scheduler.finish(seq, "abort")
+        return [self._finished(seq) for seq in known]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; what running sequences hold stays theirs."""
+        if self.scheduler.blocks.prefix_cache is not None:
+            self.scheduler.blocks.prefix_cache.clear()
+
+    def step(self) -> StepOutputs:
+        """Wait for a step and report its tokens; where steps overlap, start the next one first."""
+        step = self._in_flight or self._launch()
+        self._in_flight = None
+        if isinstance(step.launched, torch.OutOfMemoryError) and step.output is not None:
+            return self._shed(step.output, step.launched)
+        if isinstance(step.launched, Exception):
+            return self._contain(step.launched)
+        if self._overlaps and self.scheduler.has_work:
+            self._in_flight = self._launch()
+        try:
+            with self.executor.together():
+                result = step.launched.collect()
+        except Exception as error:
+            self._in_flight = None  # it was launched on top of this one
+            self._check_containable(error)
+            return self._contain(error)
+        return self._take_in(step, result)
+
+    def _launch(self) -> StepInFlight:
+        """Schedule a step and give it to the device."""
+        started, output, compactions = time.perf_counter(), None, []
+        launched: LaunchedStep | Exception
+        try:
+            output = self.scheduler.schedule()
+            self._note_admitted(output)
+            compactions = self._counts.add(output)
+            with self.executor.together():
+                launched = self.executor.launch(output)
+        except Exception as error:
+            launched = _as_out_of_memory(error)
+            self._check_containable(launched)
+        return StepInFlight(output, compactions, started, launched)
+
+    def _check_containable(self, error: Exception) -> None:
+        """Raise ``error`` again where it concerns everybody: other ranks cannot take their part of
+        the step back, a broken device fails for good, and so does what failed some times running.
+        """
+        broken = isinstance(error, (EngineDeadError, *_DEVICE_ERROR))
+        often = self._failures >= _MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError)
+        if broken or often or self.runner.group.size > 1:
+            raise error
+
+    def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
+        """Tell the scheduler what came of a step; who has ended meanwhile gets no token."""
+        output, since = step.output, max(step.started, self._collected)
+        assert output is not None
+        self._collected = time.perf_counter()
+        following = self._in_flight
+        if following is not None and following.output is None:
+            # It failed half way in the scheduler, which now knows nothing for sure but tokens.
+            self._in_flight = None
+            assert isinstance(following.launched, Exception)
+            return self._contain(following.launched, output, result)
+        self._failures = 0
+        self._compaction_seconds += result.compaction_seconds
+        if self.scheduler.events.gate is not None:
+            self._record_costs(output, self._collected - since, result.compaction_seconds)
+        refused = self._end_failed_grammars(output, result)
+        gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
+        finished = self.scheduler.update(output, result.token_ids, result.scores)
+        outputs = self._tokens_of(output, result, gets)
+        return replace(
+            outputs,
+            refused=refused,
+            finished=[self._finished(seq) for seq in finished],
+            stats=self._stats_when_due(),
+            compactions=step.compactions,
+        )
+
+    def _tokens_of(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, gets: list[bool]
+    ) -> StepOutputs:
+        """A step's tokens, of those who ``gets`` one."""
+        token_ids = list(compress(result.token_ids.tolist(), gets))
+        self._generation_tokens += len(token_ids)
+        return StepOutputs(
+            seq_ids=[seq.seq_id for seq in compress(output.sampled, gets)],
+            token_ids=token_ids,
+            logprobs=result.logprobs and list(compress(result.logprobs, gets)),
+            prompt_logprobs=result.prompt_logprobs,
+        )
+
+    def _end_failed_grammars(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[RefusedSequence]:
+        """End sequences whose grammars went wrong on the way."""
+        refused = []
+        for place, error in result.failed_grammars:
+            seq = output.sampled[place]
+            if seq.status is not SequenceStatus.FINISHED:
+                self.scheduler.finish(seq, "error")
+                self._finished(seq)
+                refused.append(RefusedSequence(seq.seq_id, str(error), error.param, error.code))
+        return refused
+
+    def _contain(
+        self,
+        error: Exception,
+        known: SchedulerOutput | None = None,
+        result: ModelRunnerOutput | None = None,
+    ) -> StepOutputs:
+        """End those over whom a step failed; the others compute their caches anew.
+
+        The step before may be ``known`` with its ``result``: its tokens are passed on.
+        """
+        self._failures += 1
+        if isinstance(error, SequenceError):
+            blamed = error.seq_ids
+        else:
+            blamed = frozenset(culprits(self.scheduler))
+        outputs = StepOutputs()
+        if known is not None and result is not None:
+            gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
+            outputs = self._tokens_of(known, result, gets)
+        tokens = None if result is None else result.token_ids
+        ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
+        names = [self._sequences[seq.seq_id][1] for seq in ended]
+        logger.error(
+            "a step failed: request %s ends with an error and %d sequences begin anew",
+            ", ".join(names) or "(ended already)",
+            len(self.scheduler.waiting),
+            exc_info=error,
+        )
+        refused = [
+            RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
+        ]
+        for seq in ended:
+            self._finished(seq)
+        return replace(
+            outputs,
+            refused=refused,
+            finished=[self._finished(seq) for seq in finished],
+            stats=self._stats_when_due(),
+        )
+
+    def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
+        """End the newest of a step that found no memory; the others compute their caches anew."""
+        newest, finished = self.scheduler.give_up(output)
+        if self.runner.batch.device == "cuda":
+            torch.cuda.empty_cache()
+        logger.error(
+            "a step of %d tokens ran out of memory: request %s ends with an error and %d sequences "
+            "begin anew; lower --gpu-memory-utilization or --max-num-batched-tokens (%s)",
+            output.num_tokens,
+            "(ended already)" if newest is None else self._sequences[newest.seq_id][1],
+            len(self.scheduler.waiting),
+            error,
+        )
+        message = (
+            f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
+            "its newest sequence; try again later"
+        )
+        refused = []
+        if newest is not None:
+            self._finished(newest)
+            refused.append(RefusedSequence(newest.seq_id, message, None, "out_of_memory"))
+        ended = [self._finished(seq) for seq in finished]
+        return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
+
+    def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
+        """Tell the gate what this step took."""
+        gate, decoding = self.scheduler.events.gate, output.num_decoding
+        assert gate is not None
+        if output.compactions:
+            observed = sum(int(task.plan.observed.sum()) for task in output.compactions)
+            gate.record_events(observed, compacting)
+        elif decoding == output.num_tokens > 0:
+            entries = int(self.scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
+            gate.record_step(decoding, entries, seconds)
+
+    def check(self) -> None:
+        """``EngineDeadError`` if a tensor-parallel rank has ended."""
+        self.executor.check()
+
+    def close(self) -> None:
+        """End the other ranks; this core makes no further step."""
+        self.executor.close()
+
+    def stats(self) -> EngineStats:
+        """Counters and the state of every running request."""
+        scheduler = self.scheduler
+        rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
+        blocks = scheduler.blocks.held(n).tolist()
+        entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
+        held = (-(-entries // scheduler.layout.groups)).tolist()
+        logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
+        requests = tuple(
+            RequestStats(
+                request_id=self._sequences[seq.seq_id][1],
+                policy=self.runner.policies[seq.policy_id].name,
+                logical_tokens=logical[seq.row],
+                held_tokens=held[seq.row],
+                blocks=blocks[seq.row],
+                compactions=compactions[seq.row],
+                held_bytes=blocks[seq.row] * self._block_bytes,
+            )
+            for seq in scheduler.running
+        )
+        capacity = scheduler.pool.capacity
+        in_use = capacity - scheduler.pool.num_free - scheduler.blocks.num_cached
+        return EngineStats(
+            num_running=len(requests),
+            num_waiting=len(scheduler.waiting),
+            blocks_total=capacity,
+            blocks_free=scheduler.pool.num_free,
+            blocks_cached=scheduler.blocks.num_cached,
+            bytes_total=capacity * self._block_bytes,
+            bytes_held=in_use * self._block_bytes,
+            tokens_logical=sum(request.logical_tokens for request in requests),
+            tokens_held=sum(request.held_tokens for request in requests),
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            preemptions_total=scheduler.num_preemptions,
+            swaps_total=scheduler.num_swaps,
+            early_compactions_total=scheduler.events.early_compactions,
+            skipped_compactions_total=scheduler.events.skipped,
+            compactions_total=scheduler.events.compactions,
+            blocks_released_total=scheduler.events.blocks_released,
+            tokens_evicted_total=scheduler.events.tokens_evicted,
+            compaction_seconds_total=self._compaction_seconds,
+            steps_total=scheduler.num_steps,
+            coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
+            codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
+            scoring_workspace_bytes=self.runner.workspace_bytes,
+            compaction_counts=self._counts.compactions,
+            iterations=self._counts.iterations,
+            iteration_tokens_total=self._counts.num_tokens,
+            requests=requests,
+        )
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def _note_admitted(self, output: SchedulerOutput) -> None:
+        """How long newcomers have waited; one that returns from a preemption is no newcomer."""
+        now = time.monotonic()
+        for seq in output.admitted.requests:
+            since = self._waiting_since.pop(seq.seq_id, None)
+            if since is not None:
+                self._queued_seconds[seq.seq_id] = now - since
+
+    def _finished(self, seq: Sequence) -> FinishedSequence:
+        self._give_back(seq)
+        self._sequences.pop(seq.seq_id, None)
+        self._waiting_since.pop(seq.seq_id, None)
+        queued = self._queued_seconds.pop(seq.seq_id, 0.0)
+        assert seq.finish_reason is not None
+        details = KVCacheDetails(
+            policy=self.runner.policies[seq.policy_id].name,
+            logical_tokens=seq.logical_tokens,
+            held_tokens=seq.held_tokens,
+            held_entries=seq.held_entries,
+            evicted_tokens=seq.logical_tokens - seq.held_tokens,
+            compactions=seq.compactions,
+            blocks_released=seq.blocks_released,
+            peak_blocks=seq.peak_blocks,
+            held_bytes=seq.held_blocks * self._block_bytes,
+            log_bytes=seq.log_blocks * self._block_bytes,
+            coded_entries=seq.coded_entries,
+            codebook_entries=seq.codebook_entries,
+        )
+        return FinishedSequence(
+            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
+        )
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Memory beside the pool that only this sequence's kind wants."""
+        if seq.seq_id in self._scored:
+            self._scored.discard(seq.seq_id)
+            if not self._scored:
+                self.executor.forget_scores()
+        if seq.sampling is not None and seq.sampling.grammar is not None:
+            seq.sampling = None
+            self.grammars.ended()
+
+    def _stats_when_due(self) -> EngineStats | None:
+        now = time.monotonic()
+        if now >= self._stats_due or not self.has_work:
+            self._stats_due = now + _STATS_INTERVAL
+            return self.stats()
+        return None
+
+
+def _as_out_of_memory(error: Exception) -> Exception:
+    """What torch and Python say on a CPU where there is no memory, as what torch says on a GPU."""
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return torch.OutOfMemoryError(str(error))
+    return error

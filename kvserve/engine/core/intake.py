@@ -1,0 +1,186 @@
+"""What a sequence has to be to get in, and what the scheduler is told of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.request_policies import RequestPolicies
+from kvserve.engine.core.startup import BuiltEngine
+from kvserve.engine.messages import NewSequence
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar
+from kvserve.engine.sampling.logit_rules import RowRules
+from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
+from kvserve.log import RequestError
+from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.event import EventKind
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.pruning import Pruned
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import RowState
+
+
+class Intake:
+    """Makes sequences of what clients send. ``RequestError`` says what is wrong, and changes
+    nothing."""
+
+    def __init__(self, config: EngineConfig, built: BuiltEngine, grammars: GrammarCompiler) -> None:
+        self._config = config
+        self._info = built.info
+        self._scheduler = built.scheduler
+        self._num_shareable = built.executor.runner.model.spec.num_shareable
+        self._policies = RequestPolicies(config, built)
+        self._grammars = grammars
+        self._seeds = np.random.default_rng(config.model.seed)
+
+    def sequence(
+        self, new: NewSequence, others: Iterable[Sequence], matcher: Matcher | None
+    ) -> Sequence:
+        """``others`` are in the engine now; ``matcher`` is its grammar, if that is compiled."""
+        self._check_prompt(new)
+        prompt, limit = len(new.token_ids), self._info.max_model_len
+        self._check_tokens(new)
+        if new.priority and self._config.scheduler.scheduling_policy != "priority":
+            raise RequestError(
+                "priority needs a server started with --scheduling-policy priority",
+                param="priority",
+            )
+        policy = self._policies.resolve(new.kv_policy)
+        prunes = isinstance(policy.event_trigger, Pruned) and bool(
+            policy.event_trigger.prunes(np.array(prompt))
+        )
+        if prunes:
+            self._check_whole(prompt, policy)
+        if new.prompt_logprobs is not None:
+            _check_exact(prompt, policy, prunes)
+        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
+        self._check_fits(prompt, max_len, policy)
+        sequence = Sequence(
+            seq_id=new.seq_id,
+            token_ids=np.array(new.token_ids, np.int32),
+            num_prompt_tokens=prompt,
+            max_len=max_len,
+            stop_token_ids=tuple(new.stop_token_ids),
+            policy_id=self._policies.id_of(policy, others),
+            trigger=policy.event_trigger,
+            event_kind=event_kind(policy),
+            prunes_prompt=prunes,
+            sampling=self._row_sampling(new, prompt, matcher),
+            priority=new.priority,
+            num_shareable=0 if prunes else self._num_shareable(prompt),
+        )
+        if new.prompt_logprobs is not None:
+            # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
+            sequence.column_hashes = [os.urandom(16)]
+        return sequence
+
+    def _check_prompt(self, new: NewSequence) -> None:
+        """Its length, its tokens, and how many may follow."""
+        prompt, limit = len(new.token_ids), self._info.max_model_len
+        if not prompt:
+            raise RequestError("prompt must not be empty", param="prompt")
+        if prompt >= limit:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; this model's context is {limit} tokens and "
+                "at least one must be left to generate",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        worst = max(new.token_ids)
+        if worst >= self._info.vocab_size or min(new.token_ids) < 0:
+            raise RequestError(
+                f"prompt holds a token id outside [0, {self._info.vocab_size})", param="prompt"
+            )
+        if new.max_tokens is not None and prompt + new.max_tokens > limit:
+            raise RequestError(
+                f"max_tokens is {new.max_tokens} and the prompt has {prompt} tokens; together "
+                f"they exceed the context of {limit} tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
+        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.event_trigger)
+        capacity = self._scheduler.pool.capacity
+        if wanted > capacity:
+            raise RequestError(
+                f"a prompt of {prompt} tokens under policy {policy.name} needs {wanted} KV blocks "
+                f"at once and the pool has {capacity}; raise --kv-cache-memory or "
+                "--num-gpu-blocks-override",
+                param="prompt",
+                code="kv_cache_too_small",
+            )
+
+    def _check_whole(self, prompt: int, policy: Policy) -> None:
+        """Layers that compute different tokens cannot be computed chunk by chunk."""
+        limit = self._config.scheduler.max_num_batched_tokens
+        if prompt > limit:
+            raise RequestError(
+                f"policy {policy.name} prunes a prompt between layers and cannot compute it in "
+                f"chunks: this one has {prompt} tokens and a step takes {limit}; raise "
+                "--max-num-batched-tokens or choose another policy",
+                param="prompt",
+                code="policy_not_allowed",
+            )
+
+    def _check_tokens(self, new: NewSequence) -> None:
+        """Token ids other than the prompt's."""
+        named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
+        for name, ids in named.items():
+            if any(not 0 <= token < self._info.vocab_size for token in ids):
+                raise RequestError(
+                    f"{name} holds a token id outside [0, {self._info.vocab_size})", param=name
+                )
+
+    def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
+        seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
+        branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
+        return RowSampling(
+            temperature=new.temperature,
+            top_p=new.top_p,
+            top_k=max(new.top_k, 0),
+            min_p=new.min_p,
+            seed=seed ^ branch,
+            min_len=prompt + new.min_tokens,
+            logprobs=new.logprobs,
+            rules=RowRules.of(new),
+            think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
+            think_limit=prompt + (new.thinking_token_budget or 0),
+            prompt=PromptScoring.of(new),
+            grammar=self._grammar(new, matcher),
+        )
+
+    def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
+        wanted = new.structured_output
+        if wanted is None:
+            return None
+        matcher = matcher or self._grammars.compile(wanted)
+        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
+
+
+def event_kind(policy: Policy) -> EventKind:
+    """What decides how much a policy's events keep."""
+    if isinstance(policy.event_trigger, Pruned):
+        return EventKind.PRUNED
+    if isinstance(policy.event_trigger, QuantizeTrigger):
+        return EventKind.CODED
+    if policy.keeps_blocks:
+        return EventKind.BLOCKS
+    return EventKind.EVEN if policy.granularity is Granularity.MODEL else EventKind.UNEVEN
+
+
+def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
+    """A prompt is scored against all of itself: no event may come before its end."""
+    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
+    state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
+    if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:
+        raise RequestError(
+            f"log-probabilities of the prompt need all of it in the cache, and policy "
+            f'{policy.name} compresses this one before its end; send "kv_policy": "none"',
+            param="kv_policy",
+            code="policy_not_allowed",
+        )

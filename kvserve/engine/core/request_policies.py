@@ -1,0 +1,160 @@
+"""Which policies requests may bring, and the numbers by which scheduler and runner know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from kvserve.config import EngineConfig
+from kvserve.engine.cache.code_store import mask_refusal
+from kvserve.engine.core.startup import BuiltEngine
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.parts.arguments import check_bounds
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.policies.windowkv import WindowKV
+from kvserve.log import RequestError
+from kvserve.scheduler.sequence import Sequence
+
+REMEMBERED = 32
+
+
+class RequestPolicies:
+    """The server's policy, and those of requests where they can run beside it."""
+
+    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+        self._allowed = config.compression.allow_request_policy
+        self._built = built
+        self._ids: dict[Policy, int] = {}
+
+    def resolve(self, spec: Any) -> Policy:
+        """A request's policy; ``RequestError`` says why it cannot run on this server."""
+        if spec is None:
+            return self._built.policy
+        layout = self._built.scheduler.layout
+        limit = self._built.info.max_model_len
+        policy = read_policy(spec, limit)
+        try:
+            policy = policy.for_model(layout.num_layers, layout.block_size)
+        except PolicyError as error:
+            raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
+        if self._allowed == "none" and policy.name != "none" and not self._is_servers(policy):
+            raise RequestError(
+                "this server does not let requests choose a policy (--allow-request-policy none)",
+                param="kv_policy",
+            )
+        refusal = self._built.executor.runner.model.spec.policy_refusal
+        if policy.name != "none" and refusal is not None:
+            raise RequestError(f"{refusal}; use none", param="kv_policy")
+        if not policy.granularity.fits(layout.granularity):
+            raise RequestError(
+                f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
+                f"start the server with --kv-layout {policy.granularity.value} (it runs with "
+                f"{layout.granularity.value})",
+                param="kv_policy",
+            )
+        self._check_codes(policy)
+        self._check_log(policy)
+        self._check_scores(policy)
+        window = policy.event_trigger.num_queries
+        if window > limit:
+            raise RequestError(
+                f"window {window} exceeds the context of {limit} tokens", param="kv_policy.window"
+            )
+        return policy
+
+    def id_of(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
+        """A policy's number; an unused one's goes to a new policy, so memory stays bounded.
+
+        ``sequences`` are all that are under way.
+        """
+        if policy not in self._ids:
+            self._ids[policy] = self._free_id(policy, sequences)
+            self._built.executor.set_policy(self._ids[policy], policy)
+        return self._ids[policy]
+
+    def _check_codes(self, policy: Policy) -> None:
+        """Blocks for codes were laid out at start, and so was who reads them."""
+        codes = self._built.scheduler.blocks.codes
+        if codes is None:
+            if writes_codes(policy):
+                raise RequestError(
+                    f"policy {policy.name} holds entries as codes, for which the cache is laid "
+                    f"out at start; start the server with --policy {policy.name}, or use codebook "
+                    "false",
+                    param="kv_policy",
+                )
+            return
+        spec = self._built.executor.runner.model.spec
+        refusal = mask_refusal(policy, spec, direct=not codes.scratch)
+        if refusal is not None:
+            raise RequestError(refusal, param="kv_policy.gqa")
+
+    def _check_scores(self, policy: Policy) -> None:
+        """Scores that go on from event to event lie beside the pool, in memory of fixed size."""
+        most = self._built.most_kept_scores
+        if policy.kept_scores > most:
+            raise RequestError(
+                f"policy {policy.name} would keep {policy.kept_scores} scores a head, and there is "
+                f"memory for {most} of each of --max-num-seqs rows; ask for less, lower "
+                f"--max-num-seqs, or start the server with --policy {policy.name}",
+                param="kv_policy.budget",
+            )
+
+    def _check_log(self, policy: Policy) -> None:
+        """The query log's geometry was fixed at start."""
+        laid_out = "on this server (its query log was laid out for that at start)"
+        dtype, reduction = self._built.query_dtype, self._built.query_reduce
+        if policy.query_reduction and policy.logged_dtype not in ("auto", dtype):
+            raise RequestError(f"query_dtype is {dtype} {laid_out}", param="kv_policy.query_dtype")
+        if policy.query_reduction not in (None, reduction):
+            raise RequestError(
+                f"query_reduce is {reduction} {laid_out}", param="kv_policy.query_reduce"
+            )
+
+    def _is_servers(self, policy: Policy) -> bool:
+        """Whether it is the server's policy, whatever task a classifier has named."""
+        default = self._built.policy
+        if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
+            policy = replace(policy, task=default.task)
+        return policy == default
+
+    def _is_pinned(self, policy: Policy) -> bool:
+        """The server's own policy and ``none`` have their numbers for good."""
+        return policy.name == "none" or self._is_servers(policy)
+
+    def _free_id(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
+        others = {
+            other: policy_id for other, policy_id in self._ids.items() if not self._is_pinned(other)
+        }
+        if self._is_pinned(policy) or len(others) < REMEMBERED:
+            taken = set(self._ids.values())
+            return next(number for number in count() if number not in taken)
+        in_use = {seq.policy_id for seq in sequences}
+        for other, policy_id in others.items():
+            if policy_id not in in_use:
+                del self._ids[other]
+                return policy_id
+        raise RequestError(
+            f"{REMEMBERED} different policies are in use beside the server's own; retry later, or "
+            "use one of them",
+            param="kv_policy",
+            code="too_many_policies",
+        )
+
+
+def read_policy(spec: Any, max_model_len: int) -> Policy:
+    """A request's policy within its bounds; ``RequestError`` names the field that is wrong."""
+    try:
+        policy = make_policy(spec)
+        check_bounds(policy, max_model_len)
+    except PolicyError as error:
+        raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        # What a plug-in makes of values that it does not expect; ours name the field.
+        raise RequestError(
+            f"kv_policy: no policy can be made of it ({type(error).__name__})", param="kv_policy"
+        ) from error
+    return policy

@@ -1,0 +1,359 @@
+"""Resolve the settings against the model and the machine, and build the engine's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.code_store import check_codes, mask_refusal
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.core.startup_table import (
+    codes_rows,
+    graphs_row,
+    linear_layers_row,
+    log_row,
+    memory_row,
+    plan_rows,
+    sampling_row,
+    scheduling_rows,
+)
+from kvserve.engine.core.threads import limit_threads
+from kvserve.engine.messages import EngineInfo
+from kvserve.engine.models.generation import read_generation_config
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.runner.executor import Executor, OtherRanks
+from kvserve.engine.runner.memory import (
+    Profile,
+    check_pool,
+    count_blocks,
+    count_host_blocks,
+    free_memory,
+)
+from kvserve.engine.runner.rank import Pool, RankPlan
+from kvserve.engine.sampling.grammar import check_grammar_backend
+from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.log import ConfigError
+from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.step.scheduler import Scheduler
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The parts of one engine, and what was decided about them."""
+
+    scheduler: Scheduler
+    executor: Executor
+    info: EngineInfo
+    policy: Policy
+    query_reduce: str
+    query_dtype: str
+    overlaps: bool
+    most_kept_scores: int
+    """Scores a head that a policy may keep of each row."""
+    new_scheduler: Callable[[], Scheduler]
+    """Another one like ``scheduler``, that knows nobody."""
+
+
+def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
+    """Load the model unless given, size the pool, wire the parts.
+
+    ``ConfigError`` names the flag to change.
+    """
+    check_grammar_backend(config)
+    with _naming_flags():
+        policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
+    device = _device(config)
+    ranks = config.parallel.tensor_parallel_size
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    threads = [("cpu threads", *limit_threads(ranks))] if device == "cpu" else []
+    directory = find_model(
+        config.model.model,
+        config.model.revision,
+        config.model.download_dir,
+        weights=config.model.load_format != "dummy",
+        code=config.model.trust_remote_code,
+    )
+    spec = read_spec(directory, config.model.hf_overrides)
+    block_size = config.cache.block_size or 16
+    with _naming_flags():
+        policy = policy.for_model(spec.num_layers, block_size)
+    _check_quantization(config, spec)
+    dtype = _dtype(config, spec, device)
+    max_len = _max_model_len(config, spec)
+    _check_policy(policy, spec, max_len)
+    plan = _plan(config, policy, spec, directory, dtype, device, max_len)
+    if device == "cpu":
+        check_pool(config, plan.block_bytes, free_memory(device, 1.0))
+    attention = plan.attention(config.attention_backend)
+    codes = codes_rows(plan, attention)
+    direct, _ = plan.code_attention(attention)
+    if (refusal := mask_refusal(policy, spec, direct=direct)) is not None:
+        raise ConfigError(f"--policy.gqa: {refusal}")
+    with ExitStack() as on_failure:
+        others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
+        scheduler, new_scheduler, executor, pool, profile = _start(
+            plan, max_len, attention, others, model
+        )
+        on_failure.pop_all()
+    num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
+    use_sampling = config.model.generation_config != "none"
+    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
+    info = EngineInfo(
+        model_path=str(directory),
+        max_model_len=max_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=defaults.eos_token_ids,
+        policy_name=policy.name,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        default_sampling=defaults.sampling,
+        summary=[
+            *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
+            log_row(plan.log),
+            memory_row(profile),
+            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+            *codes,
+            graphs_row(*plan.graphs(attention)),
+            linear_layers_row(dtype, device),
+            ("operators", operators.name, operators.reason),
+            *threads,
+            *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
+            sampling_row(config, defaults),
+        ],
+    )
+    scores = plan.most_score_bytes // plan.score_bytes
+    return BuiltEngine(
+        scheduler,
+        executor,
+        info,
+        policy,
+        plan.log.reduction,
+        plan.log.dtype,
+        plan.overlaps,
+        scores,
+        new_scheduler,
+    )
+
+
+def _plan(
+    config: EngineConfig,
+    policy: Policy,
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    device: str,
+    max_len: int,
+) -> RankPlan:
+    """What every rank builds."""
+    part = spec.part(config.parallel.tensor_parallel_size)
+    block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
+    layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
+    form = _entry_form(config, spec, dtype, device)
+    log = _log_form(config, policy, part, dtype, device)
+    try:
+        log.block_tokens(layout, form, dtype.itemsize)
+    except ValueError as error:
+        raise ConfigError(f"--block-size: {error}") from None
+    code_slots = 0
+    if not writes_codes(policy) and config.code_attention != "auto":
+        raise ConfigError(
+            f"--code-attention {config.code_attention}: policy {policy.name} holds no codes; "
+            "leave it at auto"
+        )
+    if writes_codes(policy):
+        if form.quantized:
+            raise ConfigError(
+                f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
+                "use auto, or --policy.codebook false"
+            )
+        code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
+    shared = config, directory, spec, dtype, device, layout, log, code_slots
+    return RankPlan(*shared, max_len, policy)
+
+
+def _start(
+    plan: RankPlan,
+    max_len: int,
+    attention: Choice,
+    others: OtherRanks,
+    model: Transformer | None,
+) -> tuple[Scheduler, Callable[[], Scheduler], Executor, Pool, Profile]:
+    """Load every rank's part of the model, size the pool, and build scheduler and runners."""
+    config, group = plan.config, others.join()
+    if model is None:
+        weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
+        model = load_model(*weights, group)
+    profile = plan.profile(model, attention, group)
+    free = others.least_memory(profile.left)
+    layout = plan.layout
+    num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
+    layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
+    num_host_blocks = count_host_blocks(config, block_bytes(layout, plan.form), num_blocks)
+    new_scheduler = partial(
+        Scheduler,
+        layout,
+        num_blocks,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_len,
+        log_block_tokens=plan.log_block_tokens,
+        chunked_prefill=config.scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        max_observed_tokens=config.scheduler.max_num_observed_tokens,
+        gate=BreakEvenGate() if config.compression.gate == "on" else None,
+        code_slots=plan.code_slots,
+        code_scratch=not plan.code_attention(attention)[0],
+    )
+    scheduler = new_scheduler()
+    tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
+    codes = scheduler.blocks.codes
+    code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
+    pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
+    others.build(pool)
+    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
+    return scheduler, new_scheduler, executor, pool, profile
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """A policy's argument is a flag of the command line."""
+    try:
+        yield
+    except PolicyError as error:
+        flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _entry_form(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
+) -> EntryFormat:
+    """What entries are stored as; ``ConfigError`` if heads or the device do not allow it."""
+    name = config.cache.kv_cache_dtype
+    form = entry_format(name, dtype.itemsize)
+    if (refusal := form.refusal(spec.head_dim)) is not None:
+        raise ConfigError(f"--kv-cache-dtype {name}: {refusal}; auto holds heads of any size")
+    if name == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            "--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or newer; int8 takes as "
+            "many bytes"
+        )
+    return form
+
+
+def _device(config: EngineConfig) -> str:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
+    return config.device
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
+    name = config.model.dtype
+    if name == "auto":
+        name = "float32" if device == "cpu" else spec.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"--dtype: config.json asks for {name}; choose {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
+    found = None if spec.quantization is None else spec.quantization.method
+    if config.model.quantization not in (None, found):
+        raise ConfigError(
+            f"--quantization: {config.model.quantization} is asked for, but config.json says "
+            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
+        )
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    # Within its window, a sliding-window layer sees everything, as any other does.
+    longest = min(spec.max_position, spec.window or spec.max_position)
+    wanted = config.model.max_model_len or longest
+    if wanted > longest:
+        what = "sliding window of" if longest == spec.window else "longest context,"
+        raise ConfigError(f"--max-model-len: {wanted} exceeds the model's {what} {longest} tokens")
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < wanted:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {wanted} "
+            f"(--max-model-len), got {budget}"
+        )
+    return wanted
+
+
+def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
+    if policy.name != "none" and spec.policy_refusal is not None:
+        raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
+    window = policy.event_trigger.num_queries
+    if window > max_len:
+        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+
+
+def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that was asked for, or what the policy needs; ``ConfigError`` if it cannot be."""
+    auto = config.cache.kv_layout == "auto"
+    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
+    if not policy.granularity.fits(layout):
+        raise ConfigError(
+            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
+            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+        )
+    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
+            "another number of blocks, and there is one pool; use 1, or another policy"
+        )
+    return layout
+
+
+def _log_form(
+    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
+) -> LogForm:
+    """How this engine logs queries, for the policies of requests too.
+
+    A server's policy that logs none leaves the form to them: Kara's, unless an attention backend
+    is named that cannot log it.
+    """
+    reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
+    if reduction is None:
+        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
+        reduction, log_dtype = ("group_mean", log_dtype) if packages else ("heads", "int4")
+    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
+    return LogForm(heads, log_dtype, reduction)
+
+
+def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
+    """How queries are logged: model, fp8 or int4."""
+    has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    if policy.logged_dtype == "auto":
+        return "fp8" if has_it and dtype is not torch.float32 else "model"
+    if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
+        raise ConfigError(
+            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
+            "choose model or auto"
+        )
+    return policy.logged_dtype

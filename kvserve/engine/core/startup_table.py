@@ -1,0 +1,193 @@
+"""The rows of the start-up table: what was decided, and the flag or the fact behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.models.generation import GenerationDefaults
+from kvserve.engine.models.linear import select_product
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.parts.arguments import MOST_TOKENS
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.runner.memory import Profile
+from kvserve.engine.runner.rank import RankPlan
+from kvserve.kernels.entry_format import entry_format
+from kvserve.scheduler.held import most_held
+from kvserve.scheduler.layout import Granularity
+
+Row = tuple[str, str, str]
+"""Feature, state, why."""
+_LAYOUT_MEANS = {
+    Granularity.MODEL: "all layers and heads hold equally many entries",
+    Granularity.LAYER: "layers may hold different numbers of entries",
+    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
+}
+
+
+def plan_rows(
+    policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
+) -> list[Row]:
+    """The model, the cache, and how they are shared out; ``fp8``: weights are held as such."""
+    config, spec, layout = plan.config, plan.spec, plan.layout
+    dtype, device = plan.dtype, plan.device
+    pool = num_blocks * plan.block_bytes
+    full = num_blocks / layout.blocks_for(max_len)
+    most = most_held(policy.event_trigger, max_len // 2, max_len, layout.block_size)
+    bounded = num_blocks / layout.blocks_for(most)
+    each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
+    chunked = config.scheduler.enable_chunked_prefill
+    caching = config.cache.enable_prefix_caching
+    return [
+        ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
+        _weights_row(config, spec, dtype, fp8),
+        ("context", f"{max_len} tokens", _context_reason(spec)),
+        (
+            "policy",
+            str(policy),
+            spec.policy_refusal
+            or policy.caution
+            or "--policy; a request's kv_policy may override it",
+        ),
+        ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
+        _entries_row(plan),
+        (
+            "kv pool",
+            f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
+            f"{full:.1f} sequences of full length, {bounded:.1f} of those as {policy.name} holds "
+            "them (half of each prompt; logged queries aside); --kv-cache-memory",
+        ),
+        ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
+        ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
+        *_ranks_rows(plan),
+    ]
+
+
+def _entries_row(plan: RankPlan) -> Row:
+    """What a token's entry is stored as, and how many bytes it takes."""
+    dim, lanes = plan.spec.head_dim, plan.spec.num_layers * plan.layout.num_kv_heads
+    computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(dim)
+    size = lanes * plan.form.entry_bytes(dim)
+    name = plan.form.name if plan.form.quantized else f"auto ({str(plan.dtype)[6:]})"
+    share = f", {size / computed:.2f} of {str(plan.dtype)[6:]}'s" if plan.form.quantized else ""
+    return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
+
+
+def log_row(log: LogForm) -> Row:
+    """How queries are logged, and whose requests that turns away."""
+    numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
+    state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
+    others = [name for name in policy_names() if _logs(name) not in (None, log.reduction)]
+    refused = f"; requests for {', '.join(others)} are refused unless they log so too"
+    flags = "--policy.query_reduce, --policy.query_dtype"
+    return "query log", state, flags + (refused if others else "")
+
+
+def _logs(name: str) -> str | None:
+    """How a policy logs queries unless it is told otherwise."""
+    needed = policy_class(name).needs[:1]
+    try:
+        return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)}).query_reduction
+    except PolicyError:  # a plug-in that wants more
+        return None
+
+
+def memory_row(profile: Profile) -> Row:
+    """What a rank's memory goes to beside the pool."""
+    weights, step, events = (
+        f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
+    )
+    if not profile.step:
+        return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
+    state = f"weights {weights}, a step {step}, events and swaps {events}"
+    return "memory", state, "measured before the pool; --gpu-memory-utilization"
+
+
+def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:
+    """How attention gets at entries held as codes, where there may be any."""
+    if not plan.code_slots:
+        return []
+    direct, reason = plan.code_attention(attention)
+    return [("codes", "read" if direct else "rebuilt", reason)]
+
+
+def graphs_row(sizes: list[int], reason: str) -> Row:
+    """Which decoding steps are captured."""
+    if not sizes:
+        return "cuda graphs", "off", reason
+    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
+
+
+def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
+    """What multiplies matrices."""
+    return "linear layers", *select_product(dtype, device)
+
+
+def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:
+    """Who runs, who makes way, and when events run."""
+    scheduler = config.scheduler
+    observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
+    swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
+    return [
+        ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
+        (
+            "overlapped steps",
+            "on" if overlaps else "off",
+            "--async-scheduling; on unless told otherwise where there is a GPU",
+        ),
+        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
+        ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
+        ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
+    ]
+
+
+def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
+    """What requests get that leave their sampling open."""
+    if config.model.generation_config == "none":
+        return "sampling defaults", "none", "--generation-config"
+    reason = "generation_config.json; --generation-config"
+    if defaults.left_out:
+        reason = f"generation_config.json, but {_listed(defaults.left_out)} is out of range"
+    return "sampling defaults", _listed(defaults.sampling) or "none", reason
+
+
+def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
+    if config.model.load_format == "dummy":
+        return "weights", "random FP8" if fp8 else "random", "--load-format dummy"
+    if fp8:
+        reason = "as stored; activations are rounded to FP8 too, at a scale per token"
+        return "weights", "FP8 in the layers", reason
+    if spec.quantization is None:
+        return "weights", str(dtype)[6:], "--dtype"
+    reason = "dequantised when read: the checkpoint's accuracy, not its size"
+    if spec.quantization.not_applied:
+        reason += f"; not applied: {spec.quantization.not_applied}"
+    return "weights", f"{str(dtype)[6:]}, from {spec.quantization.method}", reason
+
+
+def _context_reason(spec: ModelSpec) -> str:
+    if spec.window is not None:
+        return "at most the sliding window: more is not built; --max-model-len"
+    if spec.rope.kind == "dynamic":
+        return (
+            f"--max-model-len; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
+        )
+    return "--max-model-len"
+
+
+def _ranks_rows(plan: RankPlan) -> list[Row]:
+    ranks = plan.config.parallel.tensor_parallel_size
+    if ranks == 1:
+        return []
+    part, library = plan.spec.part(ranks), "nccl" if plan.device == "cuda" else "gloo"
+    state = f"{ranks} ranks, {part.num_heads} query and {part.num_kv_heads} KV heads each"
+    return [("tensor parallel", state, f"{library}; --tensor-parallel-size")]
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

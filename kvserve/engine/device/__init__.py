@@ -1,0 +1,1 @@
+"""What the machine offers: copies, ranks, pages."""

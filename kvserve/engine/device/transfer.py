@@ -1,0 +1,79 @@
+"""Between host and device without waiting for more than is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``array`` (numbers, numpy, or a CPU tensor) as ``dtype`` on ``device``.
+
+    A copy from pageable memory makes torch wait for all that the GPU was given before; one from
+    pinned memory, which torch keeps until the copy is done, is queued like a kernel.
+    """
+    host = torch.as_tensor(array, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Tensors on their way to the host in one copy, behind what ``device`` was given before."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: str) -> None:
+        """Of any shapes; float32, or integers (or booleans) that fit int32. There may be none."""
+        self._tensors = [x if x.dtype == torch.float32 else x.int() for x in tensors]
+        self._copied: torch.cuda.Event | None = None
+        if device != "cuda":
+            return
+        if tensors:
+            self._tensors = self._start_copy()
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def _start_copy(self) -> list[Tensor]:
+        """Host tensors that hold something once an event behind this has been waited for."""
+        words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
+        host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(words, non_blocking=True)
+        parts = host.split([x.numel() for x in self._tensors])
+        return [
+            part.view(x.dtype).view(x.shape) for part, x in zip(parts, self._tensors, strict=True)
+        ]
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        """The tensors, once they are there, and the device with them: float32 and int32."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+class Stopwatch:
+    """Seconds that the device takes for what it is given between here and ``stop``."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._started = self._now()
+        self._stopped = self._started
+
+    def stop(self) -> None:
+        self._stopped = self._now()
+
+    def seconds(self) -> float:
+        """Once the device has come that far."""
+        if isinstance(self._started, float):
+            return self._stopped - self._started
+        return float(self._started.elapsed_time(self._stopped)) / 1e3
+
+    def _now(self) -> Any:
+        if self._device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,179 @@
+"""The engine for servers: requests are async iterators, the core runs elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.core_loop import INTERNAL_ERROR
+from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
+from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
+from kvserve.engine.frontend.output_processor import OutputProcessor
+from kvserve.engine.frontend.task_classifier import TaskResolver
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.messages import EngineInfo, StepOutputs
+from kvserve.engine.models.hub import find_model
+from kvserve.log import EngineDeadError, RequestError
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+_Event = RequestOutput | Exception
+
+
+class AsyncEngine:
+    """``await start()``, then ``generate`` as often as you like, ``await shutdown()``.
+
+    ``mode="process"`` keeps this interpreter free for the event loop; ``"thread"`` is for tests and
+    notebooks.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, mode: Literal["process", "thread"] = "process"
+    ) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.dead_error: BaseException | None = None
+        self.stats = EngineStats()
+        self._client: EngineClient = (
+            ProcessClient(config) if mode == "process" else ThreadClient(config)
+        )
+        self._info: EngineInfo | None = None
+        self._processor = OutputProcessor(None, [], TaskResolver(config.compression, None))
+        self._queues: dict[str, asyncio.Queue[_Event]] = {}
+
+    async def start(self) -> None:
+        """Load the model; raises ``ConfigError`` with one line where that cannot work."""
+        # Both at once: what is wrong with the tokenizer is known before a model is loaded.
+        texts = asyncio.ensure_future(asyncio.to_thread(self._load_tokenizer))
+        core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
+        try:
+            done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            tasks = texts.result()
+            self._info = core.result()
+        except BaseException:
+            core.cancel()
+            await asyncio.wait((core,))
+            if not core.cancelled() and core.exception() is None:
+                await self._client.stop()
+            raise
+        self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, tasks)
+
+    def _load_tokenizer(self) -> TaskResolver:
+        """The tokenizer, and what names the task of a prompt."""
+        model = self.config.model
+        path = model.model
+        if not model.skip_tokenizer_init and model.tokenizer is None:
+            code = model.trust_remote_code
+            place = model.model, model.revision, model.download_dir
+            path = str(find_model(*place, weights=False, code=code))
+        self.tokenizer = load_tokenizer(self.config, path)
+        return TaskResolver(self.config.compression, self.tokenizer)
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("the engine has not been started")
+        return self._info
+
+    @property
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {"0": self.stats}
+
+    @property
+    def summary(self) -> list[tuple[str, str, str]]:
+        """Start-up table: feature, state, why."""
+        return self.info.summary
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def policy_name(self) -> str:
+        return self.info.policy_name
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling settings that the checkpoint's generation_config.json suggests."""
+        return self.info.default_sampling
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the request's growing output after every step that changed it.
+
+        Raises ``RequestError`` if the request is refused, ``EngineDeadError`` if the engine is
+        gone. Closing the iterator ends the request and frees its blocks.
+        """
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error))
+        if request_id in self._queues:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        text, token_ids = tokenize(self.tokenizer, prompt)
+        events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._queues[request_id] = events
+        try:
+            output, sequences = self._processor.add(request_id, text, token_ids, params)
+            for new in sequences:
+                self._client.add(new)
+            while not output.finished:
+                event = await events.get()
+                # One look at the newest state is enough; nothing comes behind an error.
+                while not (isinstance(event, Exception) or events.empty()):
+                    event = events.get_nowait()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self._queues.pop(request_id, None)
+            self._end(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator raises ``RequestError`` with code ``aborted``."""
+        if request_id in self._queues:
+            self._end(request_id)
+            error = RequestError("the request was aborted", code="aborted")
+            self._queues[request_id].put_nowait(error)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks before anything that is sent later starts."""
+        self._client.reset_prefix_cache()
+
+    async def shutdown(self) -> None:
+        """End everything that still runs, and the core."""
+        for request_id in list(self._queues):
+            await self.abort(request_id)
+        await self._client.stop()
+
+    def _end(self, request_id: str) -> None:
+        unfinished = self._processor.remove(request_id)
+        if unfinished and self.dead_error is None:
+            self._client.abort(unfinished)
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+        for refused in outputs.refused:
+            request_id = self._processor.request_of(refused.seq_id)
+            if request_id in self._queues:
+                error = RequestError(refused.message, param=refused.param, code=refused.code)
+                self._queues[request_id].put_nowait(error)
+        changed, abort = self._processor.process(outputs)
+        for request_id in self._processor.take_failed():
+            if request_id in self._queues:
+                error = RequestError(INTERNAL_ERROR, code="internal_error")
+                self._queues[request_id].put_nowait(error)
+        for output in changed:
+            if output.request_id in self._queues:
+                self._queues[output.request_id].put_nowait(output)
+        if abort:
+            self._client.abort(abort)
+
+    def _on_death(self, error: BaseException) -> None:
+        self.dead_error = error
+        for events in self._queues.values():
+            events.put_nowait(EngineDeadError(str(error)))

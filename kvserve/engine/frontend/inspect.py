@@ -1,0 +1,154 @@
+"""Which positions a policy keeps: one prompt, a given continuation, and every move followed.
+
+The continuation is forced upon the sampler; all else is the engine as it always runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.frontend.llm import LLM
+from kvserve.log import RequestError
+from kvserve.outputs import KVCacheDetails
+from kvserve.sampling_params import SamplingParams
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import CompactionTask
+
+_MORE_TOKENS = 2
+"""Tokens after the last given one: events due at its end run in the step that feeds the first."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What was held after one event: positions ``held [L, Hkv, n]`` of the ``seen`` tokens.
+
+    -1 stands behind what a shorter lane holds; ``before`` is what the longest held until then.
+    """
+
+    seen: int
+    before: int
+    held: IntArray
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Positions ``held [L, Hkv, n]`` (-1: none) once all is in and every event due has run."""
+
+    input_ids: IntArray
+    held: IntArray
+    events: list[Event]
+    details: KVCacheDetails
+
+    def holders(self) -> IntArray:
+        """KV heads of each layer that hold each position: [L, tokens]."""
+        tokens = np.arange(len(self.input_ids))
+        return np.asarray((self.held[..., None] == tokens).sum(axis=(1, 2)))
+
+    def arrays(self) -> dict[str, IntArray]:
+        """Sorted positions by layer and KV head, at the end and after each event, by name."""
+        found = {
+            "input_ids": self.input_ids,
+            "counts": (self.held >= 0).sum(axis=2, dtype=np.int32),
+            "event_len": np.array([event.seen for event in self.events], np.int32),
+            **_by_lane("kept", self.held),
+        }
+        for number, event in enumerate(self.events):
+            found |= _by_lane(f"ev{number}", event.held)
+        return found
+
+
+class KeptPositions:
+    """Follows a single sequence; its ``on_moves`` is for ``Compressor.on_moves``."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.events: list[Event] = []
+        self._lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
+        self._seen = 0
+
+    def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+        """Follow the only event of ``task``."""
+        start, before = int(plan.copy_start[0]), int(task.old_lens.max())
+        self._see(self._seen + before - max(len(lane) for row in self._lanes for lane in row))
+        source, counts = plan.src[0].cpu().numpy(), plan.counts[0].tolist()
+        self._lanes = [
+            [
+                np.concatenate([lane[:start], lane[source[layer, head, : counts[layer][head]]]])
+                for head, lane in enumerate(row)
+            ]
+            for layer, row in enumerate(self._lanes)
+        ]
+        self.events.append(Event(self._seen, before, _padded(self._lanes)))
+
+    def held_at(self, seen: int) -> IntArray:
+        """Positions held once ``seen`` tokens are in, if no event has come since the last one."""
+        self._see(seen)
+        return _padded(self._lanes)
+
+    def _see(self, seen: int) -> None:
+        new = np.arange(self._seen, seen, dtype=np.int32)
+        self._lanes = [[np.concatenate([lane, new]) for lane in row] for row in self._lanes]
+        self._seen = seen
+
+
+def _padded(lanes: list[list[IntArray]]) -> IntArray:
+    """[L, Hkv, n], with -1 behind what shorter lanes hold."""
+    longest = max(len(lane) for row in lanes for lane in row)
+    padded = np.full((len(lanes), len(lanes[0]), longest), -1, np.int32)
+    for layer, row in enumerate(lanes):
+        for head, lane in enumerate(row):
+            padded[layer, head, : len(lane)] = lane
+    return padded
+
+
+def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -> Inspection:
+    """Feed ``prompt`` and then ``continuation`` as if it had been sampled.
+
+    Raises ``RequestError`` if they do not fit the context or the pool.
+    """
+    runner, total = llm.engine.core.runner, len(prompt) + len(continuation)
+    if runner.group.size > 1:
+        raise RequestError("positions are followed on one rank only; use --tensor-parallel-size 1")
+    _check(llm, continuation, total)
+    layout = runner.cache.layout
+    kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
+    given = torch.tensor([*continuation, 0, 0], device=runner.batch.device)
+
+    def force(positions: Tensor) -> Tensor:
+        return given[positions - len(prompt)]
+
+    count = len(continuation) + _MORE_TOKENS
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    runner.force, runner.compressor.on_moves = force, kept.on_moves
+    try:
+        (output,) = llm.generate([list(prompt)], params, use_tqdm=False)
+    finally:
+        runner.force = runner.compressor.on_moves = None
+    if len(output.outputs[0].token_ids) < count:
+        raise RequestError("the KV pool cannot hold these tokens; raise --num-gpu-blocks-override")
+    ids = np.array([*prompt, *continuation], np.int32)
+    return Inspection(ids, kept.held_at(total), kept.events, output.kv_cache_details)
+
+
+def _check(llm: LLM, continuation: Sequence[int], total: int) -> None:
+    info = llm.engine.core.info
+    if total + _MORE_TOKENS > info.max_model_len:
+        raise RequestError(
+            f"prompt and continuation have {total} tokens; the context of {info.max_model_len} "
+            f"leaves room for {info.max_model_len - _MORE_TOKENS} to inspect"
+        )
+    if any(not 0 <= token < info.vocab_size for token in continuation):
+        raise RequestError(f"the continuation holds a token id outside [0, {info.vocab_size})")
+
+
+def _by_lane(prefix: str, held: IntArray) -> dict[str, IntArray]:
+    return {
+        f"{prefix}_L{layer}_H{head}": np.sort(positions[positions >= 0])
+        for layer, heads in enumerate(held)
+        for head, positions in enumerate(heads)
+    }

@@ -1,0 +1,108 @@
+"""Offline generation: a list of prompts in, a list of outputs back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.log import ConfigError
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model with its engine, in this process. Settings are those of the command line.
+
+    With ``tensor_parallel_size`` the other ranks are processes that end with this one, or with
+    ``close``.
+
+    ``policy`` is a name or ``{"name": ..., **fields}``. Raises ``ConfigError`` if it cannot start.
+    """
+
+    def __init__(
+        self, model: str, *, policy: str | Mapping[str, Any] = "none", **settings: Any
+    ) -> None:
+        spec = {"name": policy} if isinstance(policy, str) else dict(policy)
+        if "name" not in spec:
+            raise ConfigError('policy needs a name, as in {"name": "kara", "window": 128}')
+        name = spec.pop("name")
+        self.config = EngineConfig.from_flat(model=model, policy=name, policy_args=spec, **settings)
+        self.engine = LLMEngine(self.config)
+        self._request_ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """End the other ranks; nothing can be generated afterwards."""
+        self.engine.close()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many (text or token ids); outputs are in the prompts' order.
+
+        One ``SamplingParams`` serves all prompts, a sequence gives each its own; the default is the
+        checkpoint's. Raises ``RequestError`` before anything runs if a prompt is refused.
+        """
+        batch = _as_batch(prompts)
+        params = sampling_params or SamplingParams(**self.engine.core.info.default_sampling)
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling_params")
+        ids = [str(next(self._request_ids)) for _ in batch]
+        try:
+            for request_id, prompt, one in zip(ids, batch, each, strict=True):
+                self.engine.add_request(request_id, prompt, one)
+            done = self._run(use_tqdm, len(batch))
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+        return [done[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next turn of one conversation or of several."""
+        if self.tokenizer is None:
+            raise ConfigError("chat needs a tokenizer; drop skip_tokenizer_init")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts = [self.tokenizer.apply_chat_template(c, **template) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _run(self, use_tqdm: bool, total: int) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=total, desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished_requests:
+                for output in self.engine.step():
+                    if output.finished:
+                        done[output.request_id] = output
+                        bar.update()
+        return done
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""The engine in this process: text in, growing request outputs out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.engine_core import EngineCore
+from kvserve.engine.frontend.output_processor import OutputProcessor
+from kvserve.engine.frontend.task_classifier import TaskResolver
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.messages import StepOutputs
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.transformer import Transformer
+from kvserve.log import RequestError
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """``add_request``, then ``step`` while ``has_unfinished_requests``.
+
+    ``model``: one already loaded with these settings, of an engine before this one.
+    """
+
+    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
+        self.core = EngineCore(config, model)
+        self.tokenizer = load_tokenizer(config, self.core.info.model_path)
+        tasks = TaskResolver(config.compression, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids, tasks)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_work
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+    ) -> None:
+        """Queue a request; raises ``RequestError`` and leaves nothing behind if it is refused."""
+        text, token_ids = tokenize(self.tokenizer, prompt)
+        _, sequences = self._outputs.add(request_id, text, token_ids, params)
+        try:
+            for new in sequences:
+                self.core.add(new)
+        except RequestError:
+            self.abort_request(request_id)
+            raise
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks; an unknown one is ignored."""
+        self.core.abort(self._outputs.remove(request_id))
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests it changed."""
+        changed, abort = self._outputs.process(self.core.step())
+        if abort:
+            ended = StepOutputs(finished=self.core.abort(abort))
+            changed += [out for out in self._outputs.process(ended)[0] if out not in changed]
+        return changed
+
+    def close(self) -> None:
+        """End the other tensor-parallel ranks."""
+        self.core.close()
+
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+
+def load_tokenizer(config: EngineConfig, model_path: str) -> Tokenizer | None:
+    """The configured tokenizer, or ``None`` under ``skip_tokenizer_init``."""
+    if config.model.skip_tokenizer_init:
+        return None
+    code = config.model.trust_remote_code
+    path = model_path
+    if config.model.tokenizer is not None:
+        found = find_model(
+            config.model.tokenizer,
+            download_dir=config.model.download_dir,
+            weights=False,
+            code=code,
+            flag="--tokenizer",
+        )
+        path = str(found)
+    return Tokenizer(path, trust_remote_code=code)
+
+
+def tokenize(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int]
+) -> tuple[str | None, list[int]]:
+    """A prompt as (its text, its ids); ids pass through."""
+    if not isinstance(prompt, str):
+        return None, list(prompt)
+    if tokenizer is None:
+        raise RequestError("text needs a tokenizer; send token ids", param="prompt")
+    return prompt, tokenizer.encode(prompt)

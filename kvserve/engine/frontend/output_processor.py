@@ -1,0 +1,272 @@
+"""Requests as their clients see them: branches gathered, tokens turned into text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields, replace
+
+from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.task_classifier import TaskResolver
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.messages import (
+    FinishedSequence,
+    NewSequence,
+    PromptLogprobs,
+    StepOutputs,
+    policy_spec,
+)
+from kvserve.log import RequestError, logger
+from kvserve.outputs import (
+    CompletionOutput,
+    KVCacheDetails,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from kvserve.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One sequence of a request."""
+
+    request: RequestOutput
+    choice: CompletionOutput
+    params: SamplingParams
+    detokenizer: IncrementalDetokenizer | None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        assert self.request.metrics is not None
+        return self.request.metrics
+
+
+class OutputProcessor:
+    """Hands out sequence ids, and folds the core's step outputs into ``RequestOutput`` objects."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_token_ids: list[int], tasks: TaskResolver
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tasks = tasks
+        self._eos = eos_token_ids
+        self._branches: dict[int, _Branch] = {}
+        self._by_request: dict[str, list[int]] = {}
+        self._next_id = 0
+        self._failed: list[str] = []
+
+    def add(
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+    ) -> tuple[RequestOutput, list[NewSequence]]:
+        """Register a request; the sequences returned are for the core."""
+        request = RequestOutput(
+            request_id,
+            prompt,
+            token_ids,
+            [CompletionOutput(index) for index in range(params.n)],
+            metrics=RequestMetrics(time.time()),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        sequences = []
+        kv_policy = self._tasks.resolve(params.kv_policy, prompt, token_ids)
+        params = replace(params, kv_policy=kv_policy)
+        for choice in request.outputs:
+            choice.logprobs = None if params.logprobs is None else []
+            self._branches[self._next_id] = _Branch(
+                request, choice, params, self._detokenizer(params)
+            )
+            sequences.append(self._sequence(request_id, token_ids, params, choice.index))
+            self._next_id += 1
+        self._by_request[request_id] = [new.seq_id for new in sequences]
+        return request, sequences
+
+    def remove(self, request_id: str) -> list[int]:
+        """Forget a request; returns its unfinished sequences, to be aborted."""
+        seq_ids = self._by_request.pop(request_id, [])
+        return [seq_id for seq_id in seq_ids if self._branches.pop(seq_id, None) is not None]
+
+    def request_of(self, seq_id: int) -> str | None:
+        branch = self._branches.get(seq_id)
+        return None if branch is None else branch.request.request_id
+
+    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[int]]:
+        """Fold in one step; returns the requests it changed, and sequences to abort."""
+        ended = {finished.seq_id: finished for finished in outputs.finished}
+        changed: dict[str, RequestOutput] = {}
+        abort = []
+        logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
+        now = time.time()
+        for scored in outputs.prompt_logprobs:
+            branch = self._branches.get(scored.seq_id)
+            if branch is not None:
+                self._take_prompt(branch.request, scored)
+        for seq_id, compaction in outputs.compactions:
+            branch = self._branches.get(seq_id)
+            if branch is not None:
+                branch.request.compactions.append(compaction)
+        for seq_id, token, entry in zip(outputs.seq_ids, outputs.token_ids, logprobs, strict=True):
+            branch = self._branches.get(seq_id)
+            if branch is None or branch.choice.finished:
+                continue
+            changed[branch.request.request_id] = branch.request
+            try:
+                self._take(branch, token, entry, ended.get(seq_id))
+            except Exception as error:
+                self._fail(seq_id, error)
+                abort.append(seq_id)
+                continue
+            if branch.metrics.first_token_time is None:
+                branch.metrics.first_token_time = now
+            if branch.detokenizer is not None and branch.detokenizer.stop is not None:
+                # Stop strings are seen here, not in the core; its counts come with the abort.
+                branch.choice.finish_reason = "stop"
+                branch.choice.stop_reason = branch.detokenizer.stop
+                if seq_id not in ended:
+                    abort.append(seq_id)
+        for refused in outputs.refused:
+            branch = self._branches.pop(refused.seq_id, None)
+            if branch is not None:
+                branch.choice.finish_reason = "error"
+                self._close(branch)
+                changed[branch.request.request_id] = branch.request
+        for seq_id, finished in ended.items():
+            branch = self._branches.pop(seq_id, None)
+            if branch is not None:
+                try:
+                    self._end(branch, finished)
+                except Exception as error:
+                    self._branches[seq_id] = branch
+                    self._fail(seq_id, error)
+                changed[branch.request.request_id] = branch.request
+        return list(changed.values()), abort
+
+    def take_failed(self) -> list[str]:
+        """Requests whose text could not be made since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _fail(self, seq_id: int, error: Exception) -> None:
+        """What is wrong with one sequence's text is no reason to stop the others'."""
+        branch = self._branches.pop(seq_id)
+        request_id = branch.request.request_id
+        logger.error("the text of request %s could not be made", request_id, exc_info=error)
+        branch.choice.finish_reason = "error"
+        self._failed.append(request_id)
+        self._close(branch)
+
+    def _take(
+        self,
+        branch: _Branch,
+        token: int,
+        logprobs: dict[int, Logprob] | None,
+        finished: FinishedSequence | None,
+    ) -> None:
+        branch.choice.token_ids.append(token)
+        if branch.choice.logprobs is not None and logprobs is not None:
+            branch.choice.logprobs.append(self._with_text(logprobs))
+        stopping = finished is not None and finished.stop_token == token
+        if branch.detokenizer is None or (
+            stopping and not branch.params.include_stop_str_in_output
+        ):
+            return
+        branch.detokenizer.push(token)
+        branch.choice.text = branch.detokenizer.text
+
+    def _take_prompt(self, request: RequestOutput, scored: PromptLogprobs) -> None:
+        """A prompt that was preempted is scored again from its start: take what is new."""
+        known = request.prompt_logprobs
+        assert known is not None
+        known += map(self._with_text, scored.entries[len(known) - scored.start :])
+
+    def _end(self, branch: _Branch, finished: FinishedSequence) -> None:
+        choice, request = branch.choice, branch.request
+        if choice.finish_reason is None:
+            choice.finish_reason = finished.reason
+            if finished.stop_token is not None and finished.stop_token not in self._eos:
+                choice.stop_reason = finished.stop_token
+        if branch.detokenizer is not None:
+            branch.detokenizer.flush()
+            choice.text = branch.detokenizer.text
+        request.kv_cache_details = _add(request.kv_cache_details, finished.details)
+        if choice.index == 0:
+            request.num_cached_tokens = finished.num_cached_tokens
+            branch.metrics.queued_seconds = finished.queued_seconds
+        self._close(branch)
+
+    def _close(self, branch: _Branch) -> None:
+        """One branch has ended; with the last one its request has."""
+        request = branch.request
+        if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
+            request.finished = True
+            del self._by_request[request.request_id]
+            branch.metrics.finished_time = time.time()
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+
+    def _sequence(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, branch: int
+    ) -> NewSequence:
+        stop_ids = [] if params.ignore_eos else self._eos
+        return NewSequence(
+            seq_id=self._next_id,
+            request_id=request_id,
+            token_ids=token_ids,
+            max_tokens=params.max_tokens,
+            stop_token_ids=[*stop_ids, *(params.stop_token_ids or ())],
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=params.seed,
+            branch=branch,
+            min_tokens=params.min_tokens,
+            logprobs=params.logprobs,
+            kv_policy=policy_spec(params.kv_policy),
+            priority=params.priority,
+            prompt_logprobs=params.prompt_logprobs if branch == 0 else None,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias or {}),
+            allowed_token_ids=list(params.allowed_token_ids or ()),
+            bad_words=self._bad_words(params),
+            structured_output=params.structured_output,
+            thinking_end=params.thinking_end,
+            thinking_token_budget=params.thinking_token_budget,
+        )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is written at the start of a text and after a space."""
+        if not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer", param="bad_words")
+        forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
+        tokens = [self._tokenizer.encode(form, add_special_tokens=False) for form in forms]
+        return [list(word) for word in dict.fromkeys(map(tuple, tokens)) if word]
+
+    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self._tokenizer is None:
+            return logprobs
+        return {
+            token: replace(entry, decoded_token=self._tokenizer.token_text(token))
+            for token, entry in logprobs.items()
+        }
+
+
+def _add(total: KVCacheDetails, more: KVCacheDetails) -> KVCacheDetails:
+    """Sum over the choices of a request; the policy is the same for all."""
+    counts = {
+        f.name: getattr(total, f.name) + getattr(more, f.name)
+        for f in fields(KVCacheDetails)
+        if f.name != "policy"
+    }
+    return KVCacheDetails(policy=more.policy, **counts)

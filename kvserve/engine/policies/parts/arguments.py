@@ -1,0 +1,227 @@
+"""A policy's arguments: how a field is declared, and what is checked of it.
+
+A field says by its metadata what it may be. ``check_arguments`` holds every policy to that, the
+JSON Schema and the generated pages are read off it (``schema``), and ``check_bounds`` compares
+what counts tokens with a server's context.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import Field, field, fields
+from fractions import Fraction
+from typing import Any
+
+MOST_TOKENS = 2**24
+"""Longer than any context: where nothing else is said, an integer counts tokens or entries."""
+
+_RATIO = re.compile(r"\s*(\d{1,18}/\d{1,18}|\d{0,18}\.?\d{0,18}(e[+-]?\d{1,2})?)\s*", re.ASCII)
+_MOST_SHOWN = 80
+
+
+class PolicyError(ValueError):
+    """A policy argument that cannot work; ``argument`` names it."""
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
+# ---- declaring ----------------------------------------------------------------------------------
+
+
+def argument(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    odd: bool = False,
+    fraction: bool = False,
+    above: str | None = None,
+    below: str | None = None,
+    at_most: str | None = None,
+    note: str = "",
+    hashed: bool = True,
+) -> Any:
+    """A policy's field, what is said of it, and what it may be.
+
+    A number lies in ``[least, most]``; an integer without a ``most`` counts tokens or entries, and
+    may not exceed the context (``check_bounds``). ``odd`` numbers are pooling kernels, a
+    ``fraction`` is an exact part of 1. ``above``, ``below`` and ``at_most`` name another field, or
+    a property, that it is compared with where both are given; ``note`` says what else depends on
+    others. A value that may be a mapping is not ``hashed``.
+    """
+    facts = {"help": help, "choices": choices, "least": least, "most": most, "odd": odd}
+    facts |= {"above": above, "below": below, "at_most": at_most}
+    facts |= {"fraction": fraction, "note": note}
+    return field(default=default, hash=hashed, metadata=facts)
+
+
+def like(owner: type[Any], name: str, **changes: Any) -> Any:
+    """The argument ``name`` of another policy, with some of its facts changed; ``default``, say."""
+    known = owner.__dataclass_fields__[name]
+    return argument(**{"default": known.default, "hashed": known.hash, **known.metadata, **changes})
+
+
+def field_names(policy: type[Any]) -> list[str]:
+    """The names of a policy's arguments."""
+    return [f.name for f in fields(policy)]
+
+
+def types_of(f: Field[Any]) -> list[str]:
+    """The names in a field's annotation: ``["int", "None"]``."""
+    text = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+    return [part.strip() for part in text.split("|")]
+
+
+def counts_tokens(f: Field[Any]) -> bool:
+    """Whether an argument is at most the context."""
+    return "int" in types_of(f) and f.metadata.get("most") is None
+
+
+def most_of(f: Field[Any]) -> float | None:
+    """The largest number that an argument may be anywhere; ``None``: it is none, or unbounded."""
+    most: float | None = f.metadata.get("most")
+    return MOST_TOKENS if counts_tokens(f) else most
+
+
+# ---- checking -----------------------------------------------------------------------------------
+
+
+def check_arguments(policy: Any) -> None:
+    """Raise ``PolicyError`` unless every argument is what its own metadata say."""
+    for f in fields(policy):
+        value = getattr(policy, f.name)
+        optional = "None" in types_of(f) and policy.needs != (f.name,)
+        if value is not None or not optional:
+            _check_value(f, value)
+    for f in fields(policy):
+        value = getattr(policy, f.name)
+        if value is not None:
+            _check_against_others(policy, f, value)
+
+
+def check_bounds(policy: Any, max_model_len: int, pool_tokens: int | None = None) -> None:
+    """Raise ``PolicyError`` where a given argument exceeds what the context, or the pool, holds."""
+    most, place = max_model_len, "context"
+    if pool_tokens is not None and pool_tokens < most:
+        most, place = pool_tokens, "pool"
+    for f in fields(policy):
+        value = getattr(policy, f.name)
+        if value not in (None, f.default) and counts_tokens(f):
+            require(value <= most, f.name, value, f"at most the {place} of {most} tokens")
+
+
+def _check_value(f: Field[Any], value: Any) -> None:
+    types, facts = types_of(f), f.metadata
+    none = (None,) if "None" in types else ()
+    if facts.get("fraction"):
+        exact_ratio(value, f.name)
+    elif facts.get("choices"):
+        one_of(f.name, value, (*none, *facts["choices"]), facts.get("note", ""))
+    elif "bool" in types:
+        one_of(f.name, value, (*none, True, False))
+    elif "float" in types:
+        number(f.name, value, facts.get("least"), facts.get("most"))
+    elif "int" in types:
+        integer(f.name, value, facts.get("least"), most_of(f), odd=facts.get("odd", False))
+
+
+def _check_against_others(policy: Any, f: Field[Any], value: Any) -> None:
+    for relation, holds in _RELATIONS.items():
+        other = f.metadata.get(relation)
+        bound = None if other is None else getattr(policy, other)
+        if bound is not None:
+            kind = "an integer " if "int" in types_of(f) else ""
+            allowed = f"{kind}{relation.replace('_', ' ')} {other} ({bound})"
+            require(holds(value, bound), f.name, value, allowed)
+
+
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "above": operator.gt,
+    "below": operator.lt,
+    "at_most": operator.le,
+}
+
+
+def relations(facts: Mapping[str, Any]) -> list[str]:
+    """What an argument is compared with, in words: ``["above window"]``."""
+    return [f"{each.replace('_', ' ')} {facts[each]}" for each in _RELATIONS if facts.get(each)]
+
+
+# ---- checking one value -------------------------------------------------------------------------
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ``PolicyError`` naming the argument unless ``ok``."""
+    if not ok:
+        raise PolicyError(f"{name} must be {allowed}, got {_shown(value)}", name)
+
+
+def exact_ratio(value: float | str | Fraction, name: str) -> Fraction:
+    """A kept fraction as written: 0.07 is 7/100, not its binary neighbour; "3/10" works too."""
+    ratio = Fraction(0)
+    # The text is looked at first: a long exponent takes minutes to write out.
+    if isinstance(value, str | float | Fraction) or value == 1:
+        with suppress(ValueError, ZeroDivisionError):
+            ratio = Fraction(str(value)) if _RATIO.fullmatch(str(value)) else ratio
+    require(0 < ratio <= 1, name, value, "a number in (0, 1]")
+    return ratio
+
+
+def one_of(name: str, value: object, allowed: Iterable[object], note: str = "") -> None:
+    """Check an enumeration; 1 is not True."""
+    values = tuple(allowed)
+    ok = any(type(value) is type(each) and value == each for each in values)
+    require(ok, name, value, " or ".join(map(str, values)) + (f" ({note})" if note else ""))
+
+
+def number(name: str, value: object, least: float | None, most: float | None) -> None:
+    """Check a float (not a bool, not NaN) in ``[least, most]``."""
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    require(ok, name, value, f"a number in [{low:g}, {high:g}]")
+
+
+def integer(
+    name: str,
+    value: object,
+    least: float | None,
+    most: float | None,
+    *,
+    odd: bool = False,
+    allowed: str | None = None,
+) -> None:
+    """Check an int (not a bool) in ``[least, most]``; ``allowed`` words the lower bound."""
+    kind = "an odd integer" if odd else "an integer"
+    low = -math.inf if least is None else least
+    words = allowed or ("" if least is None else f"of at least {low:.0f}")
+    if isinstance(value, int) and most is not None and value > most:
+        low, words = math.inf, f"of at most {most:.0f}"
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    ok = ok and not (odd and value % 2 == 0)  # type: ignore[operator]
+    require(ok, name, value, f"{kind} {words}".rstrip())
+
+
+def integers(policy: Any, **least: int) -> None:
+    """Check that fields are ints of at least the given size, whatever their metadata say."""
+    for name, minimum in least.items():
+        integer(name, getattr(policy, name), minimum, None)
+
+
+def odd(name: str, value: object) -> None:
+    """Check a pooling kernel."""
+    integer(name, value, 1, None, odd=True)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

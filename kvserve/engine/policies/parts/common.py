@@ -1,0 +1,95 @@
+"""Arguments that several policies have: one name, one meaning, one help text.
+
+A policy lists those it offers, with its own default. What they mean to the engine is in the base
+(``query_reduce``) and in ``budgeted`` (``budget``, ``trigger``, ``threshold``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvserve.engine.policies.parts.arguments import argument, require
+
+DEFAULT_GAP = 128
+"""Entries between a budget and its threshold."""
+MOST_POOLED = 255
+MOST_LAYERS = 1024
+POOLINGS = ("none", "avg", "max")
+VOTES = ("heads", "group_mean")
+LOGGED = ("auto", "model", "fp8", "int4")
+ATTENTION = ("window", "absolute")
+
+
+def required_budget(help: str, **facts: Any) -> Any:
+    """``budget``, where there is no ratio to give instead."""
+    return argument(None, f"{help}; required", **{"least": 1, **facts})
+
+
+def kept_ratio(default: float | None, help: str) -> Any:
+    """``ratio``: the exact fraction that is kept."""
+    return argument(default, help, fraction=True, note="above 0, at most 1")
+
+
+def threshold(help: str) -> Any:
+    """``threshold``: entries held when an event is due."""
+    return argument(None, f"{help} (default budget + {DEFAULT_GAP})", least=1, above="budget")
+
+
+def window(default: int, role: str = "vote", **facts: Any) -> Any:
+    """``window``: the newest entries, which are kept and whose queries score the others."""
+    help = f"newest entries: always kept, and their queries {role}"
+    return argument(default, help, least=1, **facts)
+
+
+def kernel_size(default: int, what: str = "votes are") -> Any:
+    """``kernel_size``: neighbours over which scores are pooled."""
+    help = f"entries over which {what} pooled"
+    return argument(default, help, least=1, most=MOST_POOLED, odd=True)
+
+
+def pooling(default: str, help: str = "how votes are pooled") -> Any:
+    """``pooling``: what becomes of neighbours' scores."""
+    return argument(default, help, choices=POOLINGS)
+
+
+def query_reduce(help: str = "which queries are logged", default: str = "heads") -> Any:
+    """``query_reduce``: in which form queries are logged."""
+    choices = VOTES if default == VOTES[0] else VOTES[::-1]
+    words = {"heads": "all heads", "group_mean": "the mean over each GQA group"}
+    return argument(default, f"{help}: {', or '.join(words[c] for c in choices)}", choices=choices)
+
+
+def query_dtype(auto: str = "") -> Any:
+    """``query_dtype``: what a logged number is held as; ``auto`` says more of that choice."""
+    help = (
+        "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 "
+        "bits with a scale each and what absolute attention needs (int4, all heads); auto is "
+        f"{auto}fp8 on a GPU that has it unless the model runs in float32, else the model's dtype"
+    )
+    return argument("auto", help, choices=LOGGED)
+
+
+def attention(default: str | None, window: str, more: str = "") -> Any:
+    """``attention``: what the softmax of a query runs over that scores."""
+    help = (
+        f"what the softmax of a query runs over: {window} (window), or all that it saw (absolute, "
+        f"with query_dtype int4), so that one that looks elsewhere does not vote{more}"
+    )
+    return argument(default, help, choices=ATTENTION)
+
+
+def logged_dtype(policy: Any) -> str:
+    """``query_dtype``, where ``auto`` is what absolute attention needs if that is asked for."""
+    needed = policy.query_dtype == "auto" and policy.attention == "absolute"
+    return "int4" if needed else str(policy.query_dtype)
+
+
+def check_log(policy: Any, *, logs: bool = True) -> None:
+    """Four bits are for a log of all heads, and absolute attention for what is logged with them."""
+    if policy.query_dtype == "int4":
+        allowed = "another unless query_source is log and query_reduce is heads"
+        require(logs and policy.query_reduce == "heads", "query_dtype", "int4", allowed)
+    if policy.attention == "absolute":
+        allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+        beside = logs and policy.logged_dtype == "int4" and policy.query_reduce == "heads"
+        require(beside, "attention", "absolute", allowed)

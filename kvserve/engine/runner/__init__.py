@@ -1,0 +1,1 @@
+"""One rank: a step's message carried out on the device."""

@@ -1,0 +1,171 @@
+"""Decoding steps as CUDA graphs: padded to a few sizes, over buffers that never move.
+
+A graph holds one forward of the first rows: it reads the rows' tensors, fills the buffers of its
+batch in place, and logs queries where those say. Events, swaps and table updates run before it and
+change what the tensors hold, never where they are. Elsewhere than on a GPU the captured function is
+simply called, so that the same steps run there.
+
+A graph knows addresses and keeps nothing there alive but what it allocated itself: a ``PaddedStep``
+holds what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.base import AttentionBackend, BatchAttention, ForwardBatch
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.models.transformer import Transformer
+from kvserve.log import ConfigError
+
+_LARGEST = 512
+
+
+def capture_sizes(
+    config: EngineConfig, device: str, choice: Choice, *, rebuilds_codes: bool
+) -> tuple[list[int], str]:
+    """Ascending, none where there are to be no graphs; and why, for the start-up table.
+
+    ``rebuilds_codes``: how many there are is known only as a step runs.
+
+    ``ConfigError`` where sizes are named and cannot be.
+    """
+    wanted, most = config.cudagraph_capture_sizes, config.scheduler.max_num_seqs
+    if config.enforce_eager:
+        return [], "--enforce-eager"
+    if device != "cuda" and not wanted:
+        return [], "no GPU"
+    refused = None
+    if rebuilds_codes:
+        refused = "codes are rebuilt in each step; --code-attention direct spares that"
+    elif not choice.backend.replays:
+        refused = f"decode attention {choice.name} plans each step anew; --attention-backend"
+    if refused is not None:
+        if wanted:
+            raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
+        return [], refused
+    usual = {1, 2, 4, 8, *range(16, _LARGEST + 1, 16), min(most, _LARGEST)}
+    sizes = sorted(size for size in wanted or usual if size <= most)
+    if not sizes:
+        raise ConfigError(f"--cudagraph-capture-sizes: all are above --max-num-seqs {most}")
+    how = "captured" if device == "cuda" else "no GPU: the same padded steps, called"
+    return sizes, f"{how}; --cudagraph-capture-sizes"
+
+
+class DecodeGraphs:
+    """A graph for each of ``sizes``, with queries logged and without. ``decode`` replays one."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        attention: AttentionBackend,
+        sizes: list[int],
+    ) -> None:
+        self.replays = 0
+        self._sizes = sizes
+        self._count = torch.zeros((), dtype=torch.int64, device=batch.device)
+        self._pool = torch.cuda.graph_pool_handle() if batch.device == "cuda" else None
+
+        def padded(size: int, logs_queries: bool) -> PaddedStep:
+            buffers = batch.decoding(size, logs_queries)
+            planned = attention.plan(buffers)
+            return PaddedStep(model, cache, batch, self._count, buffers, planned)
+
+        # The largest first: the others fit into its memory.
+        self._steps = {
+            (size, logs_queries): self._captured(padded(size, logs_queries))
+            for size in reversed(sizes)
+            for logs_queries in (False, True)
+        }
+
+    def hold(self, num_decoding: int) -> bool:
+        """Whether there is a graph for so many rows."""
+        return 0 < num_decoding <= self._sizes[-1]
+
+    def decode(self, num_decoding: int, logs_queries: bool) -> Tensor:
+        """One token of each of the first rows: hidden states [num_decoding, hidden].
+
+        They are overwritten by the next call.
+        """
+        self.replays += 1
+        size = next(size for size in self._sizes if size >= num_decoding)
+        self._count.fill_(num_decoding)
+        return self._steps[size, logs_queries].run()[:num_decoding]
+
+    @torch.inference_mode()
+    def _captured(self, step: PaddedStep) -> CapturedStep:
+        """``step`` as a graph that returns its one output. No row decodes meanwhile."""
+        if self._pool is None:
+            return CapturedStep(step, _called(step))
+        # Once outside: libraries set themselves up and kernels are compiled, on another stream as
+        # torch wants it.
+        stream = _capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step.forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (of NCCL, of pinned memory) may call CUDA in the meantime.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+            hidden = step.forward()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return hidden
+
+        return CapturedStep(step, replay)
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedStep:
+    """One token of each of the first rows, as many as ``buffers`` are for."""
+
+    model: Transformer
+    cache: KVCache
+    batch: InputBatch
+    count: Tensor
+    buffers: ForwardBatch
+    planned: BatchAttention
+
+    def forward(self) -> Tensor:
+        """Hidden states of all rows; those behind the first ``count`` mean nothing."""
+        input_ids = self.batch.update_graph_inputs(self.buffers, self.count)
+        return self.model(input_ids, self.buffers, self.cache, self.planned)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """``run`` does what ``step`` did as it was captured, and does not keep it alive."""
+
+    step: PaddedStep
+    run: Callable[[], Tensor]
+
+
+def _called(step: PaddedStep) -> Callable[[], Tensor]:
+    """Without a GPU: calls it, as long as somebody else keeps it."""
+    known = WeakMethod(step.forward)
+
+    def run() -> Tensor:
+        forward = known()
+        assert forward is not None, "what a graph reads has been given back"
+        return forward()
+
+    return run
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all graphs of a process: cuBLAS takes a workspace for each (32 MiB on Hopper)."""
+    return torch.cuda.Stream()

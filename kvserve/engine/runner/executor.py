@@ -1,0 +1,206 @@
+"""All ranks of one engine behind one runner: they launch the same steps, and end together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
+from kvserve.engine.runner.rank import (
+    FORGET_SCORES,
+    JOINING,
+    Pool,
+    RankPlan,
+    RankStart,
+    message_for_ranks,
+)
+from kvserve.log import ConfigError, EngineDeadError, logger
+from kvserve.scheduler.output import SchedulerOutput
+
+_EXIT_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 1.0
+_COMMAND = "from kvserve.engine.runner.rank import FORGET_SCORES, main; main()"
+
+
+class Executor:
+    """The first rank's runner, in this process, and the processes of the others."""
+
+    def __init__(self, runner: ModelRunner, others: OtherRanks) -> None:
+        self.runner = runner
+        self._others = others
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Start one step on every rank."""
+        self._others.send(output)
+        return self.runner.launch(output)
+
+    def set_policy(self, policy_id: int, policy: Policy) -> None:
+        """As ``ModelRunner.set_policy``, on every rank."""
+        self._others.send((policy_id, policy))
+        self.runner.set_policy(policy_id, policy)
+
+    def forget_scores(self) -> None:
+        """Give back, on every rank, what policies kept from event to event."""
+        self._others.send(FORGET_SCORES)
+        self.runner.batch.forget_scores()
+
+    def check(self) -> None:
+        """``EngineDeadError`` if a rank has ended."""
+        self._others.check()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A step that fails, or is interrupted, on one rank ends all: none can go on alone."""
+        try:
+            yield
+        except BaseException as error:
+            self._others.give_up(error)
+            raise
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._others.close()
+
+
+class OtherRanks:
+    """Ranks 1 to ``size - 1``, each a process of its own. There may be none."""
+
+    def __init__(self, plan: RankPlan, size: int, attention: str) -> None:
+        self._size = size
+        self._device = plan.device
+        self._group = ALONE
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended = threading.Event()
+        self._closing = False
+        self._dead = ""
+        if size == 1:
+            return
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._store = Path(self._directory.name) / "ranks"
+        threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
+        for rank in range(1, size):
+            self._start(RankStart(plan, rank, size, self._store, attention, threads, level))
+
+    def join(self) -> RankGroup:
+        """The group, once every rank has come."""
+        if self._size > 1:
+            for rank in range(1, self._size):
+                answer = self._receive(rank)
+                assert answer == JOINING
+            self._group = RankGroup.join(0, self._size, self._store, self._device)
+        return self._group
+
+    def least_memory(self, own: int) -> int:
+        """Bytes that every rank has left once all have loaded their part of the model."""
+        return min([own, *(self._receive(rank) for rank in range(1, self._size))])
+
+    def build(self, pool: Pool) -> None:
+        """Let them allocate; from now on they say nothing, and are watched."""
+        self._tell(pickle.dumps(pool))
+        if self._pipes:
+            threading.Thread(target=self._watch, name="kvserve-ranks", daemon=True).start()
+
+    def send(self, message: SchedulerOutput | tuple[int, Policy] | str) -> None:
+        """Hand the same message to all; ``EngineDeadError`` if one of them has ended."""
+        self.check()
+        if self._pipes:
+            self._tell(message_for_ranks(message))
+
+    def check(self) -> None:
+        """``EngineDeadError`` says who has ended."""
+        if self._dead:
+            raise EngineDeadError(self._dead)
+
+    def give_up(self, error: BaseException) -> None:
+        """End them all; ``EngineDeadError`` where it is one of them that has failed first."""
+        if self._size == 1:
+            return
+        unexplained = isinstance(error, Exception) and not isinstance(error, EngineDeadError)
+        failed = unexplained and self._ended.wait(2 * _LAST_WORDS_S)
+        self._dead = self._dead or f"a step failed: {error!r}"
+        self._group.abort()
+        self._closing = True
+        for process in self._processes:
+            process.kill()  # they may wait for this rank, and would not hear it ask
+        self.close()
+        if failed:
+            raise EngineDeadError(self._dead) from error
+
+    def close(self) -> None:
+        """Ask them to leave; make those that do not within seconds."""
+        self._closing = True
+        self._dead = self._dead or "the engine was closed"
+        self._tell(pickle.dumps(None))
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        if self._size > 1:
+            self._directory.cleanup()
+
+    def _tell(self, message: bytes) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # whoever has just ended is noticed elsewhere
+                pipe.send_bytes(message)
+
+    def _start(self, start: RankStart) -> None:
+        ours, theirs = Pipe()
+        # Not by multiprocessing, which would run the user's main module once more in each rank.
+        self._processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+            )
+        )
+        theirs.close()
+        self._pipes.append(ours)
+        with suppress(OSError):
+            ours.send(start)
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            answer = self._pipes[rank - 1].recv()
+        except (EOFError, OSError):
+            code = self._processes[rank - 1].wait()
+            raise ConfigError(
+                f"--tensor-parallel-size: rank {rank} ended while it started (exit code {code}); "
+                "see its log"
+            ) from None
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    def _watch(self) -> None:
+        """Notice the first rank to end, and let what waits for it fail: NCCL would wait on."""
+        rank = self._pipes.index(wait(self._pipes)[0]) + 1  # type: ignore[arg-type]
+        if self._closing:
+            return
+        code: int | str = "unknown"
+        with suppress(subprocess.TimeoutExpired):
+            code = self._processes[rank - 1].wait(_LAST_WORDS_S)
+        self._dead = f"tensor-parallel rank {rank} ended (exit code {code}); see its log"
+        self._ended.set()
+        self._group.abort()

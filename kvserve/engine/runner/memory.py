@@ -1,0 +1,117 @@
+"""How many blocks the memory holds, on the device and in the host's swap space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.log import ConfigError
+from kvserve.scheduler.layout import KVLayout
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes of a rank: the model's weights; most that a step takes beside them, tables and graphs
+    among it, and events and swaps; what is left for the pool. Nothing of a step on a CPU."""
+
+    weights: int
+    step: int
+    events: int
+    left: int
+
+
+def taken_by(run: Callable[[], None]) -> int:
+    """Most bytes of this GPU that ``run`` had at once, torch's or not."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, _ = torch.cuda.mem_get_info()
+    run()
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    # What torch gave back meanwhile was there too.
+    return before - after + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+
+
+def free_memory(device: str, utilization: float) -> int:
+    """Bytes for a rank's cache: on a GPU what ``utilization`` leaves, else all that is free."""
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(free - (1.0 - utilization) * total)
+    return _available_memory()
+
+
+def check_pool(config: EngineConfig, block_bytes: int, free: int) -> None:
+    """``ConfigError`` where the pool that is asked for does not fit ``free`` bytes, before anything
+    is loaded: the system would give the addresses, and end the process once they are used."""
+    ranks = config.parallel.tensor_parallel_size
+    blocks, wanted, flag = config.cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
+    if blocks is not None:
+        wanted = (blocks + 1) * block_bytes
+    elif config.cache.kv_cache_memory is not None:
+        wanted, flag = config.cache.kv_cache_memory, "--kv-cache-memory"
+    if wanted * ranks > free:
+        raise ConfigError(
+            f"{flag}: a pool of {_gib(wanted * ranks)} GiB is more than the {_gib(free)} GiB of "
+            "memory that are free"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f}"
+
+
+def count_blocks(
+    config: EngineConfig, layout: KVLayout, block_bytes: int, max_len: int, free: int, device: str
+) -> int:
+    """Blocks of the pool, the null block included; never more than could be used at once.
+
+    ``layout`` is a rank's, and ``free`` bytes are what every rank could give.
+    """
+    if config.cache.num_gpu_blocks_override is not None:
+        return config.cache.num_gpu_blocks_override + 1
+    memory = config.cache.kv_cache_memory
+    if memory is None:
+        # Ranks on a CPU share its memory.
+        share = free // (4 * config.parallel.tensor_parallel_size)
+        memory = free if device == "cuda" else min(_GIB, share)
+    affordable = memory // block_bytes
+    if affordable < 2:
+        raise ConfigError(
+            f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
+        )
+    usable = config.scheduler.max_num_seqs * layout.blocks_for(max_len) * 2
+    return int(min(affordable, usable + 1))
+
+
+def count_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of the swap space, the null block aside; ``block_bytes`` are those of all ranks."""
+    space = config.cache.swap_space
+    if space is None:
+        return min(num_blocks - 1, 4 * _GIB // block_bytes)
+    return int(space * _GIB) // block_bytes
+
+
+def _available_memory() -> int:
+    """Bytes the machine, or the container, could still give; where neither says, assume 4 GiB."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * _GIB
+    return min(kib * 1024, _left_in_group(Path("/sys/fs/cgroup")))
+
+
+def _left_in_group(group: Path) -> int:
+    """Bytes below the limit of a control group (version 2); without one, as good as any."""
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        return max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return 2**63

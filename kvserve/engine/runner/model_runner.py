@@ -1,0 +1,307 @@
+"""One rank's step: compactions, then the forward, then sampling; and what it left on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.event_runner import EventRunner, ScoredEvents
+from kvserve.engine.compression.pruned_prefill import PrunedPrefill
+from kvserve.engine.compression.recompute import QueryRecomputer
+from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
+from kvserve.engine.messages import PromptLogprobs
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
+from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
+from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
+from kvserve.log import EngineDeadError, RequestError, SequenceError
+from kvserve.outputs import Logprob
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.event import Scores, answer
+from kvserve.scheduler.output import SchedulerOutput
+
+TokenLogprobs = dict[int, Logprob]
+_SCORED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Tokens in the order of ``SchedulerOutput.sampled``; log-probabilities where asked for."""
+
+    token_ids: IntArray
+    logprobs: list[TokenLogprobs | None] | None
+    scores: list[Scores]
+    """The answer to each of ``SchedulerOutput.observations``."""
+    prompt_logprobs: list[PromptLogprobs]
+    compaction_seconds: float
+    failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
+    """Places whose grammars went wrong, and how."""
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step in flight: what it leaves on the device, on its way to the host."""
+
+    events: ScoredEvents
+    compacting: Stopwatch | None
+    agreed: Tensor | None
+    """Whether all ranks hold and keep the same, where this step had events."""
+    sampled: SampledTokens | None = None
+    wanted: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    scored: list[ScoredChunk] = field(default_factory=list)
+    grammars: list[tuple[int, SequenceGrammar]] = field(default_factory=list)
+    _copy: HostCopy | None = None
+    _output: ModelRunnerOutput | None = None
+
+    def send(self, device: str) -> None:
+        """Start the copy to the host, behind this step on ``device`` and before the next one."""
+        tensors = [scores for _, scores in self.events]
+        tensors += [] if self.sampled is None else self.sampled.tensors
+        tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
+        self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the step. The same again from the second time on."""
+        if self._output is None:
+            assert self._copy is not None
+            self._output = self._read(iter(self._copy.wait()))
+        return self._output
+
+    def _read(self, arrays: Iterator[np.ndarray[Any, Any]]) -> ModelRunnerOutput:
+        if self.agreed is not None and not next(arrays):
+            raise EngineDeadError(
+                "the tensor-parallel ranks no longer hold the same entries, so their answers would "
+                "be wrong; please report it"
+            )
+        scores = [answer(kind, next(arrays)) for kind, _ in self.events]
+        token_ids: IntArray = np.zeros(0, np.int32)
+        logprobs = None
+        if self.sampled is not None:
+            found = [next(arrays) for _ in self.sampled.tensors]
+            token_ids, logprobs = found[0], _logprobs(found, self.wanted)
+        prompts = [
+            chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
+        ]
+        seconds = 0.0 if self.compacting is None else self.compacting.seconds()
+        # Last, when nothing can fail any more: a grammar walks on but never back.
+        for place, grammar in self.grammars:
+            grammar.accept(int(token_ids[place]))
+        failed = [(place, each.failure) for place, each in self.grammars if each.failure]
+        self.grammars = []  # those of sequences that have ended are freed before the next step
+        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
+
+
+@dataclass(slots=True)
+class ScoredChunk:
+    """Log-probabilities of prompt tokens ``[start, start + n)``, still on the device."""
+
+    seq_id: int
+    start: int
+    tokens: SampledTokens
+    count: int
+
+    def read(self, found: list[np.ndarray[Any, Any]]) -> PromptLogprobs:
+        """What has come of ``tokens``."""
+        wanted = np.full(len(found[0]), self.count)
+        entries = [entry or {} for entry in _logprobs(found, wanted) or ()]
+        return PromptLogprobs(self.seq_id, self.start, entries)
+
+
+class ModelRunner:
+    """Owns the model, the cache and the device's rows of one rank.
+
+    All ranks of ``group`` launch the same steps. The first one samples and tells the others.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        attention: AttentionBackend,
+        group: RankGroup = ALONE,
+        graphs: DecodeGraphs | None = None,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """``overlaps``: a step may be launched before the one in front of it is collected."""
+        self.group = group
+        self.graphs = graphs
+        self.model = model
+        self.cache = cache
+        self.batch = batch
+        self.attention = attention
+        self.policies: dict[int, Policy] = {}
+        """By ``CompactionTask.policy_id``."""
+        recomputer = QueryRecomputer(model, cache, batch, attention)
+        self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        prefill = PrunedPrefill(model, cache, batch, attention, group)
+        self._events = EventRunner(
+            cache, batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
+        )
+        self._last: LaunchedStep | None = None
+        self.force: Callable[[Tensor], Tensor] | None = None
+        """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
+
+    def set_policy(self, policy_id: int, policy: Policy) -> None:
+        """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
+        self.policies[policy_id] = policy
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
+        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: int) -> None:
+        """The largest step, on nothing: ``tokens`` of a prompt, then a draw for every row."""
+        batch = self.batch.padding(tokens)
+        planned = self.attention.plan(batch)
+        hidden = self.model(batch.positions, batch, self.cache, planned)
+        rows = torch.arange(len(self.batch.last_token), device=hidden.device)
+        logits = self.model.logits(hidden[:1].expand(len(rows), -1))
+        self.batch.sampling.draw(logits, rows, rows, filtered=True)
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Start one step. Its parts run in the order of the message's fields."""
+        step = LaunchedStep(*self._events.run(output), self.group.agree())
+        self.cache.swap(output.swap_outs, output.swap_ins)
+        try:
+            self.batch.apply(output)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            culprits = self.batch.unfit(output.admitted.requests)
+            raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
+        if output.num_tokens:
+            self._forward(output, step)
+        if self.group.rank == 0:
+            step.send(self.batch.device)
+        self._last = step
+        return step
+
+    def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+        """The step's tokens through the model, and whoever has caught up gets a new one."""
+        rows = output.sampled_rows
+        where: Tensor | slice
+        if len(rows) == output.num_tokens == output.num_decoding:
+            where, hidden = slice(len(rows)), self._hidden(output, None)
+        else:
+            where = to_device(rows, self.batch.device)
+            hidden = self._sampled_hidden(output, step)
+        if not len(rows):
+            return
+        logits = self.model.logits(hidden)
+        positions = self.batch.num_computed[where]
+        if self.group.rank == 0:
+            step.sampled = self._sample(output, step, logits, rows, positions)
+            token_ids = self.group.broadcast(step.sampled.token_ids)
+        else:
+            token_ids = self.group.broadcast(torch.empty_like(positions))
+        self.batch.last_token[where] = token_ids
+
+    def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
+        """Hidden states [S, hidden] of tokens that are sampled from; scores prompts on the way."""
+        # Places of tokens: the batch's, then one for each pruned prompt.
+        tokens = output.num_decoding + len(output.prefill.token_ids)
+        chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
+        ends = np.cumsum(chunks) + output.num_decoding - 1
+        last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
+        scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
+        wanted = np.arange(tokens) if scores else last[last < tokens]
+        hidden = self._hidden(output, wanted)
+        step.scored = self._score_prompts(output, hidden, scores)
+        places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
+        if len(last) < len(places):
+            hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
+        return hidden
+
+    def _sample(
+        self,
+        output: SchedulerOutput,
+        step: LaunchedStep,
+        logits: Tensor,
+        rows: IntArray,
+        positions: Tensor,
+    ) -> SampledTokens:
+        """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
+        step.grammars = self.batch.sampling.grammars(rows)
+        allowed = None
+        if step.grammars:
+            if self._last is not None:
+                self._last.collect()  # a mask depends on the token before
+            # On a GPU the forward is still running while the host works out the masks.
+            masks = allowed_tokens(step.grammars, *logits.shape)
+            allowed = to_device(masks, logits.device, torch.bool)
+        argmax = self.model.operators.argmax
+        sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
+        step.wanted = self.batch.sampling.wants_logprobs(rows)
+        return sampled if self.force is None else SampledTokens(self.force(positions))
+
+    def _hidden(self, output: SchedulerOutput, wanted: IntArray | None) -> Tensor:
+        """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
+        prompt's last one."""
+        hidden = []
+        chunks = len(output.prefill.rows)
+        if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
+            hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
+        elif output.num_decoding or chunks:
+            input_ids, batch = self.batch.build(output)
+            planned = self.attention.plan(batch)
+            at = None
+            if wanted is not None and len(wanted) < len(input_ids):
+                at = to_device(wanted, input_ids.device)
+            hidden.append(self.model(input_ids, batch, self.cache, planned, at))
+        for task in output.pruned:
+            last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
+            hidden.append(last)
+        return torch.cat(hidden)
+
+    def _score_prompts(
+        self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]
+    ) -> list[ScoredChunk]:
+        """Prompt tokens that follow those chunks whose log-probabilities are ``wanted``."""
+        prefill = output.prefill
+        firsts = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
+        scored = []
+        for i, prompt in wanted:
+            start, first = int(prefill.starts[i]) + 1, int(firsts[i])
+            targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
+            # In pieces: the logits of a whole chunk may take more memory than the model.
+            for at in range(0, len(targets), _SCORED_AT_ONCE):
+                ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
+                logits = self.model.logits(hidden[first + at : first + at + len(ids)])
+                tokens = with_logprobs(logits, ids, prompt.count)
+                scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
+        return scored
+
+
+def _logprobs(
+    found: list[np.ndarray[Any, Any]], wanted: IntArray
+) -> list[TokenLogprobs | None] | None:
+    """From what has come of ``SampledTokens.tensors``."""
+    if len(found) == 1:
+        return None
+    rows = zip(*(part.tolist() for part in found), wanted, strict=True)
+    out: list[TokenLogprobs | None] = []
+    for token, logprob, rank, top_ids, top_logprobs, count in rows:
+        if count < 0:
+            out.append(None)
+            continue
+        top = zip(top_ids[:count], top_logprobs[:count], range(1, count + 1), strict=True)
+        entry = {token: Logprob(logprob, rank)}
+        entry |= {i: Logprob(p, r) for i, p, r in top if i != token}
+        out.append(entry)
+    return out

@@ -1,0 +1,317 @@
+"""One tensor-parallel rank: what it is told to build, and the process of every rank but the first.
+
+The first rank sends a ``RankPlan``, a ``Pool``, and from then on the messages of its scheduler and
+new policies. A rank answers twice, when it is there and with the memory it has left once its part
+of the model is loaded, or once with a ``ConfigError``. When the first rank is gone it leaves.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
+from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.compression.compressor import SCRATCH_BYTES
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.pages import keep_freed_memory
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
+from kvserve.engine.runner.memory import Profile, free_memory, taken_by
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.warm_up import warm_up
+from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.log import ConfigError, configure_logging, logger
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import SchedulerOutput
+
+KEPT_SCORE_BYTES = 256 * 1024 * 1024
+"""Memory for scores that the policies of requests keep from event to event."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What was decided before anything is loaded; equal on all ranks.
+
+    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
+    ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
+    """
+
+    config: EngineConfig
+    directory: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: str
+    layout: KVLayout
+    log: LogForm
+    code_slots: int
+    max_len: int
+    policy: Policy
+    """The engine's own; requests may bring others."""
+
+    @property
+    def score_bytes(self) -> int:
+        """Memory of one score for each row, layer and head."""
+        rows = self.config.scheduler.max_num_seqs
+        return 4 * rows * self.layout.num_layers * self.layout.num_kv_heads
+
+    @property
+    def most_score_bytes(self) -> int:
+        """Memory beside the pool for scores that policies keep, those of requests among them."""
+        may_choose = self.config.compression.allow_request_policy != "none"
+        return max(self.score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
+
+    @property
+    def form(self) -> EntryFormat:
+        """What an entry is stored as."""
+        return entry_format(self.config.cache.kv_cache_dtype, self.dtype.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one of a rank's blocks."""
+        return block_bytes(self.layout, self.form)
+
+    @property
+    def log_block_tokens(self) -> int:
+        """Tokens whose queries one block holds."""
+        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the one in front of it is collected."""
+        wanted = self.config.scheduler.async_scheduling
+        return self.device == "cuda" if wanted is None else wanted
+
+    def attention(self, name: str) -> Choice:
+        dim, layout = self.spec.head_dim, self.layout
+        needs = Needs(
+            self.device,
+            self.dtype,
+            dim,
+            layout.block_size,
+            dim**-0.5,
+            per_head=layout.rows > 1,
+            log_shares=self.log.dtype == "int4",
+            form=self.form.name,
+        )
+        return select_backend(name, needs)
+
+    def runner(
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+    ) -> ModelRunner:
+        """The rank's cache and rows."""
+        if self.device == "cpu":
+            keep_freed_memory()
+        cache = KVCache(
+            self.layout,
+            pool.num_blocks,
+            self.log,
+            self.dtype,
+            self.device,
+            num_host_blocks=pool.num_host_blocks,
+            form=self.form,
+            store_kv=attention.store_kv,
+            store_queries=attention.store_queries,
+            store_int4=attention.store_int4,
+            quantized=attention.quantized,
+        )
+        batch = InputBatch(
+            self.layout,
+            self.config.scheduler.max_num_seqs,
+            pool.table_shape,
+            pool.log_shape,
+            cache.query_log.block_tokens,
+            self.spec.vocab_size,
+            self.device,
+            pool.code_shapes,
+        )
+        if self.code_slots:
+            assert model.rotary.inv_freq is not None
+            codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
+            cache.hold_codes(codes)
+            if self.code_attention(attention)[0]:
+                tables = batch.coded, batch.index_tables, batch.vector_tables
+                batch.codes = tuple(map(codes.codes, *tables))
+        sizes, _ = self.graphs(attention)
+        parts = model, cache, batch, attention.backend
+        graphs = DecodeGraphs(*parts, sizes) if sizes else None
+        return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
+
+    def ready_runner(
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+    ) -> ModelRunner:
+        """``runner``, and on a GPU all that it will launch has been launched before."""
+        runner = self.runner(model, attention, pool, group)
+        if self.device == "cuda":
+            warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
+        return runner
+
+    def graphs(self, attention: Choice) -> tuple[list[int], str]:
+        """Sizes of the decoding steps that are captured, and why."""
+        rebuilds = self.code_slots > 0 and not self.code_attention(attention)[0]
+        return capture_sizes(self.config, self.device, attention, rebuilds_codes=rebuilds)
+
+    def code_attention(self, attention: Choice) -> tuple[bool, str]:
+        """Whether attention reads codes itself, and why."""
+        return reads_codes(self.config.code_attention, attention)
+
+    def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
+        """What is left for the pool. On a GPU the largest step is tried, unless its size is given.
+
+        All ranks call it together.
+        """
+        cache, scheduler = self.config.cache, self.config.scheduler
+        weights = sum(part.numel() * part.itemsize for part in model.parameters())
+        left = free_memory(self.device, cache.gpu_memory_utilization)
+        given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
+        if self.device != "cuda" or given:
+            return Profile(weights, 0, 0, left)
+        tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
+
+        def rehearse() -> None:
+            self.runner(model, attention, self._smallest_pool(), group).rehearse(tokens)
+
+        step = taken_by(rehearse)
+        gc.collect()  # graphs and the closures around them refer to each other
+        torch.cuda.empty_cache()
+        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + self.most_score_bytes
+        return Profile(weights, step, events, left - step - events)
+
+    def _smallest_pool(self) -> Pool:
+        """Two blocks, under tables as large as they will be."""
+        layout, rows = self.layout, self.config.scheduler.max_num_seqs
+        logged = self.log_block_tokens
+        kv, log = (
+            (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
+            for tokens in (layout.block_size, logged)
+        )
+        if not self.code_slots:
+            return Pool(2, 0, kv, log, None)
+        index, vectors = (
+            (layout.layer_groups, rows, layout.rows, -(-tokens // per_block))
+            for tokens, per_block in (
+                (self.max_len, self.code_slots),
+                (2 * self.max_len, 2 * layout.block_size),
+            )
+        )
+        return Pool(2, 0, kv, log, (index, vectors))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The scheduler's blocks, the null block among the first, and the shapes of its tables."""
+
+    num_blocks: int
+    num_host_blocks: int
+    table_shape: tuple[int, ...]
+    log_shape: tuple[int, ...]
+    code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """The first message to a rank."""
+
+    plan: RankPlan
+    rank: int
+    size: int
+    store: Path
+    attention: str
+    threads: int
+    log_level: int
+
+
+JOINING = "joining"
+"""A rank's first answer: it waits for the others now."""
+
+
+FORGET_SCORES = "forget scores"
+"""A message to a rank: no sequence goes on with scores that a policy keeps."""
+
+
+def main() -> None:
+    """Main function of the process; its argument is the descriptor of its end of a pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the first rank says when to leave
+    connection = Connection(int(sys.argv[1]))
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    start: RankStart = inbox.get()
+    configure_logging(start.log_level)
+    try:
+        runner = _build(start, connection, inbox)
+        while (message := inbox.get()) is not None:
+            if isinstance(message, SchedulerOutput):
+                runner.launch(message)
+            elif message == FORGET_SCORES:
+                runner.batch.forget_scores()
+            else:
+                runner.set_policy(*message)
+    except ConfigError as error:
+        connection.send(error)
+    except Exception:
+        logger.exception("tensor-parallel rank %d failed", start.rank)
+        sys.exit(1)
+
+
+def _read(connection: Connection, inbox: SimpleQueue[Any]) -> None:
+    """Take messages while the rank computes; without a first rank there is nothing to compute."""
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        pass
+    except Exception:
+        logger.exception("a tensor-parallel rank cannot read its messages")
+    os._exit(1)
+
+
+def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) -> ModelRunner:
+    plan = start.plan
+    if plan.device == "cuda":
+        torch.cuda.set_device(start.rank)
+    else:
+        torch.set_num_threads(start.threads)
+    attention = plan.attention(start.attention)
+    connection.send(JOINING)
+    group = RankGroup.join(start.rank, start.size, start.store, plan.device)
+    config = plan.config
+    model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
+    connection.send(plan.profile(model, attention, group).left)
+    pool: Pool = inbox.get()
+    return plan.ready_runner(model, attention, pool, group)
+
+
+def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:
+    """A message without what only the first rank needs: the sampled sequences and their rules."""
+    if isinstance(message, SchedulerOutput):
+        requests = tuple(
+            replace(
+                request,
+                token_ids=request.token_ids[:0],
+                sampling=replace(request.sampling, rules=None, grammar=None),
+            )
+            for request in message.admitted.requests
+        )
+        admitted = replace(message.admitted, requests=requests)
+        message = replace(message, admitted=admitted, sampled=())
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,125 @@
+"""Before the first request on a GPU: every kernel that its steps and events will launch, once.
+
+A Triton kernel is compiled at its first launch (0.1 to 1.6 s each), and libraries load what they
+need at theirs: without this the first requests would wait for it, some at their first event. All of
+it works on tables that name no block but the null one, so nothing that counts is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.pruning import Pruned
+from kvserve.scheduler.trigger import NO_EVENT, RowState
+
+_CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
+"""Lengths on either side of where attention takes another tile, for groups of up to 64 heads."""
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) -> None:
+    """``policy`` is the engine's; requests may bring others, whose events come unprepared.
+
+    ``max_tokens`` of a step. All ranks of a model call it together.
+    """
+    for tokens in {16, min(256, max_tokens), max_tokens}:
+        runner.rehearse(tokens)
+    for batch in _batches(runner, max_tokens):
+        _attend(runner, batch)
+    _draw(runner)
+    for events in (1, 2):
+        if events <= len(runner.batch.last_token):
+            _compress(runner, policy, max_len, events)
+    runner.group.agree()
+
+
+def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
+    """One row in chunks of all tiles, over contexts that are split into more and more parts."""
+    most = runner.batch.block_tables.shape[3]
+    widths = {min(1 << power, most) for power in range(most.bit_length() + 1)}
+    for tokens in _CHUNKS:
+        if tokens <= max_tokens:
+            batch = runner.batch.padding(tokens)
+            for width in sorted(widths):
+                yield replace(batch, columns=np.array([width]))
+
+
+def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
+    """One layer's attention, also as it is where queries are logged with their shares."""
+    part, device = runner.model.part, runner.batch.device
+    q = torch.zeros(
+        len(batch.positions), part.num_heads, part.head_dim, dtype=runner.cache.dtype, device=device
+    )
+    planned = runner.attention.plan(batch)
+    planned.forward(0, q, runner.cache)
+    if runner.cache.logs_shares:
+        shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
+        planned.forward(0, q, runner.cache, shares)
+
+
+def _draw(runner: ModelRunner) -> None:
+    """Tokens for one row and for all, with filters and without."""
+    device = runner.batch.device
+    hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
+    for count in {1, len(runner.batch.last_token)}:
+        rows = torch.arange(count, device=device)
+        logits = runner.model.logits(hidden.expand(count, -1))
+        for filtered in (False, True):
+            runner.batch.sampling.draw(logits, rows, rows, filtered=filtered)
+
+
+def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
+    """The first event of rows that hold nothing but the null block."""
+    layout = runner.cache.layout
+    if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
+        return  # what these run is torch's, and attention
+    task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
+    if task is None or task.old_lens.max() > max_len:
+        return  # no sequence comes so far
+    tables = runner.batch.block_tables, runner.batch.log_tables
+    if policy.granularity is not Granularity.MODEL:
+        runner.compressor.observe(task, policy, *tables)
+        return
+    scores = runner.batch.kept_scores(policy.kept_scores)
+    runner.compressor.run(task, policy, *tables, scores)
+    if scores is not None:
+        scores.zero_()
+
+
+def first_event(
+    policy: Policy, layout: KVLayout, events: int, prompt: int
+) -> CompactionTask | None:
+    """``events`` equal rows with prompts of ``prompt`` tokens, at their first event: ``None`` if
+    they have none. What is kept goes to the null block."""
+
+    def each(value: int) -> IntArray:
+        return np.full(events, value, np.int32)
+
+    trigger, zero, size = policy.event_trigger, each(0), layout.block_size
+    start = trigger.start(each(prompt))
+    due = trigger.next_event(RowState(each(prompt), zero, zero, start, size))
+    if due[0] == NO_EVENT:
+        return None
+    plan = trigger.plan(RowState(each(prompt), due, due, start, size))
+    width = -(-int((due - plan.evicted)[0]) // size) - int(plan.region_start[0]) // size
+    lanes = layout.layer_groups, events, layout.rows
+    held = np.broadcast_to(due[None, :, None], lanes).copy()
+    rows, token_ids = np.arange(events), None
+    if policy.recomputed_reduction is not None:
+        span = int((plan.windows * plan.window_len + plan.num_queries).max())
+        token_ids = np.zeros((events, span), np.int32)
+    task = ObservationTask(0, rows, rows, plan, held, token_ids)
+    left = held - plan.evicted[None, :, None]
+    nowhere = np.zeros((*lanes, max(width, 0)), np.int32)
+    return CompactionTask.of(task, left, plan.region_start, nowhere, each(NO_EVENT))

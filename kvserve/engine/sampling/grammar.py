@@ -1,0 +1,185 @@
+"""Structured output: which tokens a grammar lets pass, for all sequences that follow one.
+
+Grammars are compiled by llguidance (default) or xgrammar, once each; a sequence has a copy of its
+own that walks along with its tokens. The mask is a bit per token, made on the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from kvserve.config import EngineConfig
+from kvserve.engine.device.pages import resident_bytes, trim_memory
+from kvserve.engine.messages import EngineInfo
+from kvserve.engine.sampling.grammar_backends import (
+    Compile,
+    MakeMatcher,
+    Matcher,
+    compiled_safely,
+    is_backends,
+    llguidance,
+    xgrammar,
+)
+from kvserve.log import ConfigError, RequestError, logger
+from kvserve.sampling_params import StructuredOutput
+
+_CACHED_BYTES = 32 * 2**20
+_TIDY_EVERY = 64
+
+
+class SequenceGrammar:
+    """One sequence's place in its grammar.
+
+    Nothing is asked of it until ``after`` was sampled, nor once one of ``stop_token_ids`` was.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        after: int | None,
+        stop_token_ids: Sequence[int],
+        field: str = "structured_outputs",
+    ) -> None:
+        self._matcher = matcher
+        self._after = after
+        self._stop_token_ids = stop_token_ids
+        self._field = field
+        self._over = False
+        self.failure: RequestError | None = None
+        """What went wrong on the way, if anything."""
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        if self._after is not None or self._over:
+            return
+        try:
+            self._matcher.fill(mask)
+        except BaseException as error:
+            self._fail(error)
+            mask[:] = -1  # what is sampled now will not be sent
+
+    def accept(self, token_id: int) -> None:
+        if self._after is not None:
+            self._after = None if token_id == self._after else self._after
+        elif not self._over:
+            try:
+                accepted = self._matcher.accept(token_id)
+            except BaseException as error:
+                self._fail(error)
+                return
+            self._over = not accepted or token_id in self._stop_token_ids
+            if not accepted:
+                self._fail(ValueError(f"it refused the token {token_id} that it had allowed"))
+
+    def _fail(self, error: BaseException) -> None:
+        """It ends its sequence: without it the text would match nothing. A panic of the backend is
+        no ``Exception``."""
+        if not is_backends(error):
+            raise error
+        logger.error("a grammar failed: %s", error)
+        self._over = True
+        self.failure = RequestError(
+            "the grammar failed while it was followed; it may be too complex",
+            param=self._field,
+            code="invalid_grammar",
+        )
+
+
+def allowed_tokens(
+    grammars: Sequence[tuple[int, SequenceGrammar]], count: int, vocab_size: int
+) -> Tensor:
+    """bool [count, V]: what may be sampled at each place; places without a grammar allow all."""
+    bits = np.full((count, -(-vocab_size // 32)), -1, np.int32)
+    for place, grammar in grammars:
+        grammar.fill(bits[place])
+    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    return torch.from_numpy(unpacked[:, :vocab_size].astype(bool))
+
+
+class GrammarCompiler:
+    """Grammars by what they say; the tokenizer is read when the first one is asked for.
+
+    Those that were asked for last are kept, up to ``_CACHED_BYTES`` in all.
+    """
+
+    def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
+        check_grammar_backend(config)
+        self._backend = config.grammar_backend
+        self._model = config.model
+        self._info = info
+        self._make: Compile | None = None
+        self._compiled: OrderedDict[tuple[str, str], tuple[MakeMatcher, int]] = OrderedDict()
+        self._ended = 0
+        """Sequences with grammars that have ended since memory was given back."""
+
+    def compile(self, wanted: StructuredOutput) -> Matcher:
+        """A matcher at the grammar's start; ``RequestError`` where the backend refuses it."""
+        key = wanted.kind, wanted.value
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key][0]()
+        if self._make is None:
+            self._make = self._load_backend(wanted.field)
+        before = resident_bytes()
+        try:
+            make = compiled_safely(self._make, wanted, -(-self._info.vocab_size // 32))
+        except RequestError:
+            if resident_bytes() - before > _CACHED_BYTES:
+                trim_memory()
+            raise
+        # What others take meanwhile is counted too: the cache is then smaller, never larger.
+        weight = max(resident_bytes() - before, len(wanted.value))
+        if weight > _CACHED_BYTES // 4:
+            return make()
+        self._compiled[key] = make, weight
+        while sum(weight for _, weight in self._compiled.values()) > _CACHED_BYTES:
+            self._compiled.popitem(last=False)
+        return make()
+
+    def ended(self) -> None:
+        """A sequence that followed a grammar has ended; now and then its memory is asked back."""
+        self._ended += 1
+        if self._ended >= _TIDY_EVERY:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Give memory of grammars that nobody follows any more back to the system."""
+        if self._ended:
+            self._ended = 0
+            trim_memory()
+
+    def _load_backend(self, field: str) -> Compile:
+        eos = self._info.eos_token_ids
+        if self._model.skip_tokenizer_init or not eos:
+            raise RequestError(
+                f"{field} needs a tokenizer with an end-of-sequence token", param=field
+            )
+        path = self._model.tokenizer or self._info.model_path
+        described = Path(path) / "tokenizer.json"
+        if self._backend == "llguidance" and described.is_file():
+            # Without transformers, which takes 150 MiB to read the same file.
+            backend = Tokenizer.from_file(str(described))
+            return llguidance(backend, self._info.vocab_size, eos)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=self._model.trust_remote_code
+        )
+        if self._backend == "xgrammar":
+            return xgrammar(tokenizer, self._info.vocab_size, eos)
+        return llguidance(tokenizer.backend_tokenizer, self._info.vocab_size, eos)
+
+
+def check_grammar_backend(config: EngineConfig) -> None:
+    """``ConfigError`` where the library is not there."""
+    if config.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError(
+            "--grammar-backend: xgrammar is not installed (pip install 'kvserve[xgrammar]')"
+        )

@@ -1,0 +1,194 @@
+"""The libraries that compile grammars: llguidance (default) and xgrammar.
+
+Each gives a function from what is wanted to a function that makes matchers at the grammar's start.
+What a client sends here is a program: its size, its compilation and its steps are bounded, and what
+goes wrong in a library, a panic among it, is that client's error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvserve.log import RequestError, logger
+from kvserve.sampling_params import StructuredOutput
+
+MakeMatcher = Callable[[], "Matcher"]
+Compile = Callable[[StructuredOutput], MakeMatcher]
+
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write a document: with free white space a model may never get to its end."""
+_LIMITS: Any = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+}
+"""What llguidance may spend on one grammar: some 50 MiB, and some 0.1 s in a step."""
+_TRIAL_TOKENS = 8
+_SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
+
+
+class Matcher(Protocol):
+    """A grammar and a place in it."""
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        """Write the bits [W] of the tokens that may come next: int32, 32 tokens each."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Walk on; ``False`` if the grammar does not know the token here."""
+        ...
+
+
+def refused(wanted: StructuredOutput, reason: str) -> RequestError:
+    """What the client is told; a panic's text says where in the library, and goes to the log."""
+    if any(word in reason for word in ("panic", ".rs:", "unwrap()")):
+        logger.error("a grammar made its backend fail: %.2000s", reason)
+        reason = "it failed there; it may be too complex"
+    reason = reason.partition("<state>")[0].strip()  # what follows says how the library got there
+    return RequestError(
+        f"{wanted.field}: the grammar backend refuses it: {reason[:300]}",
+        param=wanted.field,
+        code="invalid_grammar",
+    )
+
+
+def is_backends(error: BaseException) -> bool:
+    """Whether a grammar is to blame: an exception, or a Rust panic, which Python knows as none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
+    """What ``compile`` makes, after a trial walk over masks of ``words`` numbers.
+
+    What would fail or take long in a step of everybody fails here, as a ``RequestError``.
+    """
+    try:
+        make = compile(wanted)
+        _walk(make(), words)
+    except RequestError:
+        raise
+    except BaseException as error:
+        if not is_backends(error):
+            raise
+        raise refused(wanted, str(error)) from None
+    return make
+
+
+def _walk(matcher: Matcher, words: int) -> None:
+    """Take the first allowed token some times."""
+    mask = np.zeros(words, np.int32)
+    for _ in range(_TRIAL_TOKENS):
+        matcher.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(allowed) or not matcher.accept(int(allowed[0])):
+            return
+
+
+def _pattern(text: str) -> str:
+    """A regular expression that matches ``text`` alone."""
+    escaped = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    return "".join(escaped.get(c) or ("\\" + c if c in _SPECIAL else c) for c in text)
+
+
+# ---- llguidance -------------------------------------------------------------------------------
+
+
+class _GuidanceMatcher:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        # The tokenizer may know more tokens than the model, in which case its mask is longer.
+        mask[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
+        self._check()
+
+    def accept(self, token_id: int) -> bool:
+        accepted = bool(self._matcher.consume_token(token_id))
+        self._check()
+        return accepted
+
+    def _check(self) -> None:
+        """It raises nothing itself, and allows nothing once it is over its limits."""
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+
+
+def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
+    """``backend`` is a fast tokenizer of the package tokenizers."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    limits = LLParserLimits(**_LIMITS)
+    size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
+
+    def grammar(wanted: StructuredOutput) -> str:
+        if wanted.kind == "json":
+            return str(LLMatcher.grammar_from_json_schema(wanted.value, overrides=_COMPACT))
+        if wanted.kind == "json_object":
+            schema = {"type": "object"}
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT))
+        if wanted.kind == "regex":
+            return str(LLMatcher.grammar_from_regex(wanted.value))
+        if wanted.kind == "choice":
+            options = "|".join(map(_pattern, json.loads(wanted.value)))
+            return str(LLMatcher.grammar_from_regex(options))
+        return str(LLMatcher.grammar_from_lark(wanted.value))
+
+    def compile(wanted: StructuredOutput) -> MakeMatcher:
+        first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)
+        if first.is_error():
+            raise refused(wanted, first.get_error())
+        return lambda: _GuidanceMatcher(first.deep_copy())
+
+    return compile
+
+
+# ---- xgrammar ---------------------------------------------------------------------------------
+
+
+class _XgrammarMatcher:
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        self._matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]), 0)
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+
+def xgrammar(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
+    """``tokenizer`` is one of transformers."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=eos
+    )
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def compiled(wanted: StructuredOutput) -> Any:
+        if wanted.kind in ("json", "json_object"):
+            schema = wanted.value or '{"type": "object"}'
+            separators = (_COMPACT["item_separator"], _COMPACT["key_separator"])
+            return compiler.compile_json_schema(
+                schema, any_whitespace=False, separators=separators, strict_mode=False
+            )
+        if wanted.kind == "regex":
+            return compiler.compile_regex(wanted.value)
+        if wanted.kind == "choice":
+            options = " | ".join(map(json.dumps, json.loads(wanted.value)))
+            return compiler.compile_grammar(f"root ::= {options}")
+        return compiler.compile_grammar(wanted.value)
+
+    def compile(wanted: StructuredOutput) -> MakeMatcher:
+        grammar = compiled(wanted)
+        return lambda: _XgrammarMatcher(xgrammar.GrammarMatcher(grammar))
+
+    return compile

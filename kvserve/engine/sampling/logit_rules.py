@@ -1,0 +1,164 @@
+"""Penalties, biases and bans: what some rows want done to their logits before sampling.
+
+Only rows that ask hold state here, in slots that are allocated as they are needed: counts over a
+vocabulary of 128 k tokens are half a megabyte a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.messages import NewSequence
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import NewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """One sequence's rules. ``allowed`` empty allows every token; bad words are token ids."""
+
+    presence: float
+    frequency: float
+    repetition: float
+    bias: dict[int, float]
+    allowed: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, new: NewSequence) -> RowRules | None:
+        """What a sequence asks for, if anything."""
+        rules = cls(
+            new.presence_penalty,
+            new.frequency_penalty,
+            new.repetition_penalty,
+            new.logit_bias,
+            tuple(new.allowed_token_ids),
+            tuple(map(tuple, new.bad_words)),
+        )
+        return None if rules == cls(0.0, 0.0, 1.0, {}, (), ()) else rules
+
+
+class LogitRules:
+    """The rules of all rows, applied to a batch at once.
+
+    As in vLLM, the repetition penalty counts prompt and output, the other penalties and bad words
+    look at the output alone.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
+        self._vocab_size = vocab_size
+        self._slot: IntArray = np.full(max_rows, -1, np.int32)
+        self._free: list[int] = []
+        self._settings = torch.zeros(0, 3, device=device)
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._bias = torch.zeros(0, vocab_size, device=device)
+        # Bad words, aligned at their ends; -1 in front of a word matches anything.
+        self._words = torch.zeros(0, 1, 1, dtype=torch.int64, device=device)
+        self._history = torch.zeros(0, 0, dtype=torch.int64, device=device)
+
+    def set_row(self, seq: NewRequest, rules: RowRules | None) -> None:
+        """Take over a newcomer's rules; its output so far counts."""
+        row = seq.row
+        if rules is None:
+            if self._slot[row] >= 0:
+                self._free.append(int(self._slot[row]))
+                self._slot[row] = -1
+            return
+        if self._slot[row] < 0:
+            self._slot[row] = self._take_slot()
+        slot, output = int(self._slot[row]), seq.token_ids[seq.num_prompt_tokens :]
+        settings = rules.presence, rules.frequency, rules.repetition
+        self._settings[slot] = self._on_device(settings, torch.float32)
+        counts = np.bincount(output, minlength=self._vocab_size)
+        self._counts[slot] = self._on_device(counts, torch.int32)
+        self._in_prompt[slot] = False
+        prompt = np.unique(seq.token_ids[: seq.num_prompt_tokens])
+        self._in_prompt[slot, self._on_device(prompt)] = True
+        self._bias[slot] = self._on_device(self._bias_of(rules), torch.float32)
+        self._set_words(slot, rules.bad_words, output)
+
+    def move_rows(self, to: IntArray, source: IntArray) -> None:
+        self._slot[to] = self._slot[source]
+
+    def apply(self, logits: Tensor, at: IntArray) -> Tensor:
+        """Logits [S, V] of rows ``at`` under their rules; the argument stays as it is."""
+        picked, slots = self._active(at)
+        x = logits[picked]
+        presence, frequency, repetition = self._settings[slots][:, :, None].unbind(1)
+        counts = self._counts[slots]
+        made = counts > 0
+        repeated = torch.where(x > 0, x / repetition, x * repetition)
+        x = torch.where(made | self._in_prompt[slots], repeated, x)
+        x = x - frequency * counts - presence * made + self._bias[slots]
+        words, history = self._words[slots], self._history[slots]
+        begun, last = words[..., :-1], words[..., -1]
+        said = ((begun < 0) | (begun == history[:, None])).all(-1) & (last >= 0)
+        x = x.scatter_add(1, last.clamp(min=0), torch.where(said, -torch.inf, 0.0))
+        return logits.index_copy(0, picked, x)
+
+    def observe(self, tokens: Tensor, at: IntArray) -> None:
+        """Count the tokens [S] that rows ``at`` got."""
+        picked, slots = self._active(at)
+        got = tokens[picked]
+        self._counts[slots, got] += 1
+        if self._history.shape[1]:
+            shifted = torch.cat([self._history[slots, 1:], got[:, None]], dim=1)
+            self._history[slots] = shifted
+
+    def _active(self, at: IntArray) -> tuple[Tensor, Tensor]:
+        """Places in ``at`` that have rules, and their slots."""
+        slots = self._slot[at]
+        places = np.flatnonzero(slots >= 0)
+        return self._on_device(places), self._on_device(slots[places])
+
+    def _on_device(self, array: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(array, self._settings.device, dtype)
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            size = len(self._settings)
+            more = max(size, 2)
+            self._settings = _grown(self._settings, more)
+            self._counts = _grown(self._counts, more)
+            self._in_prompt = _grown(self._in_prompt, more)
+            self._bias = _grown(self._bias, more)
+            self._words = _grown(self._words, more)
+            self._history = _grown(self._history, more)
+            self._free = list(range(size, size + more))
+        return self._free.pop()
+
+    def _bias_of(self, rules: RowRules) -> Tensor:
+        bias = torch.zeros(self._vocab_size)
+        if rules.allowed:
+            bias.fill_(-torch.inf)
+            bias[list(rules.allowed)] = 0.0
+        if rules.bias:
+            bias[list(rules.bias)] += torch.tensor(list(rules.bias.values()))
+        return bias
+
+    def _set_words(self, slot: int, words: tuple[tuple[int, ...], ...], output: IntArray) -> None:
+        count, length = self._words.shape[1:]
+        longest = max(map(len, words), default=1)
+        wider, longer = max(len(words) - count, 0), max(longest - length, 0)
+        self._words = F.pad(self._words, (longer, 0, 0, wider), value=-1)
+        self._history = F.pad(self._history, (longer, 0), value=-1)
+        self._words[slot] = -1
+        for i, word in enumerate(words):
+            self._words[slot, i, -len(word) :] = self._on_device(word)
+        kept = self._history.shape[1]
+        self._history[slot] = -1
+        if kept and len(output):
+            tail = self._on_device(output[-kept:])
+            self._history[slot, -len(tail) :] = tail
+
+
+def _grown(tensor: Tensor, more: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])

@@ -1,0 +1,222 @@
+"""From logits to tokens, for a whole batch at once.
+
+Rules, stops and grammars change logits; ``kernels/sample_tokens.py`` filters and draws. What a
+request samples depends neither on the batch it runs in nor on when its step is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.messages import NewSequence
+from kvserve.engine.sampling.grammar import SequenceGrammar
+from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
+from kvserve.kernels import elementwise
+from kvserve.kernels.sample_tokens import sample_tokens
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import NewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """What the sampler needs of one sequence; ``seed`` already includes the branch."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    min_len: int
+    """Logical length below which stop tokens are held back."""
+    logprobs: int | None
+    rules: RowRules | None = None
+    think_end: int = -1
+    """The token that ends the reasoning, where its length is limited."""
+    think_limit: int = 0
+    """Logical position at which ``think_end`` is put in if it has not come by itself."""
+    prompt: PromptScoring | None = None
+    grammar: SequenceGrammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """A prompt whose tokens' log-probabilities are wanted, each with ``count`` alternatives."""
+
+    seq_id: int
+    token_ids: IntArray
+    count: int
+
+    @classmethod
+    def of(cls, new: NewSequence) -> PromptScoring | None:
+        if new.prompt_logprobs is None:
+            return None
+        return cls(new.seq_id, np.array(new.token_ids, np.int32), new.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """``token_ids [S]`` and, where some row asked, log-probabilities of the raw distribution.
+
+    ``logprobs [S]`` and ``ranks [S]`` of the sampled token; ``top_ids``, ``top_logprobs [S, K]``.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is there, in this order."""
+        parts = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+        return [part for part in parts if part is not None]
+
+
+class SamplingRows:
+    """Sampling settings of all rows, on the device, with host copies of what steers the path."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
+        # Temperature (0: greedy), top_p, top_k, min_p.
+        self._settings = torch.zeros(max_rows, 4, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
+        # The token that ends a row's reasoning (-1: none is due), and where it is put in.
+        self._think_end = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self._think_limit = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._rules = LogitRules(max_rows, vocab_size, device)
+        # Host: random, filtered, has min_len, log-probabilities wanted (-1: none), has rules,
+        # limits its reasoning, has a grammar.
+        self._host: IntArray = np.zeros((max_rows, 7), np.int32)
+        self._prompts: np.ndarray[Any, Any] = np.full(max_rows, None, object)
+        self._grammars: np.ndarray[Any, Any] = np.full(max_rows, None, object)
+
+    def set_rows(self, requests: Sequence[NewRequest]) -> None:
+        """Take over the settings of newly admitted sequences (``NewRequest.sampling``)."""
+        for seq in requests:
+            s: RowSampling = seq.sampling
+            temperature = max(s.temperature, 1e-5) if s.temperature > 0.0 else 0.0
+            settings = temperature, s.top_p, float(s.top_k), s.min_p
+            self._settings[seq.row] = to_device(settings, self._settings.device, torch.float32)
+            self._seeds[seq.row] = s.seed
+            self._min_len[seq.row] = s.min_len
+            filtered = s.top_p < 1.0 or s.top_k > 0 or s.min_p > 0.0
+            self._host[seq.row] = (
+                s.temperature > 0.0,
+                s.temperature > 0.0 and filtered,
+                s.min_len > seq.num_prompt_tokens,
+                -1 if s.logprobs is None else s.logprobs,
+                s.rules is not None,
+                s.think_end >= 0,
+                s.grammar is not None,
+            )
+            self._prompts[seq.row], self._grammars[seq.row] = s.prompt, s.grammar
+            self._set_stop_ids(seq.row, seq.stop_token_ids)
+            self._rules.set_row(seq, s.rules)
+            ended = s.think_end in seq.token_ids[seq.num_prompt_tokens :]
+            self._think_end[seq.row] = -1 if ended else s.think_end
+            self._think_limit[seq.row] = s.think_limit
+
+    def move_rows(self, to: IntArray, source: IntArray) -> None:
+        self._host[to] = self._host[source]
+        self._prompts[to] = self._prompts[source]
+        self._grammars[to] = self._grammars[source]
+        device = self._settings.device
+        dst, src = (to_device(x, device) for x in (to, source))
+        self._rules.move_rows(to, source)
+        for tensor in (
+            *(self._settings, self._seeds, self._min_len, self._stop_ids),
+            *(self._think_end, self._think_limit),
+        ):
+            tensor[dst] = tensor[src]
+
+    def sample(
+        self,
+        logits: Tensor,
+        at: IntArray,
+        positions: Tensor,
+        allowed: Tensor | None = None,
+        argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
+    ) -> SampledTokens:
+        """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
+
+        ``allowed`` [S, V], boolean, is what the rows' grammars let pass. ``argmax``: that of
+        ``kvserve.kernels.elementwise``, or another that does the same.
+        """
+        host = self._host[at]
+        rows = to_device(at, logits.device)
+        raw = logits
+        if host[:, 4].any():
+            logits = self._rules.apply(logits, at)
+        if host[:, 2].any():
+            logits = self._hold_back_stops(logits, rows, positions)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        if host[:, 0].any():
+            tokens = self.draw(logits, rows, positions, bool(host[:, 1].any()))
+        else:
+            tokens = argmax(logits)
+        if host[:, 5].any():
+            tokens = self._end_reasoning(tokens, rows, positions)
+        if host[:, 4].any():
+            self._rules.observe(tokens, at)
+        wanted = int(host[:, 3].max(initial=-1))
+        return with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
+
+    def wants_logprobs(self, at: IntArray) -> IntArray:
+        """How many alternatives each of the rows asked for, -1 for none."""
+        wanted: IntArray = self._host[at, 3]
+        return wanted
+
+    def grammars(self, at: IntArray) -> list[tuple[int, SequenceGrammar]]:
+        """Places in ``at`` of rows that follow a grammar, and which."""
+        places = np.flatnonzero(self._host[at, 6])
+        return [(place, self._grammars[at[place]]) for place in places.tolist()]
+
+    def prompt_scoring(self, at: IntArray) -> list[tuple[int, PromptScoring]]:
+        """Places in ``at`` of rows whose prompts are scored, and what they want."""
+        if not len(at):
+            return []
+        wanted = self._prompts[at]
+        return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
+        """A token of each row; ``filtered``: some ask for top-k, top-p or min-p."""
+        return sample_tokens(logits, self._settings[rows], self._seeds[rows], positions, filtered)
+
+    def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Put in the token that ends the reasoning of rows which have used up their budget."""
+        end = self._think_end[rows]
+        late = (end >= 0) & (positions >= self._think_limit[rows])
+        tokens = torch.where(late, end, tokens)
+        self._think_end[rows] = torch.where(tokens == end, -1, end)
+        return tokens
+
+    def _hold_back_stops(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        ids = self._stop_ids[rows]
+        held = (positions < self._min_len[rows])[:, None] & (ids >= 0)
+        return logits.scatter_add(1, ids.clamp(min=0), torch.where(held, -torch.inf, 0.0))
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = torch.nn.functional.pad(self._stop_ids, (0, missing), value=-1)
+        self._stop_ids[row] = -1
+        self._stop_ids[row, : len(stop_ids)] = to_device(stop_ids, self._stop_ids.device)
+
+
+def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> SampledTokens:
+    """``tokens`` [S] under logits [S, V], each beside its ``count`` likeliest alternatives."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    top: Any = logprobs.topk(count, dim=-1)
+    return SampledTokens(tokens, chosen[:, 0], ranks, top.indices, top.values)

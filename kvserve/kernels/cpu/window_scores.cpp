@@ -1,0 +1,188 @@
+// How much attention a window of queries, logged in 4 bits, pays to its keys, for CPUs.
+//
+// A lane is one KV head of one layer and event. Its keys are turned once; then kRows queries at a
+// time become a strip of logits, of probabilities, and are added to the scores: no [W, n] matrix is
+// held. Arithmetic is float32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "lanes.h"
+
+// What the launcher passes; it mirrors these fields. Strides are in elements; E lanes' leading
+// dimensions are two, [outer, inner].
+extern "C" struct WindowScores {
+  const uint8_t* codes;  // [outer, inner, Hq, W, D / 2]
+  const float* scales;   // [outer, inner, Hq, W], dense, times the model's scale
+  const float* shares;   // [outer, inner, Hq, W], dense; null: the softmax runs over the n keys alone
+  const void* keys;      // [outer, inner, Hkv, n + later, D]
+  float* out;            // [outer, inner, Hkv, n], dense
+  int64_t codes_strides[4], key_strides[4];
+  int64_t outer, inner, num_heads, num_kv_heads, window, length, later, dim;
+  int64_t first, step, span;  // query i's place is first + step * i
+  int64_t aggregate, largest, is_bf16, num_threads;
+};
+
+namespace {
+
+constexpr int W = kMaxLanes;
+constexpr int kRows = 4;
+constexpr int kVectors = kMaxLanes / 4;  // of a row of logits that are computed at a time
+constexpr int kWidth = kVectors * W;
+constexpr int kLargestDim = 256;
+enum Aggregate { kSum, kSquares, kMax };
+
+typedef Lanes<W> X;
+typedef X::F F;
+
+// logits[kRows][stride] = queries[kRows][dim] . keys[dim][stride]
+void multiply(float* logits, const float* queries, const float* keys, int dim, int64_t stride) {
+  for (int64_t at = 0; at < stride; at += kWidth) {
+    F sum[kRows][kVectors] = {};
+    for (int d = 0; d < dim; ++d) {
+      F key[kVectors];
+      for (int v = 0; v < kVectors; ++v) key[v] = X::load(keys + d * stride + at + v * W);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sum[r][v] += queries[r * dim + d] * key[v];
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kVectors; ++v) X::store(logits + r * stride + at + v * W, sum[r][v]);
+  }
+}
+
+template <typename T>
+class Kernel {
+ public:
+  explicit Kernel(const WindowScores& call)
+      : call_(call),
+        group_(call.num_heads / call.num_kv_heads),
+        held_(call.length + call.later),
+        stride_((held_ + kWidth - 1) / kWidth * kWidth) {}
+
+  void run() {
+    const int64_t lanes = call_.outer * call_.inner * call_.num_kv_heads;
+    const int threads = std::max<int64_t>(1, std::min(call_.num_threads, lanes));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      std::vector<float> scratch((call_.dim + kRows + 2) * stride_ + W);
+      // Vectors are loaded whole from addresses that 64 divides.
+      const auto skip = (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < lanes; ++i) score(i, scratch.data() + skip % W);
+    }
+  }
+
+ private:
+  void score(int64_t lane, float* keys) const {
+    float* logits = keys + call_.dim * stride_;
+    float *share = logits + kRows * stride_, *pooled = share + stride_;
+    turn(lane, keys);
+    std::fill(pooled, pooled + stride_, 0.0f);
+    for (int member = 0; member < group_; ++member) {
+      std::fill(share, share + stride_, 0.0f);
+      for (int64_t row = 0; row < call_.window; row += kRows) {
+        const int count = std::min<int64_t>(kRows, call_.window - row);
+        alignas(64) float queries[kRows * kLargestDim];
+        read(lane, member, row, count, queries);
+        multiply(logits, queries, keys, call_.dim, stride_);
+        for (int r = 0; r < count; ++r) {
+          const int64_t query = (lane * group_ + member) * call_.window + row + r;
+          const float total = soften(logits + r * stride_, query, row + r);
+          add(logits + r * stride_, 1.0f / total, share);
+        }
+      }
+      for (int64_t j = 0; j < stride_; ++j)
+        pooled[j] = call_.largest ? std::max(pooled[j], share[j]) : pooled[j] + share[j];
+    }
+    const float factor = call_.largest ? 1.0f : 1.0f / group_;
+    for (int64_t j = 0; j < call_.length; ++j)
+      call_.out[lane * call_.length + j] = pooled[j] * factor;
+  }
+
+  // Keys [n + later, D] -> [D, stride]; what fills up the last vectors is zero.
+  void turn(int64_t lane, float* to) const {
+    const int64_t* strides = call_.key_strides;
+    const int64_t event = lane / call_.num_kv_heads, head = lane % call_.num_kv_heads;
+    const T* from = static_cast<const T*>(call_.keys) + event / call_.inner * strides[0] +
+                    event % call_.inner * strides[1] + head * strides[2];
+    alignas(64) float row[kLargestDim];
+    for (int64_t j = 0; j < stride_; ++j) {
+      for (int d = 0; d < call_.dim; d += 8)
+        Lanes<8>::store(row + d, j < held_ ? Lanes<8>::load(from + j * strides[3] + d) : Lanes<8>::F{});
+      for (int d = 0; d < call_.dim; ++d) to[d * stride_ + j] = row[d];
+    }
+  }
+
+  // Queries [row, row + count) of a head; others are zero.
+  void read(int64_t lane, int member, int64_t row, int count, float* to) const {
+    const int64_t* strides = call_.codes_strides;
+    const int64_t event = lane / call_.num_kv_heads;
+    const int64_t head = lane % call_.num_kv_heads * group_ + member;
+    const uint8_t* from = call_.codes + event / call_.inner * strides[0] +
+                          event % call_.inner * strides[1] + head * strides[2];
+    const float* scales = call_.scales + (lane * group_ + member) * call_.window;
+    for (int r = 0; r < kRows; ++r)
+      for (int d = 0; d < call_.dim / 2; ++d) {
+        const int both = r < count ? from[(row + r) * strides[3] + d] : 0x88;
+        const float scale = r < count ? scales[row + r] : 0.0f;
+        to[r * call_.dim + 2 * d] = ((both & 15) - 8) * scale;
+        to[r * call_.dim + 2 * d + 1] = ((both >> 4) - 8) * scale;
+      }
+  }
+
+  // A row of logits becomes powers of e; returns what they add up to, where they count.
+  float soften(float* row, int64_t query, int64_t index) const {
+    const bool absolute = call_.shares != nullptr;
+    const int64_t own = absolute ? call_.first + call_.step * index : 0;
+    const int64_t first = absolute ? own / call_.span * call_.span : 0;
+    const int64_t end = absolute ? held_ : call_.length;
+    const auto lane = X::count();
+    F highest = F{} - INFINITY;
+    for (int64_t j = 0; j < end; j += W) {
+      const F x = lane < (int)(end - j) ? X::load(row + j) : F{} - INFINITY;
+      highest = x > highest ? x : highest;
+    }
+    const float high = X::largest(highest);
+    F all = {}, later = {}, recent = {};  // keys behind the query's own place are new to it
+    for (int64_t j = 0; j < end; j += W) {
+      const F power = X::exp(X::load(row + j) - high);
+      X::store(row + j, power);
+      const F counts = lane < (int)(end - j) ? power : F{};
+      all += counts;
+      later += lane > (int)(own - j) ? counts : F{};
+      recent += (lane <= (int)(own - j)) & (lane >= (int)(first - j)) ? counts : F{};
+    }
+    const float window = X::total(all);
+    if (!absolute) return window;
+    // A query with hardly any share does not vote; exp(80) is far from infinite.
+    const float elsewhere = std::exp(std::min(-call_.shares[query], 80.0f));
+    return std::max(window, X::total(later) + X::total(recent) * elsewhere);
+  }
+
+  // Adds the n probabilities that these powers are, times factor, to the scores.
+  void add(const float* row, float factor, float* share) const {
+    for (int64_t j = 0; j < call_.length; j += W) {
+      const F x = X::load(row + j) * factor, old = X::load(share + j);
+      if (call_.aggregate == kMax)
+        X::store(share + j, x > old ? x : old);
+      else
+        X::store(share + j, old + (call_.aggregate == kSquares ? x * x : x));
+    }
+  }
+
+  const WindowScores& call_;
+  const int group_;
+  const int64_t held_, stride_;
+};
+
+}  // namespace
+
+extern "C" void kvserve_window_scores(const WindowScores* call) {
+  call->is_bf16 ? Kernel<bf16>(*call).run() : Kernel<float>(*call).run();
+}

@@ -1,0 +1,22 @@
+"""Where the queries of a batch's rows begin and end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class QuerySegments(NamedTuple):
+    """P chunks of consecutive tokens, T in all; tensors of integers on the device.
+
+    ``rows [P]`` of the block tables; token t sees entries 0 to ``last[r, t]`` (``[R, T]``, below
+    ``max_held``) of table r of its row. ``starts [P + 1]`` are the first tokens of chunks of at
+    most ``max_chunk``; ``None``: P = T chunks of one.
+    """
+
+    rows: Tensor
+    last: Tensor
+    max_held: int
+    starts: Tensor | None = None
+    max_chunk: int = 1

@@ -1,0 +1,1 @@
+"""Scores of cached entries, and what is worked out from them."""

@@ -1,0 +1,137 @@
+"""How much attention the last queries of a row pay to the entries before them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.int4_log import Int4Queries
+
+GQA_REDUCTIONS = ("mean", "max", "sum")
+
+Queries = Tensor | Int4Queries
+"""[..., Hq, W, D], as numbers or as they are logged in 4 bits."""
+
+
+def causal_scores(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    gqa_reduce: str = "mean",
+    missing: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """Mean probability that the last W of n tokens give each earlier one, over a group's heads.
+
+    query: [..., Hq, W, D], those of the last W keys; key: [..., Hkv, n, D]. Query i sees keys up to
+    n - W + i; the softmax runs over all it sees, and the window's own columns are dropped after it.
+    Keys ``missing [..., Hkv, n]`` are seen by none and get 0; the window's own are all there. With
+    ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it ran:
+    logarithms of what it gave to the window's keys among them.
+    Returns float32 [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV,
+    arXiv 2404.14469, section 4.
+    """
+    if shares is not None:
+        votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
+        return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
+    window, length = query.shape[-2], key.shape[-2]
+    place = torch.arange(length, device=key.device)
+    unseen = place > place[length - window :, None]
+    if missing is not None:
+        unseen = unseen | missing[..., None, None, :]
+    probs = torch.softmax(logits_of(query, key, scale).masked_fill_(unseen, -torch.inf), dim=-1)
+    votes = probs[..., : length - window].mean(dim=-2)
+    return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
+
+
+def past_scores(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    gqa_reduce: str = "max",
+    missing: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """As ``causal_scores``, but the softmax sees the n - W earlier keys alone, and it comes second.
+
+    Logits are reduced over a group's heads first; each row of the result adds to 1. The importance
+    of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares`` there is no
+    softmax that could come second: a group's absolute probabilities are reduced.
+    """
+    if shares is not None:
+        probs = _absolute_past(query, key, scale, missing, shares)
+        return over_group(probs, gqa_reduce, -3).mean(dim=-2)
+    past = key[..., : key.shape[-2] - query.shape[-2], :]
+    logits = over_group(logits_of(query, past, scale), gqa_reduce, -3)
+    if missing is not None:
+        # Not -inf, which would make NaN of a lane that holds nothing but the window.
+        none = missing[..., None, : past.shape[-2]]
+        logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
+    return torch.softmax(logits, dim=-1).mean(dim=-2)
+
+
+def received_mass(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    weights: Tensor | None = None,
+    missing: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
+    """Attention each key got from the last Q queries, summed over them and over a group's heads.
+
+    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i, those
+    ``missing [..., Hkv, n]`` aside, and counts ``weights [Q]`` times. Returns float32
+    [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
+    [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
+    """
+    length, count = key.shape[-2], query.shape[-2]
+    places = torch.arange(length, device=key.device)
+    mass = torch.zeros(key.shape[:-1], dtype=torch.float32, device=key.device)
+    for start in range(0, count, block):
+        part = _rows(query, slice(start, start + block))
+        last = length - count + start + torch.arange(part.shape[-2], device=key.device)
+        unseen = places > last[:, None]
+        if missing is not None:
+            unseen = unseen | missing[..., None, None, :]
+        probs = torch.softmax(logits_of(part, key, scale).masked_fill(unseen, -torch.inf), dim=-1)
+        if weights is not None:
+            probs *= weights[start : start + block, None]
+        mass += probs.sum(dim=(-3, -2))
+    return mass
+
+
+def _absolute_past(
+    query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
+) -> Tensor:
+    """What the last W of n tokens give earlier ones: float32 [..., Hkv, group, W, n - W]."""
+    window, past = query.shape[-2], key.shape[-2] - query.shape[-2]
+    logits = logits_of(query, key, scale)
+    if missing is not None:
+        logits = logits.masked_fill(missing[..., None, None, :], -torch.inf)
+    own = logits[..., past:]
+    place = torch.arange(window, device=key.device)
+    own = own.masked_fill(place > place[:, None], -torch.inf)
+    shared = own.logsumexp(dim=-1)
+    total = shared - shares.unflatten(-2, logits.shape[-4:-2])
+    # Rounded queries could make the probabilities add to more than 1.
+    total = total.maximum(torch.logaddexp(logits[..., :past].logsumexp(dim=-1), shared))
+    return torch.exp(logits[..., :past] - total[..., None])
+
+
+def _rows(query: Queries, part: slice) -> Queries:
+    return query[..., part, :] if isinstance(query, Tensor) else query.rows(part)
+
+
+def logits_of(query: Queries, key: Tensor, scale: float) -> Tensor:
+    """float32 [..., Hkv, group, W, n]. A group's queries are folded, so no key is repeated."""
+    kv_heads, window = key.shape[-3], query.shape[-2]
+    group = query.shape[-3] // kv_heads
+    folded = query.float().unflatten(-3, (kv_heads, group)).flatten(-3, -2)
+    return (folded @ key.float().transpose(-1, -2) * scale).unflatten(-2, (group, window))
+
+
+def over_group(x: Tensor, reduction: str, dim: int) -> Tensor:
+    if reduction == "max":
+        return x.amax(dim)
+    return x.sum(dim) if reduction == "sum" else x.mean(dim)

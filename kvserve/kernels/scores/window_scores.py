@@ -1,0 +1,341 @@
+"""How much attention a window of queries pays to the keys it could cost their place."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels import dispatch
+from kvserve.kernels.checks import check_head_dim, runs_triton
+from kvserve.kernels.cpu import window_scores as cpu
+from kvserve.kernels.dispatch import Helper, Kernel, tile_of
+from kvserve.kernels.int4_log import Int4Queries, widened
+from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
+from kvserve.kernels.seen import Seen
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+AGGREGATES = ("sum", "sum_squares", "max")
+GROUP_AGGREGATES = ("mean", "max")
+
+
+def window_scores(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    aggregate: str = "sum",
+    group_aggregate: str = "mean",
+    seen: Seen | None = None,
+) -> Tensor:
+    """Bidirectional softmax over the keys, aggregated over queries, then over query heads.
+
+    query: [..., Hq, W, D]; key: [..., Hkv, n, D] with Hq a multiple of Hkv (query head h reads KV
+    head h // (Hq/Hkv)). Returns float32 [..., Hkv, n]. Kara, arXiv 2607.01237, Eq. 4: no causal
+    mask, softmax over the n compressible keys only; with ``sum`` each row of the result adds to W.
+
+    With ``seen`` attention is absolute: the softmax of a query runs over all that it had seen, and
+    over those of the n + later keys that came after it; key: [..., Hkv, n + later, D]. What it saw
+    elsewhere follows from the keys here that its share is of, and no probabilities of a query add
+    to more than 1 (rounded queries, and keys it saw that have gone, could make them).
+    """
+    how = key, scale, aggregate, group_aggregate, seen
+    if runs_triton(key):
+        return window_scores_triton(query, *how)
+    if isinstance(query, Int4Queries) and cpu.takes(query, key):
+        return cpu.window_scores(query, *how)
+    return window_scores_torch(query, *how)
+
+
+def window_scores_torch(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    aggregate: str = "sum",
+    group_aggregate: str = "mean",
+    seen: Seen | None = None,
+) -> Tensor:
+    """The reference of ``window_scores``, which holds all [W, n] logits."""
+    logits = logits_of(query, key, scale)
+    if seen is None:
+        probs = torch.softmax(logits, dim=-1)
+    else:
+        group, window, length = logits.shape[-3:]
+        place = torch.arange(length, device=key.device)
+        own = (seen.first + seen.step * torch.arange(window, device=key.device))[:, None]
+        later, recent = place > own, (place <= own) & (place >= own // seen.span * seen.span)
+        since, shared = (
+            logits.masked_fill(~there, -torch.inf).logsumexp(dim=-1) for there in (later, recent)
+        )
+        total = torch.logaddexp(shared - seen.shares.unflatten(-2, (-1, group)), since)
+        total = total.maximum(logits.logsumexp(dim=-1))
+        probs = torch.exp(logits[..., : length - seen.later] - total[..., None])
+    if aggregate == "sum_squares":
+        probs = probs.square()
+    pooled = probs.amax(dim=-2) if aggregate == "max" else probs.sum(dim=-2)
+    return over_group(pooled, group_aggregate, -2)
+
+
+def window_scores_triton(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    aggregate: str = "sum",
+    group_aggregate: str = "mean",
+    seen: Seen | None = None,
+) -> Tensor:
+    """Two passes that hold no [W, n] matrix: each query's log-sum-exp, then each key's share.
+
+    The query is of the keys' type, or float32, or e4m3 on sm_89 and newer, or as logged in 4 bits.
+    """
+    _check(query, key, aggregate, group_aggregate, seen)
+    numbers = query if isinstance(query, Tensor) else query.codes
+    *lead, heads, window, _ = query.shape
+    kv_heads, held, dim = key.shape[-3:]
+    length = held if seen is None else held - seen.later
+    q, k = _five_dims(numbers), _five_dims(key)
+    exact = torch.float32 in (q.dtype, k.dtype)
+    tile = tile_of("scores", q.device, dim, torch.float32 if exact else k.dtype)
+    programs, inner = q.shape[0] * q.shape[1], q.shape[1]
+    sums = torch.empty(programs, heads, window, dtype=torch.float32, device=q.device)
+    if seen is not None:
+        sums.copy_(seen.shares.reshape(sums.shape))
+    out = torch.empty(*lead, kv_heads, length, dtype=torch.float32, device=q.device)
+    if not length:
+        return out
+    scales = _scales(query, programs, heads, window)
+    places = (0, 0, 1) if seen is None else (seen.first, seen.step, seen.span)
+    shared = (q, scales, k, scale * math.log2(math.e), window, inner, *q.stride()[:4])
+    options = {
+        "HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "DIM": dim,
+        "ROWS": tile.rows,
+        "TILE": tile.columns,
+        "INT4": not isinstance(query, Tensor),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    grid = programs * heads, -(-window // tile.rows)
+    absolute = seen is not None
+    log_sums = (*shared, *k.stride()[:4], held, *places)
+    _log_sums.launch(grid, sums, *log_sums, ABSOLUTE=absolute, **options)
+    grid = programs * kv_heads, -(-length // tile.columns)
+    _shares.launch(
+        grid,
+        out,
+        sums,
+        *shared,
+        *k.stride()[:4],
+        length,
+        AGGREGATE=AGGREGATES.index(aggregate),
+        LARGEST=group_aggregate == "max",
+        **options,
+    )
+    return out
+
+
+def _five_dims(x: Tensor) -> Tensor:
+    """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
+    while x.dim() < 5:
+        x = x[None]
+    return x.flatten(0, -5)
+
+
+def _scales(query: Queries, programs: int, heads: int, window: int) -> Tensor:
+    """float16 [programs, Hq, W] of queries in 4 bits; something that is not read, of others."""
+    if isinstance(query, Tensor):
+        return query
+    return query.scales[..., 0].reshape(programs, heads, window).contiguous()
+
+
+def _check(
+    query: Queries, key: Tensor, aggregate: str, group_aggregate: str, seen: Seen | None
+) -> None:
+    check_head_dim(query if isinstance(query, Tensor) else key, key)
+    for name, value, allowed in (
+        ("aggregate", aggregate, AGGREGATES),
+        ("group_aggregate", group_aggregate, GROUP_AGGREGATES),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    q, k = query.shape, key.shape
+    if q[:-3] != k[:-3] or q[-3] % k[-3] or q[-1] != k[-1]:
+        raise ValueError(f"query {list(q)} does not go with key {list(k)}")
+    if seen is not None:
+        fits = seen.shares.shape == q[:-1] and 0 <= seen.later <= k[-2]
+        last = seen.first + seen.step * (q[-2] - 1)
+        if not fits or seen.first < 0 or min(seen.step, seen.span) < 1 or last >= k[-2]:
+            raise ValueError(
+                f"shares {list(seen.shares.shape)} from place {seen.first} by {seen.step}, span "
+                f"{seen.span} and {seen.later} later keys do not go with query {list(q)} and key "
+                f"{list(k)}"
+            )
+    if isinstance(query, Int4Queries):
+        if query.codes.stride(-1) != 1:
+            raise ValueError(f"codes have to be contiguous, strides {list(query.codes.stride())}")
+        return
+    if query.dtype not in (key.dtype, torch.float32, torch.float8_e4m3fn):
+        raise ValueError(f"query is {query.dtype}, key is {key.dtype}")
+    if query.dtype is torch.float8_e4m3fn and dispatch.capability(query.device) < (8, 9):
+        raise ValueError(
+            "a query log of e4m3 numbers needs sm_89 or newer; log in the model's type"
+        )
+
+
+@Helper
+def _queries_at(at, stride, row, window, DIM: tl.constexpr, INT4: tl.constexpr):
+    """Queries ``row`` of those at ``at``: [ROWS, DIM], numbers or what was logged in 4 bits."""
+    if INT4:
+        pairs = tl.arange(0, DIM // 2)[None, :]
+        codes_at = at + (row.to(tl.int64) * stride)[:, None] + pairs
+        return widened(tl.load(codes_at, mask=(row < window)[:, None], other=0x88))
+    dims = tl.arange(0, DIM)[None, :]
+    q_at = at + (row.to(tl.int64) * stride)[:, None] + dims
+    return tl.load(q_at, mask=(row < window)[:, None], other=0.0)
+
+
+@Helper
+def _keys_at(at, stride, place, length, DIM: tl.constexpr):
+    """Keys ``place`` of those at ``at``: [TILE, DIM]."""
+    k_at = at + (place.to(tl.int64) * stride)[:, None] + tl.arange(0, DIM)[None, :]
+    return tl.load(k_at, mask=(place < length)[:, None], other=0.0)
+
+
+@Kernel
+def _log_sums(
+    sums,
+    q,
+    scales,
+    k,
+    scale,
+    window,
+    inner,
+    q_stride_0,
+    q_stride_1,
+    q_stride_head,
+    q_stride_row,
+    k_stride_0,
+    k_stride_1,
+    k_stride_head,
+    k_stride_row,
+    length,
+    first,
+    step,
+    span,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    INT4: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+):
+    lane = tl.program_id(0).to(tl.int64)
+    event, head = lane // (HEADS * GROUP), lane % (HEADS * GROUP)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    q_base = q + event // inner * q_stride_0 + event % inner * q_stride_1 + head * q_stride_head
+    queries = _queries_at(q_base, q_stride_row, row, window, DIM, INT4)
+    if q.dtype.element_ty != tl.float32:
+        queries = queries.to(k.dtype.element_ty)
+    factor = tl.full([ROWS], scale, tl.float32)
+    if INT4:
+        factor *= tl.load(scales + lane * window + row, mask=row < window, other=0.0).to(tl.float32)
+    k_base = k + event // inner * k_stride_0 + event % inner * k_stride_1
+    k_base += head // GROUP * k_stride_head
+    high = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if ABSOLUTE:
+        own = first + step * row
+        begin = own // span * span
+        later = tl.zeros([ROWS], tl.float32)
+        recent = tl.zeros([ROWS], tl.float32)
+    for start in range(0, length, TILE):
+        place = start + tl.arange(0, TILE)
+        keys = _keys_at(k_base, k_stride_row, place, length, DIM).to(queries.dtype)
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor[:, None]
+        logits = tl.where(place[None, :] < length, logits, float("-inf"))
+        new_high = tl.maximum(high, tl.max(logits, axis=1))
+        decay = tl.exp2(high - new_high)
+        powers = tl.exp2(logits - new_high[:, None])
+        total = total * decay + tl.sum(powers, axis=1)
+        if ABSOLUTE:
+            since = place[None, :] > own[:, None]
+            later = later * decay + tl.sum(tl.where(since, powers, 0.0), axis=1)
+            shared = (place[None, :] >= begin[:, None]) & (place[None, :] <= own[:, None])
+            recent = recent * decay + tl.sum(tl.where(shared, powers, 0.0), axis=1)
+        high = new_high
+    if ABSOLUTE:
+        share = tl.load(sums + lane * window + row, mask=row < window, other=0.0)
+        # A query with hardly any share does not vote; exp(80) is far from infinite.
+        total = tl.maximum(total, later + recent * tl.exp(tl.minimum(-share, 80.0)))
+    tl.store(sums + lane * window + row, high + tl.log2(total), mask=row < window)
+
+
+@Kernel
+def _shares(
+    out,
+    sums,
+    q,
+    scales,
+    k,
+    scale,
+    window,
+    inner,
+    q_stride_0,
+    q_stride_1,
+    q_stride_head,
+    q_stride_row,
+    k_stride_0,
+    k_stride_1,
+    k_stride_head,
+    k_stride_row,
+    length,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    INT4: tl.constexpr,
+    AGGREGATE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    lane = tl.program_id(0).to(tl.int64)
+    event, head = lane // HEADS, lane % HEADS
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    k_base = k + event // inner * k_stride_0 + event % inner * k_stride_1 + head * k_stride_head
+    keys = _keys_at(k_base, k_stride_row, place, length, DIM)
+    if q.dtype.element_ty == tl.float32:
+        keys = keys.to(tl.float32)
+    q_base = q + event // inner * q_stride_0 + event % inner * q_stride_1
+    pooled = tl.zeros([TILE], tl.float32)
+    for member in range(0, GROUP):
+        q_head = q_base + (head * GROUP + member) * q_stride_head
+        head_rows = (lane * GROUP + member) * window
+        share = tl.zeros([TILE], tl.float32)
+        for start in range(0, window, ROWS):
+            row = start + tl.arange(0, ROWS)
+            queries = _queries_at(q_head, q_stride_row, row, window, DIM, INT4).to(keys.dtype)
+            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+            if INT4:
+                factor = tl.load(scales + head_rows + row, mask=row < window, other=0.0)
+                logits *= factor.to(tl.float32)[:, None]
+            # Rows that do not exist take no part: exp2(-inf) is 0.
+            log_sum = tl.load(sums + head_rows + row, mask=row < window, other=float("inf"))
+            probs = tl.exp2(logits - log_sum[:, None])
+            if AGGREGATE == 0:
+                share += tl.sum(probs, axis=0)
+            elif AGGREGATE == 1:
+                share += tl.sum(probs * probs, axis=0)
+            else:
+                share = tl.maximum(share, tl.max(probs, axis=0))
+        if LARGEST:
+            pooled = tl.maximum(pooled, share)
+        else:
+            pooled += share
+    if not LARGEST:
+        pooled = pooled / GROUP
+    tl.store(out + lane * length + place, pooled, mask=place < length)

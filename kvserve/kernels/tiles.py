@@ -1,0 +1,58 @@
+"""Which tiles a program of each Triton kernel takes, by generation of GPU.
+
+`python -m bench.gpu --tile` times candidates on a GPU and rewrites this file; until then they are
+chosen by what the compiler says of them: the largest that spill nothing and load the next entries
+while the last ones are multiplied (tests/kernels/budget.json holds them to it).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """What one program takes: ``rows`` (queries), ``columns`` (entries), warps, pipeline stages.
+
+    ``programs``: how many a multiprocessor should have where a context is split to keep all busy.
+    ``longest``: entries after which a row is split although enough rows are there, so that nobody
+    waits for the one that is longer than all others (0: never).
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int = 2
+    longest: int = 0
+
+
+# Two-byte numbers, by the lowest compute capability that has these tiles. From 5 stages on two
+# tiles of keys and values are under way while a third is multiplied: Triton 3.6 and 3.7 take one
+# stage each for the table's block, the keys and the values of an entry.
+TILES = {
+    (8, 0): {
+        "decode": Tile(16, 64, 4, 2),
+        "decode codes": Tile(16, 32, 4, 2),
+        "prefill": Tile(64, 64, 8, 2, programs=1),
+        "prefill codes": Tile(64, 32, 8, 2, programs=1),
+        "scores": Tile(64, 64, 4, 2),
+    },
+    (9, 0): {
+        "decode": Tile(16, 32, 4, 5, programs=4, longest=4096),
+        "decode codes": Tile(16, 32, 4, 3),
+        "prefill": Tile(128, 64, 8, 5, programs=1),
+        "prefill codes": Tile(128, 32, 8, 2, programs=1),
+        "scores": Tile(64, 64, 4, 3),
+    },
+}
+# float32 is multiplied exactly, outside of the tensor cores.
+FLOAT32_TILES = {
+    "decode": Tile(16, 32, 4, 3),
+    "decode codes": Tile(16, 16, 4, 3),
+    "prefill": Tile(32, 16, 8, 2, programs=1),
+    "prefill codes": Tile(32, 16, 8, 2, programs=1),
+    "scores": Tile(32, 32, 8, 1),
+}
+# Batches of up to so many rows, some of which filter, are sampled by torch's sort; by generation.
+# `make gpu-check` prints what either takes.
+SORTED_ROWS = {(8, 0): 0, (9, 0): 0}

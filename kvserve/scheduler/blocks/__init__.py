@@ -1,0 +1,1 @@
+"""Who holds which blocks: tables over one pool, and the prefix cache."""

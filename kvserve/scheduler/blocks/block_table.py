@@ -1,0 +1,197 @@
+"""Block tables of all rows and KV groups, in vectorised numpy.
+
+A row holds columns ``[first, end)`` of its table. All tables of a run have this form: the one of
+keys and values, whose front is given back where it becomes codes, and the one of logged queries,
+addressed by logical position, whose front is given back once it was scored. Letters: LG layer
+groups, R tables per row, M columns. A lane is one group of one row, numbered as in ``[LG, max_rows,
+R]``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import TableUpdate
+from kvserve.scheduler.row_schema import RowArrays, per_group
+
+Rows = IntArray | slice
+"""Which rows: their numbers, or a slice of all, which costs no copy."""
+NO_UPDATE = TableUpdate(np.zeros(0, np.int64), np.zeros(0, np.int32))
+
+
+class BlockTable(RowArrays):
+    """``blocks [LG, max_rows, R, M]`` with ``first`` and ``end`` ``[LG, max_rows, R]``."""
+
+    first: IntArray = per_group()
+    end: IntArray = per_group()
+    _synced: IntArray = per_group()
+    """The runner has seen the entries before this column."""
+
+    def __init__(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, block_tokens: int, max_tokens: int
+    ) -> None:
+        self.pool = pool
+        self._block_tokens = block_tokens
+        shape, columns = (
+            (layout.layer_groups, max_rows, layout.rows),
+            -(-max_tokens // block_tokens),
+        )
+        self.blocks: IntArray = np.zeros((*shape, columns), np.int32)
+        self.make_by_group(lambda: np.zeros(shape, np.int32))
+        self._lanes: IntArray = np.arange(self.end.size).reshape(shape)
+
+    def start(self, row: int, column: int) -> None:
+        """An empty row whose first block will stand in ``column``."""
+        self.first[:, row] = self.end[:, row] = self._synced[:, row] = column
+
+    def wanted(self, rows: Rows, tokens: IntArray) -> int:
+        """Blocks missing for ``tokens [LG, rows, R]`` (or what broadcasts to it) of each row."""
+        return int(self._missing(rows, tokens)[1].sum())
+
+    def extend(self, rows: Rows, tokens: IntArray) -> None:
+        """Lend the missing blocks; the caller has checked that they are free."""
+        lanes, missing = self._missing(rows, tokens)
+        if len(lanes):
+            end = self.end.reshape(-1)
+            at = self._places(lanes, end[lanes], missing)
+            self.blocks.reshape(-1)[at] = self.pool.allocate(len(at))
+            end[lanes] += missing
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each."""
+        self.pool.share(columns.ravel())
+        self.blocks[:, row, :, : len(columns)] = columns.transpose(1, 2, 0)
+        self.end[:, row] = len(columns)
+
+    def shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
+        """Which blocks in ``columns [n]`` of ``rows [n]`` have more than one reference.
+
+        bool ``[n, LG, R]``; only columns before each group's ``end [LG, n, R]`` count.
+        """
+        named = self.blocks[:, rows, :, columns]
+        inside = columns[:, None, None] < end.transpose(1, 0, 2)
+        return np.asarray((self.pool.ref[named] > 1) & inside)
+
+    def keep(self, row: int, columns: IntArray) -> int:
+        """Hold only ``columns [LG, R, K]`` of a row, in this order; return the blocks given up."""
+        named, _ = self.row_entries(row)
+        kept = np.take_along_axis(self.blocks[:, row], columns, axis=2)
+        self.pool.share(kept.ravel())
+        self.pool.release(named)
+        self.blocks[:, row, :, : columns.shape[2]] = kept
+        self.end[:, row] = columns.shape[2]
+        self._synced[:, row] = 0
+        return len(named) - kept.size
+
+    def release_columns(self, row: int, first: IntArray, end: IntArray) -> None:
+        """Give back the columns ``[first, end)`` ``[LG, R]`` of a row, those it has; ``name`` next.
+
+        What stands behind them stays.
+        """
+        counts = np.minimum(end, self.end[:, row]) - first
+        self.pool.release(self._named(np.array([row]), first[:, None], counts[:, None]))
+
+    def name(self, row: int, first: IntArray, end: IntArray, blocks: IntArray) -> None:
+        """Put ``blocks [R, M']`` in columns ``[first, end)`` ``[LG, R]``, a reference for each."""
+        at = self._places(self._lanes[:, row].ravel(), first.ravel(), (end - first).ravel())
+        lane, column = np.divmod(at, self.blocks.shape[3])
+        named = blocks[lane % self.blocks.shape[2], column]
+        self.pool.share(named)
+        self.blocks.reshape(-1)[at] = named
+        self.end[:, row] = np.maximum(self.end[:, row], end)
+        self._synced[:, row] = np.minimum(self._synced[:, row], first)
+
+    def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
+        """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
+        surplus = np.maximum(self.end[:, rows] - end, 0)
+        self.end[:, rows] -= surplus
+        self.pool.release(self._named(rows, self.end[:, rows], surplus))
+        self._synced[:, rows] = np.minimum(self._synced[:, rows], self.end[:, rows])
+        per_row: IntArray = surplus.sum(axis=(0, 2), dtype=np.int32)
+        return per_row
+
+    def move_front(self, rows: IntArray, first: IntArray) -> None:
+        """Give back the columns before ``first [LG, rows, R]`` (or what broadcasts to it); a row
+        without others goes on there."""
+        first = np.minimum(first, self.blocks.shape[3])
+        surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
+        self.pool.release(self._named(rows, self.first[:, rows], surplus))
+        self.first[:, rows] = first
+        for array in (self.end, self._synced):
+            array[:, rows] = np.maximum(array[:, rows], first)
+
+    def release_row(self, row: int) -> None:
+        """Give back everything a row holds."""
+        self.pool.release(self.row_entries(row)[0])
+        self.start(row, 0)
+
+    def replace_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
+        """Put a fresh block wherever ``shared`` finds one.
+
+        A block with more than one reference is read-only. Returns which of the n were replaced
+        in some group. Contents do not move: the caller copies them.
+        """
+        shared = self.shared(rows, columns, end)
+        at, group, head = np.nonzero(shared)
+        where = (group, rows[at], head, columns[at])
+        self.pool.release(self.blocks[where])
+        self.blocks[where] = self.pool.allocate(len(at))
+        np.minimum.at(self._synced, where[:3], columns[at])
+        return np.asarray(shared.any(axis=(1, 2)))
+
+    def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
+        """Blocks that a row names, group by group, and the columns they stand in."""
+        first, end = self.first[:, row].ravel(), self.end[:, row].ravel()
+        at = self._places(self._lanes[:, row].ravel(), first, end - first)
+        return self.blocks.reshape(-1)[at], at % self.blocks.shape[3]
+
+    def held(self, num_rows: int) -> IntArray:
+        """Blocks that each of the first ``num_rows`` rows names."""
+        columns = self.end[:, :num_rows] - self.first[:, :num_rows]
+        # One axis after the other: numpy adds long rows faster than short columns.
+        per_row: IntArray = columns.sum(axis=0, dtype=np.int32).sum(axis=1, dtype=np.int32)
+        return per_row
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        longest = int(max(self.end[:, a].max(), self.end[:, b].max()))
+        self.blocks[:, [a, b], :, :longest] = self.blocks[:, [b, a], :, :longest]
+        self.move_rows([a, b], [b, a])
+
+    def take_update(self, num_rows: int) -> TableUpdate:
+        """Entries set since the last call, for the first ``num_rows`` rows."""
+        behind = np.flatnonzero(self._synced[:, :num_rows] != self.end[:, :num_rows])
+        if not len(behind):
+            return NO_UPDATE
+        lanes = self._lanes[:, :num_rows].reshape(-1)[behind]
+        synced, end = self._synced.reshape(-1), self.end.reshape(-1)[lanes]
+        at = self._places(lanes, synced[lanes], end - synced[lanes])
+        synced[lanes] = end
+        return TableUpdate(at, self.blocks.reshape(-1)[at])
+
+    def all_held(self) -> IntArray:
+        """Every block named, once per naming."""
+        return self._named(slice(None), self.first, self.end - self.first)
+
+    def _missing(self, rows: Rows, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Lanes that lack blocks for ``tokens``, and how many; the others cost a comparison."""
+        short = np.flatnonzero(tokens > self.end[:, rows] * self._block_tokens)
+        lanes = self._lanes[:, rows].reshape(-1)[short]
+        if not len(short):
+            return lanes, lanes
+        wanted = np.broadcast_to(tokens, self.end[:, rows].shape).reshape(-1)[short]
+        return lanes, -(-wanted // self._block_tokens) - self.end.reshape(-1)[lanes]
+
+    def _named(self, rows: Rows, first: IntArray, counts: IntArray) -> IntArray:
+        """Blocks in ``counts [LG, rows, R]`` columns (or none) from ``first`` on."""
+        some = np.flatnonzero(counts > 0)
+        lanes, first, counts = (x.reshape(-1)[some] for x in (self._lanes[:, rows], first, counts))
+        return np.asarray(self.blocks.reshape(-1)[self._places(lanes, first, counts)])
+
+    def _places(self, lanes: IntArray, first: IntArray, counts: IntArray) -> IntArray:
+        """Flat indices into ``blocks``: ``counts`` columns of each lane, from ``first`` on."""
+        starts = lanes * self.blocks.shape[3] + first
+        places: IntArray = np.repeat(starts, counts) + ragged_arange(counts)
+        return places

@@ -1,0 +1,183 @@
+"""Codebook storage: which entries of a row are held as codes, and in which blocks.
+
+A coded lane (one KV group of a row) holds its first entries as slots in *index blocks*, which refer
+to vectors in *vector blocks*; both come from the pool of all others. Behind them stand raw blocks,
+as anywhere. Its table of keys and values begins there; or, where attention does not read codes, it
+names *scratch blocks* for the codes, in which a forward rebuilds them layer by layer, so that all
+layers of a KV head share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import CodeBlocks
+from kvserve.scheduler.row_schema import RowArrays, per_group
+
+SLOT_BYTES = 16
+"""Two references, two scales, a position, a distance, and who attends."""
+MAX_VECTORS = 1 << 16
+"""References have two bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What one event makes of a row: all ``[LG, R]``.
+
+    Of ``kv_lens`` entries the first ``coded`` are held as codes, with ``num_vectors`` vectors. With
+    ``afresh`` the whole row is written again, else its raw entries stay where they are.
+    """
+
+    kv_lens: IntArray
+    coded: IntArray
+    num_vectors: IntArray
+    afresh: bool
+
+
+class CodeTables(RowArrays):
+    """Index and vector tables of all rows; ``coded`` entries and ``num_vectors`` of each lane.
+
+    Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block. ``scratch``: whether
+    codes are rebuilt.
+    """
+
+    coded: IntArray = per_group()
+    num_vectors: IntArray = per_group()
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        layout: KVLayout,
+        max_rows: int,
+        max_model_len: int,
+        slots_per_block: int,
+        *,
+        scratch: bool,
+    ) -> None:
+        self.scratch = scratch
+        self.slots_per_block = slots_per_block
+        self.vectors_per_block = 2 * layout.block_size
+        self._pool = pool
+        self._size = layout.block_size
+        self.index = BlockTable(pool, layout, max_rows, slots_per_block, max_model_len)
+        self.vectors = BlockTable(pool, layout, max_rows, self.vectors_per_block, 2 * max_model_len)
+        shape = (layout.layer_groups, max_rows, layout.rows)
+        self.make_by_group(lambda: np.zeros(shape, np.int32))
+
+    def start_row(self, row: int) -> None:
+        """An empty row."""
+        self.index.start(row, 0)
+        self.vectors.start(row, 0)
+        self.coded[:, row] = self.num_vectors[:, row] = 0
+
+    def release_row(self, row: int) -> None:
+        """Give back a row's codes; its scratch goes with its table of keys and values."""
+        self.index.release_row(row)
+        self.vectors.release_row(row)
+        self.start_row(row)
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        self.index.swap(a, b)
+        self.vectors.swap(a, b)
+        self.move_rows([a, b], [b, a])
+
+    def held(self, num_rows: int) -> IntArray:
+        """Blocks that codes take of each row, less those that its lanes' tables share."""
+        held = self.index.held(num_rows) + self.vectors.held(num_rows)
+        if not self.scratch:
+            return held
+        shared = self.coded[:, :num_rows] // self._size
+        twice: IntArray = (shared.sum(axis=0) - shared.max(axis=0)).sum(axis=1, dtype=np.int32)
+        return held - twice
+
+    def plan(
+        self,
+        row: int,
+        kv_lens: IntArray,
+        entries: IntArray,
+        vectors: IntArray,
+        *,
+        afresh: bool,
+        raw_fallback: bool,
+    ) -> Coding:
+        """What to hold as codes of a row, given what was observed.
+
+        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition, and need so many new
+        ``vectors [LG, R]``. With ``raw_fallback`` a lane stays raw for good if its codes would take
+        as many blocks as its entries, and so do all lanes of a head that do not save the scratch
+        they need.
+        """
+        if not afresh:
+            coded = self.coded[:, row] + entries
+            return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)
+        coded = entries // self._size * self._size
+        if raw_fallback:
+            index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
+            saved = coded // self._size - index - book
+            coded = np.where(saved > 0, coded, 0)
+            if self.scratch:
+                worth = np.where(saved > 0, saved, 0).sum(axis=0) > coded.max(axis=0) // self._size
+                coded = np.where(worth, coded, 0)
+        return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
+
+    def wanted(self, row: int, coding: Coding) -> int:
+        """Blocks that an event takes before it gives any back."""
+        at, size = np.array([row]), self._size
+        codes = self.index.wanted(at, coding.coded[:, None])
+        codes += self.vectors.wanted(at, coding.num_vectors[:, None])
+        if self.scratch:
+            before, after = ((x // size).max(axis=0) for x in (self.coded[:, row], coding.coded))
+            codes += int((after - before).sum())
+        if not coding.afresh:
+            return codes
+        raw = -(-coding.kv_lens // size) - coding.coded // size
+        return codes + int(raw.sum())
+
+    def replaced(self, row: int, coding: Coding) -> int:
+        """Raw blocks whose entries become codes, where a row is not written afresh."""
+        return int(((coding.coded - self.coded[:, row]) // self._size).sum())
+
+    def book(self, row: int, kv: BlockTable, coding: Coding) -> None:
+        """Take the blocks of an event in exchange for those it replaces; they are there."""
+        at, first = np.array([row]), coding.coded // self._size
+        if coding.afresh:
+            kv.truncate(at, np.zeros_like(first)[:, None])
+        if self.scratch:
+            self._name_scratch(row, kv, first)
+        else:
+            kv.move_front(at, first[:, None])
+        kv.extend(at, coding.kv_lens[:, None])
+        self.index.extend(at, coding.coded[:, None])
+        self.vectors.extend(at, coding.num_vectors[:, None])
+        self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
+
+    def _name_scratch(self, row: int, kv: BlockTable, after: IntArray) -> None:
+        """Let the columns before ``after [LG, R]`` of each lane name the scratch of its head."""
+        before = self.coded[:, row] // self._size
+        scratch = np.zeros((after.shape[1], int(after.max(initial=0))), np.int32)
+        for head, layer in enumerate(before.argmax(axis=0)):
+            known = before[layer, head]
+            scratch[head, :known] = kv.blocks[layer, row, head, :known]
+        column = np.arange(scratch.shape[1])
+        missing = (column >= before.max(axis=0)[:, None]) & (column < after.max(axis=0)[:, None])
+        kv.release_columns(row, before, after)
+        fresh = self._pool.allocate(int(missing.sum()))
+        scratch[missing] = fresh
+        kv.name(row, before, after, scratch)
+        self._pool.release(fresh)
+
+    def blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
+        """Where events write that have just been booked; ``before`` is what was held then."""
+        columns = self.index.end[:, rows].max(initial=0), self.vectors.end[:, rows].max(initial=0)
+        index, vectors = (
+            table.blocks[:, rows, :, :width].copy()
+            for table, width in zip((self.index, self.vectors), columns, strict=True)
+        )
+        now = self.coded[:, rows], self.num_vectors[:, rows]
+        return CodeBlocks(before[0], now[0], before[1], now[1], index, vectors)

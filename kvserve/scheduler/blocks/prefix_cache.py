@@ -1,0 +1,137 @@
+"""Prompt blocks that outlive their sequence: block columns by the hash of all tokens up to them.
+
+A *column* is block j of all KV groups. It is found by the chained hash of tokens [0, (j+1)B), so a
+hit is always a whole prefix. The cache holds one reference per block; a column whose blocks nobody
+else names is the first thing to go when blocks run out, least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+
+_SEED = b"kvserve"
+
+
+def column_hashes(token_ids: IntArray, block_size: int, known: list[bytes]) -> list[bytes]:
+    """Chained hashes of all full columns; ``known`` are those of the first ones."""
+    hashes = list(known)
+    tokens = np.ascontiguousarray(token_ids, np.int32)
+    for start in range(len(known) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else _SEED
+        digest = hashlib.blake2b(parent, digest_size=16)
+        digest.update(tokens[start : start + block_size].tobytes())
+        hashes.append(digest.digest())
+    return hashes
+
+
+class PrefixCache:
+    """Hash to block column. Columns have places in arrays, by which they are looked through.
+
+    ``_blocks [places, LG * R]``, and ``_used [places]``, which orders columns by their last use
+    (0: the place is empty). What a step costs goes by columns, not by blocks: with tables per layer
+    and head a column has hundreds.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._places: dict[bytes, int] = {}
+        self._digests: list[bytes] = []
+        self._empty: list[int] = []
+        self._shape = (1, 1)
+        self._blocks: IntArray = np.zeros((0, 1), np.int32)
+        self._used: IntArray = np.zeros(0, np.int64)
+        self._clock = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that only the cache names."""
+        return self.pool.num_only_cached
+
+    @property
+    def columns(self) -> dict[bytes, IntArray]:
+        """Every cached column ``[LG, R]`` by its hash."""
+        return {digest: self._column(place) for digest, place in self._places.items()}
+
+    def match(self, hashes: list[bytes]) -> list[IntArray]:
+        """Columns ``[LG, R]`` of the longest cached prefix, marked as used."""
+        found = []
+        for digest in hashes:
+            place = self._places.get(digest)
+            if place is None:
+                break
+            found.append(place)
+        self._touch(found)
+        return [self._column(place) for place in found]
+
+    def publish(self, hashes: list[bytes], columns: IntArray) -> None:
+        """Cache ``columns [n, LG, R]`` under their hashes; those already there stay as they are."""
+        if not len(self._used) and len(columns):
+            self._shape = columns.shape[1:]
+            self._blocks = np.zeros((0, columns[0].size), np.int32)
+        for digest, column in zip(hashes, columns, strict=True):
+            if digest not in self._places:
+                self._add(digest, column.ravel())
+        self._touch([self._places[digest] for digest in hashes])
+
+    def evict(self, count: int) -> None:
+        """Free at least ``count`` blocks, or all that only the cache names."""
+        alone = self.pool.only_cached
+        places = np.flatnonzero(alone)
+        if count < len(places):  # each of these frees a block
+            places = places[self._used[places].argpartition(count - 1)[:count]]
+        places = places[self._used[places].argsort()]
+        enough = int(np.searchsorted(alone[places].cumsum(), count)) + 1
+        for place in places[:enough].tolist():
+            self._drop(place)
+
+    def forget(self, blocks: IntArray) -> None:
+        """Drop the columns that hold any of ``blocks``, so that their owner may write them."""
+        for place in self.pool.columns_of(blocks):
+            self._drop(place)
+
+    def clear(self) -> None:
+        """Drop every column."""
+        for place in list(self._places.values()):
+            self._drop(place)
+
+    def held(self) -> IntArray:
+        """Every block the cache names, once per reference."""
+        held: IntArray = self._blocks[self._used > 0].ravel()
+        return held
+
+    def _column(self, place: int) -> IntArray:
+        column: IntArray = self._blocks[place].reshape(self._shape).copy()
+        return column
+
+    def _add(self, digest: bytes, blocks: IntArray) -> None:
+        if not self._empty:
+            self._grow()
+        place = self._empty.pop()
+        self._places[digest], self._digests[place] = place, digest
+        self._blocks[place] = blocks
+        self.pool.cache_column(blocks, place)
+
+    def _grow(self) -> None:
+        """Twice as many places."""
+        old, more = len(self._used), max(64, len(self._used))
+        self._blocks = np.concatenate(
+            [self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32)]
+        )
+        self._used = np.concatenate([self._used, np.zeros(more, np.int64)])
+        self._digests += [b""] * more
+        self._empty += range(old + more - 1, old - 1, -1)
+
+    def _touch(self, places: list[int]) -> None:
+        """Mark a prefix as used; parents after their children, who could not be hit without."""
+        self._clock += len(places)
+        self._used[places] = self._clock - np.arange(len(places))
+
+    def _drop(self, place: int) -> None:
+        del self._places[self._digests[place]]
+        self._used[place] = 0
+        self._empty.append(place)
+        self.pool.release_column(self._blocks[place].copy())

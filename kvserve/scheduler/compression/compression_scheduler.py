@@ -1,0 +1,289 @@
+"""Who compresses in which step: the order of events, and what a step has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
+from kvserve.scheduler.compression.engine_wide import EngineWideDates
+from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
+from kvserve.scheduler.compression.lives import EventLives, OpenEvent
+from kvserve.scheduler.event import EventKind, Scores
+from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import Trigger
+
+
+class CompressionScheduler:
+    """Takes events through their lives (``EventState``), those of all rows at once.
+
+    The events of a step observe at most ``max_observed`` queries, one event aside; those that free
+    most go first, the oldest on ties. Lengths and blocks are exact as soon as one is scheduled. Who
+    has to wait is skipped this step. With a ``gate``, optional events that do not pay are left out
+    until their next date. What an event does to blocks and lengths is its kind's (``HANDLERS``).
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        blocks: BlockManager,
+        max_observed: int,
+        gate: BreakEvenGate | None = None,
+    ) -> None:
+        self.rows = rows
+        self.blocks = blocks
+        self.gate = gate
+        self.lives = EventLives()
+        self.compactions = 0
+        self.early_compactions = 0
+        self.skipped = 0
+        self.blocks_released = 0
+        self.tokens_evicted = 0
+        self._max_observed = max_observed
+        self._engine_wide = EngineWideDates(rows)
+        self._triggers: dict[int, Trigger] = {}
+        self._kinds: dict[int, EventKind] = {}
+        self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
+        self._blocked: tuple[int, int] | None = None
+        """The first (by priority, then arrival: the last to be preempted) that found no blocks for
+        an event whose kind holds back what comes free, until its event or that of one before it is
+        scheduled.
+        """
+
+    def register(self, seq: Sequence) -> None:
+        """Know the trigger of a sequence's policy, and the kind of its events."""
+        self._triggers[seq.policy_id] = seq.trigger
+        self._kinds[seq.policy_id] = seq.event_kind
+        self._engine_wide.register(seq.policy_id, seq.trigger)
+
+    @property
+    def blocked_on_blocks(self) -> bool:
+        """Whether an event that writes codes finds no blocks: what comes free is for it."""
+        return self._blocked is not None
+
+    # ---- due ---------------------------------------------------------------------------------
+
+    def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
+        """Schedule events that are due.
+
+        ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
+        """
+        self._engine_wide.make_due()
+        waiting = self._waiting()
+        if not any(self._rank(row) == self._blocked for row in waiting):
+            self._blocked = None  # it was preempted itself, or has ended
+        candidates = self._candidates(self._due(waiting))
+        self.lives.close_scored()  # what cannot be scheduled now is scored again
+        if self.gate is not None:
+            candidates = self._that_pay(self.gate, candidates, entries_that_fit)
+        return self._schedule(candidates, self._max_observed)
+
+    def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
+        """Schedule events ahead of their time or budget, until ``missing`` blocks come free."""
+        rows = self.rows
+        at = rows.decoding_next()
+        willing = [
+            part[trigger.can_compress_early(rows.state(part))]
+            for policy_id, trigger in self._triggers.items()
+            if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
+        ]
+        at = np.concatenate([self._due(self._waiting()), *willing])
+        candidates = [events for events in self._candidates(at) if events.known]
+        freed = np.concatenate([np.zeros(0, int), *(events.blocks_freed for events in candidates)])
+        order = (-freed).argsort(kind="stable")
+        enough = int(np.searchsorted(freed[order].cumsum(), missing))
+        wanted = np.zeros(len(freed), bool)
+        wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
+        before = self.compactions
+        scheduled = self._schedule(list(some_of(candidates, wanted)), None)
+        self.early_compactions += self.compactions - before
+        return tuple(replace(task, early=True) for task in scheduled.compactions)
+
+    def prune(self, row: int) -> CompactionTask:
+        """Schedule the event of a row whose prompt is computed in this step, and pruned there."""
+        at, num_prompt = np.array([row], np.int32), int(self.rows.num_prompt[row])
+        handler = self._handlers[EventKind.PRUNED]
+        assert isinstance(handler, PrunedEvents)
+        event = handler.in_prompt(self._due_events(int(self.rows.policy_id[row]), at), num_prompt)
+        taken = handler.take_blocks(event)
+        assert taken is not None
+        task = self._scheduled(event, taken)
+        return replace(task, token_ids=self.rows.token_ids[at, :num_prompt])
+
+    def _waiting(self) -> IntArray:
+        """Rows with an event to come before they go on."""
+        rows, n = self.rows, self.rows.num_rows
+        waits = rows.num_computed[:n] >= rows.next_event[:n]
+        waits &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
+        at: IntArray = np.flatnonzero(waits).astype(np.int32)
+        return at
+
+    def _due(self, at: IntArray) -> IntArray:
+        """Those of the rows ``at`` whose scores are not on their way."""
+        if not self.lives.scoring:
+            return at
+        return at[[not self.lives.is_scoring(self.rows.owner(row).seq_id) for row in at]]
+
+    def _candidates(self, at: IntArray) -> list[EventCandidates]:
+        """What events of rows ``at`` would do now, policy by policy."""
+        candidates = []
+        for policy_id in np.unique(self.rows.policy_id[at]).tolist():
+            due = self._due_events(policy_id, at[self.rows.policy_id[at] == policy_id])
+            candidates += self._handlers[due.kind].outcomes(due, self._scored)
+        return candidates
+
+    def _scored(self, due: EventCandidates) -> list[OpenEvent | None]:
+        """Which of the ``due`` events have been scored, each with its scores."""
+        starts = zip(due.at.tolist(), due.plan.query_start.tolist(), strict=True)
+        return [self.lives.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
+
+    def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
+        """Events of one policy's rows; nothing is known of what they leave."""
+        trigger, state = self._triggers[policy_id], self.rows.state(at)
+        plan, old = trigger.plan(state), self.blocks.kv_lens[:, at]
+        if not plan.is_within(state.kv_len).all():
+            raise ValueError("an event would take entries that are not there")
+        kind, layout = self._kinds[policy_id], self.blocks.layout
+        return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
+
+    def _that_pay(
+        self, gate: BreakEvenGate, candidates: list[EventCandidates], entries_that_fit: int
+    ) -> list[EventCandidates]:
+        """Put off optional events that would not earn back what they cost."""
+        rows, passed = self.rows, []
+        for events in candidates:
+            period = events.trigger.optional_period
+            if not period:
+                passed.append(events)
+                continue
+            at = events.at
+            # Nobody knows how long a sequence goes on: take it for as long as it has gone.
+            generated = rows.num_tokens[at] - rows.num_prompt[at]
+            left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
+            pays = gate.pays(events.plan.evicted, events.plan.observed, left, entries_that_fit)
+            pays |= np.array([self._happened(row) for row in at], bool)
+            rows.next_event[at[~pays]] += period
+            self.skipped += int(np.count_nonzero(~pays))
+            passed.append(events.part(pays))
+        return passed
+
+    def _happened(self, row: int) -> bool:
+        """Whether a row's next event is one that it had before it lost its cache."""
+        recorded = self.rows.owner(row).events
+        return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
+
+    # ---- scoring -----------------------------------------------------------------------------
+
+    def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
+        """A step has come back, with ``scores`` of each of ``output.observations``."""
+        for task, answered in zip(output.observations, scores, strict=True):
+            self.lives.take_scores(task, answered)
+        self.lives.apply((*output.compactions, *output.pruned))
+
+    def give_up(self, output: SchedulerOutput) -> None:
+        """A step has failed; what it was to score or to carry out is due again."""
+        self.lives.give_up(output.observations, (*output.compactions, *output.pruned))
+
+    def _observation(self, events: EventCandidates) -> ObservationTask:
+        """What the runner has to know of events to score them."""
+        owners = np.array([self.rows.owner(row).seq_id for row in events.at])
+        tokens = None
+        if not events.trigger.logs:
+            tokens = self.rows.tokens_from(events.at, events.plan.query_start)
+        return ObservationTask(
+            events.policy_id, events.at, owners, events.plan, events.old, tokens, kind=events.kind
+        )
+
+    # ---- scheduled ---------------------------------------------------------------------------
+
+    def _schedule(
+        self, candidates: list[EventCandidates], max_observed: int | None
+    ) -> ScheduledEvents:
+        """Schedule the events that fit a step and find their blocks; a task for each policy."""
+        compactions: list[CompactionTask] = []
+        observations: list[ObservationTask] = []
+        if not any(len(events.at) for events in candidates):
+            return ScheduledEvents()
+        order = self._order(candidates)
+        fits = np.ones(len(order), bool)
+        if max_observed is not None:
+            observed = np.concatenate([events.observed for events in candidates])
+            fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
+        for events in some_of(candidates, fits):
+            best = events.part(self._order([events]))
+            if best.known:
+                compactions += self._find_blocks(best)
+            else:
+                observations.append(self._observation(best))
+                self.lives.start_scoring(observations[-1])
+        if not (compactions or observations or fits.all()):
+            # Those that went first find no blocks: they must not keep the others waiting.
+            return self._schedule(list(some_of(candidates, ~fits)), max_observed)
+        return ScheduledEvents(tuple(compactions), tuple(observations))
+
+    def _order(self, candidates: list[EventCandidates]) -> IntArray:
+        """Events of all ``candidates``, numbered in a row: who goes first stands in front."""
+        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
+        at = np.concatenate([events.at for events in candidates])
+        return np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
+
+    def _rank(self, row: int) -> tuple[int, int]:
+        """Of two rows the higher one is preempted first."""
+        return int(self.rows.priority[row]), int(self.rows.arrival[row])
+
+    def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
+        """Schedule as many events, in order, as find their blocks."""
+        handler = self._handlers[events.kind]
+        taken = handler.take_blocks(events)
+        if handler.holds_back:
+            first = self._rank(events.at[0])
+            if taken is None:
+                self._blocked = min(first, self._blocked or first)
+            elif self._blocked is not None and first <= self._blocked:
+                self._blocked = None
+        return [] if taken is None else [self._scheduled(events, taken)]
+
+    def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
+        """Events whose blocks are found, as a task; their rows' counters are those after it."""
+        done = events.part(slice(len(taken.released)))
+        rows, blocks, at, new = self.rows, self.blocks, done.at, done.new
+        observed = self._observation(done)
+        rows.num_unmodified_tokens[at] = np.minimum(
+            rows.num_unmodified_tokens[at], done.plan.region_start
+        )
+        rows.first_uncompressed_pos[at] = done.plan.first_uncompressed_pos
+        log_from = self.schedule_next_event(done.policy_id, at)
+        for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
+            recorded = rows.owner(row).events
+            if not recorded or position > recorded[-1]:
+                recorded.append(position)
+        rows.blocks_released[at] += taken.released
+        self.blocks_released += int(taken.released.sum())
+        self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
+        dst_blocks = blocks.written(at, taken.copy_start, new)
+        task = CompactionTask.of(observed, new, taken.copy_start, dst_blocks, log_from, taken.codes)
+        rows.compactions[at] += task.compacts
+        self.compactions += int(np.count_nonzero(task.compacts))
+        self.lives.schedule(task)
+        return task
+
+    def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
+        """Work out when rows ``at`` are due next; returns from where they log queries."""
+        rows = self.rows
+        trigger, state = self._triggers[policy_id], rows.state(at)
+        handler = self._handlers[self._kinds[policy_id]]
+        next_event = handler.next_event(at, state, trigger.next_event(state))
+        for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
+            seq = rows.owner(at[i])
+            next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
+        log_from = trigger.log_from(state, next_event)
+        rows.next_event[at] = next_event
+        self.blocks.log_from(at, log_from)
+        return log_from

@@ -1,0 +1,42 @@
+"""Events whose dates are not their sequence's own: the engine counts its steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.periodic import EngineWide
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.trigger import Trigger
+
+
+class EngineWideDates:
+    """Steps since the last event, for each policy with an ``EngineWide`` trigger."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._triggers: dict[int, EngineWide] = {}
+        self._steps_since: dict[int, int] = {}
+
+    def register(self, policy_id: int, trigger: Trigger) -> None:
+        """Know the trigger of a policy; a new one begins to count."""
+        if self._triggers.get(policy_id) == trigger:
+            return
+        self._triggers.pop(policy_id, None)
+        if isinstance(trigger, EngineWide):
+            self._triggers[policy_id], self._steps_since[policy_id] = trigger, 0
+
+    def make_due(self) -> None:
+        """Count this step; where it is time, let the oldest rows that qualify be due."""
+        rows = self._rows
+        for policy_id, trigger in self._triggers.items():
+            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
+            if not len(at):
+                continue
+            self._steps_since[policy_id] += 1
+            if self._steps_since[policy_id] % trigger.period:
+                continue
+            at = at[trigger.eligible(rows.state(at))]
+            at = at[rows.arrival[at].argsort()][: trigger.most]
+            rows.next_event[at] = rows.num_computed[at]
+            if len(at):
+                self._steps_since[policy_id] = 0

@@ -1,0 +1,92 @@
+"""The life of a compression event, the kinds there are, and what the device answers of each."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvserve.scheduler.block_pool import IntArray
+
+
+class EventState(enum.Enum):
+    """Where a compression event is in its life.
+
+    ``DUE``: its sequence has come to the event's position, or blocks are wanted early.
+    ``SCORING``: a step scores it; what it keeps is on its way to the host.
+    ``SCORED``: what it keeps is known.
+    ``SCHEDULED``: lengths and blocks are those after it, and its task is in a step's message.
+    ``APPLIED``: that step has come back.
+    """
+
+    DUE = "due"
+    SCORING = "scoring"
+    SCORED = "scored"
+    SCHEDULED = "scheduled"
+    APPLIED = "applied"
+
+
+NEXT_STATES = {
+    EventState.DUE: {EventState.SCORING, EventState.SCHEDULED},
+    EventState.SCORING: {EventState.SCORED, EventState.DUE},
+    EventState.SCORED: {EventState.SCHEDULED, EventState.DUE},
+    EventState.SCHEDULED: {EventState.APPLIED, EventState.DUE},
+    EventState.APPLIED: set[EventState](),
+}
+"""From ``DUE`` straight to ``SCHEDULED`` go events whose lengths nobody has to be asked for: they
+are scored as they are applied. Back to ``DUE``: a step that failed, and scores that came too late.
+"""
+
+
+class EventKind(enum.Enum):
+    """What decides how much an event keeps, and in which form; each has a handler in
+    ``scheduler/compression/handlers.py`` and one in ``engine/compression/handlers.py``.
+
+    ``EVEN``: its trigger alone, equally much in all lanes. ``UNEVEN``: its scores, by layer or by
+    head. ``BLOCKS``: as uneven, but whole blocks stay where they are. ``CODED``: as uneven, and
+    what is kept becomes codes. ``PRUNED``: a prompt's own event is part of its forward, and how
+    much each layer keeps follows from the prompt's length; later ones are uneven.
+    """
+
+    EVEN = "even"
+    UNEVEN = "uneven"
+    BLOCKS = "blocks"
+    CODED = "coded"
+    PRUNED = "pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCounts:
+    """Entries that E events keep of each lane: ``counts [LG, E, R]``, their regions' alone."""
+
+    counts: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class KeptColumns:
+    """Blocks that E events keep: ``columns [LG, E, R, K]`` of their tables, -1 behind the last."""
+
+    columns: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class CodeCounts:
+    """``entries`` kept (or coded in addition) and the ``vectors`` they need, both [LG, E, R]."""
+
+    entries: IntArray
+    vectors: IntArray
+
+
+Scores = KeptCounts | KeptColumns | CodeCounts
+"""What the device answers to an ``ObservationTask``."""
+
+
+def answer(kind: EventKind, kept: IntArray) -> Scores:
+    """The answer of events of a ``kind`` from the one array that the device sends.
+
+    ``[LG, E, R]``; behind that the columns of ``BLOCKS``, or entries and vectors of ``CODED``.
+    """
+    if kind is EventKind.BLOCKS:
+        return KeptColumns(kept)
+    if kind is EventKind.CODED:
+        return CodeCounts(kept[..., 0], kept[..., 1])
+    return KeptCounts(kept)

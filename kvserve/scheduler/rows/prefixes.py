@@ -1,0 +1,44 @@
+"""What sequences take from the prefix cache, and what they give to it."""
+
+from __future__ import annotations
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.prefix_cache import column_hashes
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.sequence import Sequence
+
+
+class Prefixes:
+    """Columns that are still the plain image of their tokens, between rows and the cache."""
+
+    def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
+        self._rows = rows
+        self._blocks = blocks
+        self._size = blocks.layout.block_size
+
+    def cached(self, seq: Sequence, limit: int) -> IntArray:
+        """Cached columns ``[n, LG, R]`` that hold at most ``limit`` first tokens of a sequence."""
+        hashes = column_hashes(seq.token_ids, self._size, seq.column_hashes)
+        seq.column_hashes = hashes
+        return self._blocks.match(hashes[: max(limit, 0) // self._size])
+
+    def publish_chunk(self, row: int, length: int) -> None:
+        """Offer the prompt columns that a chunk completes to sequences admitted after it.
+
+        They may read them in the same step: a layer stores all its new entries before it attends.
+        """
+        seq = self._rows.owner(row)
+        end = int(self._rows.num_computed[row]) + length
+        self.publish(seq, min(end, seq.num_prompt_tokens))
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the full columns among a row's first ``num_tokens`` that are still as computed."""
+        rows, row, size = self._rows, seq.row, self._size
+        first = int(rows.num_published[row])
+        end = min(num_tokens, int(rows.num_unmodified_tokens[row])) // size
+        if end > first:
+            tokens = rows.token_ids[row, : end * size]
+            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
+            self._blocks.publish(row, first, seq.column_hashes[first:end])
+            rows.num_published[row] = end

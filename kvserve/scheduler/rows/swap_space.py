@@ -1,0 +1,113 @@
+"""Rows in host memory: a compressed sequence that had to make way comes back as it was.
+
+Recomputing it would first rebuild the larger cache that its events had cut down, and replay them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.output import SwapTask
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParkedRow:
+    """What a row was: its counters and lengths by field, log columns ``[first, end)``.
+
+    ``host_blocks`` are in the order of its table entries, logged queries behind keys and values.
+    """
+
+    counters: dict[str, IntArray]
+    lengths: dict[str, IntArray]
+    num_unmodified_tokens: int
+    log_columns: tuple[int, int]
+    host_blocks: IntArray
+
+
+class SwapSpace:
+    """Blocks of host memory, lent to parked rows; ``num_blocks`` of them in all."""
+
+    def __init__(self, num_blocks: int, rows: RowTable, blocks: BlockManager) -> None:
+        self.pool = BlockPool(num_blocks + 1)
+        self._rows = rows
+        self._blocks = blocks
+        self._parked: dict[int, ParkedRow] = {}
+        self._outs: list[SwapTask] = []
+        self._ins: list[SwapTask] = []
+        self._discarded: list[int] = []
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.seq_id in self._parked
+
+    def park(self, seq: Sequence) -> bool:
+        """Copy a row's blocks out, if there is room; its owner then gives the row away."""
+        rows, blocks, row = self._rows, self._blocks, seq.row
+        blocks.give_back_unused(row, int(rows.num_computed[row]))
+        kv_blocks, _ = blocks.kv.row_entries(row)
+        log_blocks, _ = blocks.log.row_entries(row)
+        count = len(kv_blocks) + len(log_blocks)
+        if count > self.pool.num_free:
+            return False
+        host = self.pool.allocate(count)
+        self._parked[seq.seq_id] = ParkedRow(
+            rows.park_row(row),
+            blocks.park_row(row),
+            int(min(rows.num_unmodified_tokens[row], rows.num_computed[row])),
+            (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
+            host,
+        )
+        # Giving the row away moves it behind all others; that is where the runner will find it.
+        device = np.concatenate([kv_blocks, log_blocks])
+        self._outs.append(SwapTask(rows.num_rows - 1, int(host[0]), device, host))
+        return True
+
+    def identity_tokens(self, seq: Sequence) -> int:
+        """First tokens of a parked sequence whose entries are still as computed."""
+        return self._parked[seq.seq_id].num_unmodified_tokens
+
+    def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
+        """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""
+        parked = self._parked[seq.seq_id]
+        first, end = parked.log_columns
+        size = self._blocks.layout.block_size
+        kv_columns = int((-(-(parked.lengths["kv_lens"] + reserve) // size)).sum())
+        return kv_columns + (end - first) * self._blocks.layout.groups
+
+    def restore(self, seq: Sequence, columns: IntArray) -> None:
+        """Seat a parked sequence; its first ``columns [n, LG, R]`` are in the prefix cache."""
+        rows, blocks = self._rows, self._blocks
+        parked = self._parked.pop(seq.seq_id)
+        row = rows.restore(seq, parked.counters)
+        first, end = parked.log_columns
+        blocks.restore_row(row, parked.lengths, columns, first, end)
+        kv_blocks, kv_columns = blocks.kv.row_entries(row)
+        log_blocks, log_columns = blocks.log.row_entries(row)
+        missing = np.concatenate([kv_columns >= len(columns), log_columns >= 0])
+        device = np.concatenate([kv_blocks, log_blocks])[missing]
+        place = int(parked.host_blocks[0])
+        self._ins.append(SwapTask(row, place, device, parked.host_blocks[missing]))
+        self.pool.release(parked.host_blocks)
+
+    def discard(self, seq: Sequence) -> None:
+        """Forget a parked sequence."""
+        host_blocks = self._parked.pop(seq.seq_id).host_blocks
+        self._discarded.append(int(host_blocks[0]))
+        self.pool.release(host_blocks)
+
+    def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
+        """Places forgotten, rows that left and rows that came back since the last call."""
+        tasks = tuple(self._discarded), tuple(self._outs), tuple(self._ins)
+        for taken in (self._discarded, self._outs, self._ins):
+            taken.clear()
+        return tasks
+
+    def check_integrity(self) -> None:
+        """Every host block is free or holds a part of one parked row."""
+        held = [parked.host_blocks for parked in self._parked.values()]
+        self.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))

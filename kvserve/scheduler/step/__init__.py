@@ -1,0 +1,1 @@
+"""One step: compress, make room, decode, catch up."""

@@ -1,0 +1,150 @@
+"""Who gets a row: a newcomer with its prompt's blocks, or a parked sequence that comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
+from kvserve.scheduler.output import NewRequest, NewRows
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+
+
+class Admission:
+    """Counts what sequences hold now, and ``reserve`` tokens of growth for each that runs.
+
+    Fewer where a sequence's next event or its end comes first. Less admits more and preempts more;
+    a whole window instead would keep out what compression makes room for.
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        blocks: BlockManager,
+        events: CompressionScheduler,
+        prefixes: Prefixes,
+        swap: SwapSpace,
+        *,
+        reserve: int,
+        chunked: bool,
+    ) -> None:
+        self._rows = rows
+        self._blocks = blocks
+        self._events = events
+        self._prefixes = prefixes
+        self._swap = swap
+        self._reserve = reserve
+        self._chunked = chunked
+        self._size = blocks.layout.block_size
+        self._admitted: list[Sequence] = []
+
+    def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
+        """Blocks without which a sequence cannot get past its prompt and its first event."""
+        due, log_from = first_event(num_prompt, trigger)
+        tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
+        return self._blocks_alone(tokens, log_from)
+
+    def admit(self, seq: Sequence, budget: int) -> bool:
+        """Give ``seq`` a row and its blocks, if there is room beside those that run.
+
+        A prompt gets the blocks of all it has to compute at once, up to its first event.
+        """
+        parked = seq in self._swap
+        if parked:
+            target, limit = 0, self._swap.identity_tokens(seq)
+            wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
+        else:
+            due, log_from = first_event(seq.num_prompt_tokens, seq.trigger)
+            target = min(seq.num_tokens, seq.next_event(0, due))
+            # The last token is computed for its logits, the logged ones for their queries.
+            limit = min(target - 1, log_from, seq.num_shareable)
+            wanted = self._blocks_alone(target, log_from)
+        columns = self._prefixes.cached(seq, limit)
+        if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
+            return False
+        pool = self._blocks.pool
+        pool.share(columns.ravel())  # what is hit must not be evicted to make room
+        wanted -= columns.size
+        fits = wanted + self._expected_growth() <= self._blocks.headroom
+        if fits and self._blocks.have_free(wanted):
+            if parked:
+                self._swap.restore(seq, columns)
+            else:
+                self._start(seq, columns, target)
+            self._admitted.append(seq)
+        pool.release(columns.ravel())
+        return seq.status is SequenceStatus.RUNNING
+
+    def chunk_length(self, seq: Sequence, computed: int, target: int, budget: int) -> int:
+        """Tokens to compute now on the way to ``target``."""
+        length = target - computed
+        if length > budget:
+            whole = seq.prunes_prompt and not computed
+            return budget if self._chunked and not whole else 0
+        return length
+
+    @property
+    def has_new(self) -> bool:
+        """Whether rows were given away since the last ``take_new_rows``."""
+        return bool(self._admitted)
+
+    def take_new_rows(self) -> NewRows:
+        """The rows given away since the last call, before anything is computed in them."""
+        new, self._admitted = self._admitted, []
+        at = [seq.row for seq in new]
+        known = np.array([seq.token_ids[-1] for seq in new], np.int32)
+        return NewRows(
+            tuple(map(NewRequest.of, new)),
+            self._rows.num_prompt[at],
+            self._rows.num_computed[at],
+            self._blocks.kv_lens[:, at],
+            self._blocks.logged_from(at),
+            np.array([seq.trigger.log_span for seq in new], np.int64),
+            known,
+        )
+
+    def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:
+        """Seat a newcomer: its row begins with ``columns`` and has the blocks up to ``target``."""
+        rows, blocks = self._rows, self._blocks
+        at = np.array([rows.add(seq)], np.int32)
+        seq.num_cached_tokens = len(columns) * self._size
+        rows.first_uncompressed_pos[at] = seq.trigger.start(rows.num_prompt[at])
+        rows.num_unmodified_tokens[at] = seq.num_shareable
+        rows.num_computed[at] = seq.num_cached_tokens
+        rows.num_published[at] = len(columns)
+        blocks.start_row(seq.row)
+        blocks.adopt(seq.row, columns)
+        self._events.schedule_next_event(seq.policy_id, at)
+        blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
+
+    def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
+        layout, size = self._blocks.layout, self._blocks.log_block_tokens
+        blocks = layout.blocks_for(num_tokens)
+        if num_tokens > log_from:
+            blocks += (-(-num_tokens // size) - log_from // size) * layout.groups
+        return blocks
+
+    def _expected_growth(self) -> int:
+        """Blocks the running sequences will want until their next event, end, or reserve."""
+        rows, n = self._rows, self._rows.num_rows
+        if not n:
+            return 0
+        computed = rows.num_computed[:n]
+        horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
+        growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
+        at = np.arange(n, dtype=np.int32)
+        return self._blocks.wanted(at, growth, computed)
+
+
+def first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
+    """Where a fresh sequence's first event is due, and from where it logs queries until then."""
+    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
+    state = RowState(prompt, zero, zero, trigger.start(prompt))
+    next_event = trigger.next_event(state)
+    return int(next_event[0]), int(trigger.log_from(state, next_event)[0])

@@ -1,0 +1,116 @@
+"""Who leaves its row: a sequence that has ended, or one that is preempted and will come back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.trigger import NO_EVENT
+
+
+class Departures:
+    """The counterpart of ``Admission``. Blocks are free at once; a row is given away by
+    ``drop_finished``, between two steps.
+
+    Of all rows the newest of the lowest priority is preempted: a compressed one goes to host memory
+    if its blocks fit there, others (and those that do not fit) are computed again.
+    """
+
+    def __init__(
+        self,
+        rows: RowTable,
+        blocks: BlockManager,
+        waiting: WaitingQueue,
+        swap: SwapSpace,
+        prefixes: Prefixes,
+    ) -> None:
+        self.num_preemptions = 0
+        self.num_swaps = 0
+        self._rows = rows
+        self._blocks = blocks
+        self._waiting = waiting
+        self._swap = swap
+        self._prefixes = prefixes
+        # Who ended since the last step, and whom the next update reports: they exhausted the pool.
+        self._finished: list[Sequence] = []
+        self._exhausted: list[Sequence] = []
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence now and free its blocks; its row is given away by the next step."""
+        if seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+            if seq in self._swap:
+                self._swap.discard(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self._prefixes.publish(seq, int(self._rows.num_computed[seq.row]))
+            self._empty_row(seq)
+            self._finished.append(seq)
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+
+    def end(self, seq: Sequence, stop_token: int | None) -> None:
+        """A sequence has its last token."""
+        seq.stop_token = stop_token
+        self.finish(seq, "length" if stop_token is None else "stop")
+
+    def finish_pool_exhausted(self, seq: Sequence) -> None:
+        """End a sequence that the whole pool cannot hold any longer."""
+        self.finish(seq, "length")
+        self._exhausted.append(seq)
+
+    def take_exhausted(self) -> list[Sequence]:
+        """Who has exhausted the pool since the last call."""
+        exhausted, self._exhausted = self._exhausted, []
+        return exhausted
+
+    def drop_finished(self) -> None:
+        """Give away the rows of those who have ended."""
+        for seq in self._finished:
+            self._rows.drop(seq)
+        self._finished.clear()
+
+    def preempt(self) -> None:
+        """Send the newest of the lowest priority back to the queue; the only one left ends."""
+        rows, n = self._rows, self._rows.num_rows
+        seq = rows.owner(np.lexsort((rows.arrival[:n], rows.priority[:n]))[-1])
+        if n == 1 and rows.num_unknown[seq.row]:
+            rows.num_decoding = 0  # it is skipped this step: its token may be its last
+            return
+        if n == 1:
+            self.finish_pool_exhausted(seq)
+            self.drop_finished()
+            return
+        coded, _ = self._blocks.num_coded(seq.row)
+        if rows.compactions[seq.row] and not coded and self._swap.park(seq):
+            self.num_swaps += 1
+        self.begin_anew(seq)
+
+    def begin_anew(self, seq: Sequence) -> None:
+        """Back to the queue, its row and blocks given away."""
+        seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
+        seq.awaits_token = bool(self._rows.num_unknown[seq.row])
+        self._empty_row(seq)
+        self._rows.drop(seq)
+        seq.status = SequenceStatus.WAITING
+        self._waiting.add(seq)
+        self.num_preemptions += 1
+
+    def _empty_row(self, seq: Sequence) -> None:
+        """Write a row's tokens and counts to its sequence and free its blocks."""
+        self._rows.save(seq)
+        self.count_held(seq)
+        self._blocks.release_row(seq.row)
+        self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0
+
+    def count_held(self, seq: Sequence) -> None:
+        """Write down what a row holds."""
+        layout, lens = self._blocks.layout, self._blocks.kv_lens[:, seq.row]
+        per_entry = layout.layers_per_block * layout.heads_per_block
+        seq.held_entries = int(lens.sum()) * per_entry
+        seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
+        seq.coded_entries, seq.codebook_entries = self._blocks.num_coded(seq.row)

@@ -1,0 +1,134 @@
+"""After a step that failed anywhere: whom it concerned, and a scheduler that begins again.
+
+Half of a step may have been scheduled, so that tables, reference counts and lengths agree no more.
+What is still sure are the tokens of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.admission import first_event
+from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.trigger import RowState
+
+_EVENT_COUNTERS = (
+    *("compactions", "early_compactions", "skipped"),
+    *("blocks_released", "tokens_evicted"),
+)
+
+
+def culprits(scheduler: Scheduler) -> list[int]:
+    """Ids of sequences whose trigger fails, or would take entries that are not there."""
+    found = []
+    for seq in (*scheduler.running, *scheduler.waiting):
+        try:
+            sound = _is_sound(scheduler, seq)
+        except Exception:
+            sound = False
+        if not sound:
+            found.append(seq.seq_id)
+    return found
+
+
+def start_over(
+    scheduler: Scheduler,
+    fresh: Scheduler,
+    blamed: Collection[int],
+    known: SchedulerOutput | None = None,
+    token_ids: IntArray | None = None,
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Go on as ``fresh``, which knows nobody yet; return whom the failure ends (reason ``error``:
+    the ``blamed``, or the newest), and all who have ended since the last step.
+
+    The tokens of the step before may come as ``known`` and its ``token_ids``. Everybody else
+    computes its cache anew, with the events that it had, as in ``Scheduler.give_up``.
+    """
+    if known is not None and token_ids is not None:
+        _learn(scheduler, known, token_ids)
+    finished, alive = scheduler.departures.take_exhausted(), scheduler.running
+    waiting = list(scheduler.waiting)
+    for seq in alive:
+        _take_tokens(scheduler, seq)
+    for seq in waiting:
+        if seq.awaits_token:  # it is computed again, with all else
+            seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
+    ended = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
+    if not blamed:
+        ended = [max(alive, key=lambda seq: seq.arrival)] if alive else waiting[:1]
+    _replace(scheduler, fresh, preempted=len(alive))
+    for seq in sorted((*alive, *waiting), key=lambda seq: seq.arrival):
+        if seq in ended:
+            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "error"
+        elif _is_complete(seq):
+            finished.append(seq)
+        else:
+            scheduler.add(seq)
+    return ended, finished
+
+
+def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
+    """Whether a sequence's trigger answers, and its next event takes what there is."""
+    if seq.row < 0:
+        first_event(seq.num_prompt_tokens, seq.trigger)
+        return True
+    rows, blocks, at = scheduler.rows, scheduler.blocks, np.array([seq.row])
+    entries = blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
+    state = RowState(
+        rows.num_prompt[at],
+        rows.num_computed[at],
+        -(-entries // blocks.layout.groups),
+        rows.first_uncompressed_pos[at],
+        blocks.layout.block_size,
+    )
+    seq.trigger.log_from(state, seq.trigger.next_event(state))
+    if rows.num_computed[seq.row] < rows.next_event[seq.row]:
+        return True
+    return bool(seq.trigger.plan(state).is_within(state.kv_len).all())
+
+
+def _learn(scheduler: Scheduler, output: SchedulerOutput, token_ids: IntArray) -> None:
+    """Write a step's tokens down."""
+    rows = scheduler.rows
+    for seq, place, token in zip(output.sampled, output.sampled_at, token_ids, strict=True):
+        if seq.status is SequenceStatus.RUNNING:
+            rows.token_ids[seq.row, place] = token
+            rows.num_unknown[seq.row] -= 1
+        elif seq.awaits_token:
+            seq.token_ids[-1], seq.awaits_token = token, False
+
+
+def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
+    """Write a running sequence's known tokens and counts to it, and take its row away."""
+    rows, row = scheduler.rows, seq.row
+    rows.num_tokens[row] -= rows.num_unknown[row]
+    seq.replay_until = max(seq.replay_until, int(rows.num_computed[row]))
+    rows.save(seq)
+    scheduler.departures.count_held(seq)
+    seq.row, seq.status, seq.awaits_token = -1, SequenceStatus.WAITING, False
+
+
+def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
+    """Everything that the scheduler owns becomes that of ``fresh``; its counters go on."""
+    for name in _EVENT_COUNTERS:
+        setattr(fresh.events, name, getattr(scheduler.events, name))
+    fresh.num_steps = scheduler.num_steps
+    fresh.departures.num_preemptions = scheduler.num_preemptions + preempted
+    fresh.departures.num_swaps = scheduler.num_swaps
+    vars(scheduler).update(vars(fresh))
+
+
+def _is_complete(seq: Sequence) -> bool:
+    """Whether a sequence has had its last token; then it ends here."""
+    last = int(seq.token_ids[-1]) if seq.num_tokens > seq.num_prompt_tokens else -1
+    stopped = last in seq.stop_token_ids
+    if not stopped and seq.num_tokens < seq.max_len:
+        return False
+    seq.stop_token = last if stopped else None
+    seq.status, seq.finish_reason = SequenceStatus.FINISHED, "stop" if stopped else "length"
+    return True

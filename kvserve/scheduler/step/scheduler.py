@@ -1,0 +1,311 @@
+"""The catch-up scheduler: every sequence computes until its cache holds all its known tokens.
+
+There is no prefill phase and no decode phase, only ``num_computed`` catching up with
+``num_tokens``; chunked prefill and recomputation after a preemption fall out of it. Compactions
+come first, and what they free serves the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import compress
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
+from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.event import Scores
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.swap_space import SwapSpace
+from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.step.admission import Admission
+from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
+from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.trigger import Trigger
+
+
+class Scheduler:
+    """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
+
+    A step may be scheduled while the tokens of one before it are unknown, no more: what depends on
+    them waits. Who ends with such a token has computed one in vain, which ``update`` ignores.
+
+    When blocks run out, in this order: prefix columns that nobody uses are dropped, optional events
+    come early, and the newest sequence of the lowest priority is preempted (``Departures``).
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        log_block_tokens: int,
+        chunked_prefill: bool = True,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        max_observed_tokens: int | None = None,
+        gate: BreakEvenGate | None = None,
+        admission_reserve: int = 32,
+        code_slots: int = 0,
+        code_scratch: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.pool = BlockPool(num_blocks)
+        self.blocks = BlockManager(
+            layout,
+            self.pool,
+            max_num_seqs,
+            max_model_len,
+            log_block_tokens,
+            PrefixCache(self.pool) if prefix_caching else None,
+            code_slots,
+            code_scratch,
+        )
+        self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
+        self.events = CompressionScheduler(
+            self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
+        )
+        self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
+        self.waiting = WaitingQueue()
+        self.num_steps = 0
+        prefixes = Prefixes(self.rows, self.blocks)
+        self.departures = Departures(self.rows, self.blocks, self.waiting, self.swap, prefixes)
+        self._admission = Admission(
+            self.rows,
+            self.blocks,
+            self.events,
+            prefixes,
+            self.swap,
+            reserve=admission_reserve,
+            chunked=chunked_prefill,
+        )
+        self._chunks = PrefillChunks(
+            self.rows,
+            self.blocks,
+            self.events,
+            prefixes,
+            self.waiting,
+            self._admission,
+            self.departures,
+            max_num_batched_tokens,
+        )
+        self._arrivals = 0
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
+        """Blocks without which a sequence cannot get past its prompt and its first event."""
+        return self._admission.blocks_at_least(num_prompt, max_len, trigger)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; the caller has checked that it can fit at all."""
+        seq.arrival = self._arrivals
+        self._arrivals += 1
+        self.events.register(seq)
+        self.waiting.add(seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence now and free its blocks; its row is given away by the next step."""
+        self.departures.finish(seq, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.rows.num_rows)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a row and go on."""
+        return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.departures.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        return self.departures.num_swaps
+
+    # ---- one step ----------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose what the next step computes; tables and lengths are those after it.
+
+        Four phases, in the order in which they run on the device too: each may use the blocks that
+        those before it have freed. The invariant of progress: while rows are in use, a step
+        decodes, catches up, admits, scores an event that will find its blocks, or comes behind a
+        step in flight whose tokens and counts will say more. Where none of this is so, the newest
+        sequences are preempted, one by one, until it is (``PrefillChunks.catch_up``).
+        """
+        rows = self.rows
+        in_flight = self.events.lives.scoring or bool(rows.num_unknown[: rows.num_rows].any())
+        events = self._compress()
+        decoding = self._make_room()
+        self._decode(decoding)
+        # Scoring what then finds no blocks, again and again, is no progress.
+        blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
+        scores = bool(events.observations) and not blocked_on_blocks
+        caught_up = self._chunks.catch_up(moves=bool(len(decoding)) or scores or in_flight)
+        return self._output(events, decoding, caught_up)
+
+    def _compress(self) -> ScheduledEvents:
+        """Events that are due, and early ones if this step's decodes would find no blocks."""
+        entries = self.pool.capacity * self.layout.block_size // self.layout.groups
+        booked = self.events.compact_due(entries if self.waiting else 0)
+        missing = self._missing(self.rows.decoding_next())
+        if missing:
+            early = self.events.compact_early(missing)
+            booked = replace(booked, compactions=booked.compactions + early)
+        return booked
+
+    def _make_room(self) -> IntArray:
+        """Sort the rows that decode in front, as many as will find their blocks; returns them."""
+        self.departures.drop_finished()
+        self.rows.demote_waiting()
+        self.rows.promote_ready()
+        while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
+            self.departures.preempt()
+        return np.arange(self.rows.num_decoding, dtype=np.int32)
+
+    def _decode(self, decoding: IntArray) -> None:
+        """Lend the blocks of one more token to each of the rows in front."""
+        rows, in_front = self.rows, slice(len(decoding))
+        self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
+        self.blocks.advance_first(len(decoding))
+        rows.num_computed[in_front] += 1
+
+    def _output(
+        self, events: ScheduledEvents, decoding: IntArray, caught_up: CaughtUp
+    ) -> SchedulerOutput:
+        """The message: what the phases have chosen, and what tables, rows and swap space tell."""
+        rows, n = self.rows, self.rows.num_rows
+        sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
+        sampled_at = rows.num_tokens[sampled]
+        rows.caught_up[sampled] = 1
+        rows.num_tokens[sampled] += 1
+        rows.num_unknown[sampled] += 1
+        np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
+        discarded, swap_outs, swap_ins = self.swap.take_tasks()
+        scheduled = np.concatenate([decoding, caught_up.prefill.rows])
+        index_update, vector_update, num_coded = self.blocks.take_code_updates(n, scheduled)
+        self.num_steps += 1
+        return SchedulerOutput(
+            compactions=events.compactions,
+            observations=events.observations,
+            row_swaps=rows.take_swaps(),
+            discarded=discarded,
+            swap_outs=swap_outs,
+            swap_ins=swap_ins,
+            admitted=caught_up.admitted,
+            table_update=self.blocks.kv.take_update(n),
+            log_update=self.blocks.log.take_update(n),
+            index_update=index_update,
+            vector_update=vector_update,
+            num_coded=num_coded,
+            num_decoding=len(decoding),
+            prefill=caught_up.prefill,
+            columns=self.blocks.columns_in_use(n)[scheduled],
+            logs_queries=self.blocks.logs_queries(n),
+            pruned=caught_up.pruned,
+            sampled_chunks=caught_up.sampled,
+            sampled=tuple(map(rows.owner, sampled.tolist())),
+            sampled_at=sampled_at,
+        )
+
+    def _missing(self, at: IntArray) -> int:
+        """Blocks that cannot be had for one more token in each of the rows ``at``."""
+        if 2 * len(at) * self.layout.groups <= self.pool.num_free:
+            return 0  # a token wants a block of entries and one of logged queries at most
+        wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
+        return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
+
+    # ---- what came of a step -----------------------------------------------------------------
+
+    def update(
+        self, output: SchedulerOutput, token_ids: IntArray, scores: Iterable[Scores] = ()
+    ) -> list[Sequence]:
+        """Take in the sampled tokens, in the order of ``output.sampled``; return who finished.
+
+        ``scores`` say what each of ``output.observations`` will leave.
+        """
+        rows = self.rows
+        self.events.take_back(output, scores)
+        finished = self.departures.take_exhausted()
+        sequences, places = output.sampled, output.sampled_at
+        running = [seq.status is SequenceStatus.RUNNING for seq in sequences]
+        if not all(running):
+            finished += self._learn_late(output, token_ids)
+            sequences = tuple(compress(sequences, running))
+            places, token_ids = places[running], token_ids[running]
+        at = np.fromiter((seq.row for seq in sequences), np.int32, len(sequences))
+        rows.token_ids[at, places] = token_ids
+        rows.num_unknown[at] -= 1
+        stopped = (rows.stop_ids[at] == token_ids[:, None]).any(axis=1)
+        for i in np.flatnonzero(stopped | (places + 1 >= rows.max_len[at])):
+            self.departures.end(sequences[i], int(token_ids[i]) if stopped[i] else None)
+            finished.append(sequences[i])
+        return finished
+
+    def give_up(self, output: SchedulerOutput) -> tuple[Sequence | None, list[Sequence]]:
+        """Take back a step that failed on the device; return its newest sequence, which ends here
+        (reason ``error``; none if all have ended), and all who have ended since the last step.
+
+        Nobody knows how much of the step was done: every other sequence computes its cache anew,
+        with the events that it had, and neither cached nor parked blocks are used again.
+        """
+        rows = self.rows
+        sampled = [seq.row for seq in output.sampled]
+        rows.num_tokens[sampled] -= 1
+        rows.num_unknown[sampled] -= 1
+        self.events.give_up(output)
+        computed = (output.prefill.rows, *(task.rows for task in output.pruned))
+        at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
+        computing = [seq for seq in self.running if not at or seq.row in at]
+        newest = max(computing, key=lambda seq: seq.arrival, default=None)
+        for seq in self.running:
+            if seq is newest:
+                self.finish(seq, "error")
+            else:
+                self.departures.begin_anew(seq)
+        self.departures.drop_finished()
+        for seq in self.waiting:
+            if seq in self.swap:
+                self.swap.discard(seq)
+        if self.blocks.prefix_cache is not None:
+            self.blocks.prefix_cache.clear()
+        finished = self.departures.take_exhausted()
+        return newest, finished
+
+    def check_integrity(self) -> None:
+        """Blocks, lengths and rows agree; for tests and for idle moments."""
+        self.blocks.check_integrity()
+        self.swap.check_integrity()
+        n = self.rows.num_rows
+        assert self.rows.num_decoding <= n
+        assert all(seq.row == row for row, seq in enumerate(self.rows.live()))
+        assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
+
+    def _learn_late(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
+        """Tokens of sequences that have lost their rows meanwhile; returns whom that ends."""
+        late = [
+            (seq, int(token))
+            for seq, token in zip(output.sampled, token_ids, strict=True)
+            if seq.status is SequenceStatus.WAITING
+        ]
+        for seq, token in late:
+            seq.token_ids[-1], seq.awaits_token = token, False
+            stopped = token in seq.stop_token_ids
+            if stopped or seq.num_tokens >= seq.max_len:
+                self.departures.end(seq, token if stopped else None)
+        return [seq for seq, _ in late if seq.status is SequenceStatus.FINISHED]

@@ -1,0 +1,32 @@
+"""``kvserve chat``: a conversation with a running server, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvserve.server.cli import terminal
+from kvserve.server.cli.terminal import Json, Terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    terminal.add_arguments(parser)
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the conversation opens with")
+
+
+def run(args: argparse.Namespace) -> int:
+    client = Terminal(args)
+    messages: list[Json] = []
+    if args.system_prompt:
+        messages.append({"role": "system", "content": args.system_prompt})
+
+    def answer(text: str) -> None:
+        turn = [*messages, {"role": "user", "content": text}]
+        reply = client.answer("/chat/completions", {"messages": turn}, _text)
+        # Kept only now: a question that was refused is no part of the conversation.
+        messages[:] = [*turn, {"role": "assistant", "content": reply}]
+
+    return client.each_line(args.quick, answer)
+
+
+def _text(choice: Json) -> str:
+    return choice["delta"].get("content") or ""

@@ -1,0 +1,134 @@
+"""The ``kvserve`` command: finds the sub-command, and turns its errors into one line.
+
+A sub-command is a module with ``add_arguments(parser)`` and ``run(args)``, imported when it is
+asked for: ``kvserve --help`` loads neither torch nor FastAPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from kvserve import __version__
+from kvserve.log import ConfigError, EngineDeadError, RequestError
+from kvserve.server.settings.args import Parser, UsageError, gather_dotted
+
+
+class Command(NamedTuple):
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
+    "chat": Command("kvserve.server.cli.chat_client", "talk to a running server"),
+    "complete": Command(
+        "kvserve.server.cli.complete_client", "have a running server continue texts"
+    ),
+    "policies": Command(
+        "kvserve.server.cli.policies", "list the KV cache policies and their fields"
+    ),
+    "bench serve": Command(
+        "kvserve.benchmarks.commands.serving", "send traffic to a server, and time it"
+    ),
+    "bench throughput": Command(
+        "kvserve.benchmarks.commands.throughput", "measure offline throughput"
+    ),
+    "bench latency": Command(
+        "kvserve.benchmarks.commands.latency", "measure one batch from end to end"
+    ),
+    "bench sweep": Command(
+        "kvserve.benchmarks.commands.sweep", "find the pool sizes where policies pay"
+    ),
+    "bench policies": Command(
+        "kvserve.benchmarks.commands.policies", "measure what a policy's events cost"
+    ),
+    "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
+    "tune": Command(
+        "kvserve.benchmarks.commands.tune", "simulate which settings suit a card and lengths"
+    ),
+    "inspect": Command(
+        "kvserve.benchmarks.commands.inspect", "show which positions a policy keeps"
+    ),
+    "collect-env": Command(
+        "kvserve.server.cli.collect_env", "describe this machine, for bug reports"
+    ),
+}
+
+_HELP = """\
+usage: kvserve [COMMAND] [FLAGS]
+
+An LLM serving engine whose KV cache is compressed while it serves.
+
+commands:
+{commands}
+
+`kvserve --model M ...` is `kvserve serve --model M ...`; `kvserve COMMAND --help` lists the flags.
+
+example:
+  kvserve --model kvserve/tiny --policy kara --policy.window 128 --policy.buffer 16
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+       -d '{{"model": "kvserve/tiny", "prompt": "Hello", "max_tokens": 16}}'
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: run a command and exit with its status."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command; returns its exit status (2: not understood, 1: failed)."""
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"kvserve {__version__}\n")
+        return 0
+    name = "kvserve"
+    try:
+        name, rest = _split(words)
+        return _run(name, rest)
+    except UsageError as exc:
+        return _fail(name, exc, 2)
+    except (ConfigError, RequestError, EngineDeadError) as exc:
+        return _fail(name, exc, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _split(words: list[str]) -> tuple[str, list[str]]:
+    """The command's name, of one word or two, and what follows it."""
+    if words[0].startswith("-"):
+        return "serve", words
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, words[length:]
+    group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
+    if group:
+        raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
+    raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
+
+
+def _run(name: str, rest: list[str]) -> int:
+    command = importlib.import_module(COMMANDS[name].module)
+    parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
+    command.add_arguments(parser)
+    return command.run(parser.parse(gather_dotted(rest))) or 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    return _HELP.format(
+        commands="\n".join(f"  {name:{width}}  {item.help}" for name, item in COMMANDS.items())
+    )
+
+
+def _fail(name: str, exc: Exception, status: int) -> int:
+    prefix = "kvserve" if name == "kvserve" else f"kvserve {name}"
+    sys.stderr.write(f"{prefix}: error: {' '.join(str(exc).split())}\n")
+    return status

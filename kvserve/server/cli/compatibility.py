@@ -1,0 +1,131 @@
+"""docs/compatibility.md: what goes with which policy, asked of engines that would refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvserve.config import EngineConfig
+from kvserve.engine.core.engine_core import EngineCore
+from kvserve.engine.core.startup import choose_granularity
+from kvserve.engine.messages import NewSequence
+from kvserve.engine.policies.registry import describe_policies, make_policy
+from kvserve.log import ConfigError, RequestError
+from kvserve.sampling_params import StructuredOutput
+
+_INTRO = """\
+# Compatibility
+
+What goes with which policy, and which policies a request may choose on a server that runs another.
+Nothing here is kept by hand: `make docs` starts an engine for each row and asks it; a number is
+the reason it gives for refusing, listed below. What is refused is a 400 that says the same.
+
+"""
+_PROMPT = 600
+_BASE = NewSequence(
+    seq_id=0, request_id="", token_ids=[7] * _PROMPT, max_tokens=4, stop_token_ids=[],
+    temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, branch=0, min_tokens=0,
+    logprobs=None, kv_policy=None,
+)  # fmt: skip
+_FEATURES: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 5},
+    "prompt_logprobs, echo with logprobs": {"prompt_logprobs": 0},
+    "penalties, bias, bad words": {"presence_penalty": 1.0, "logit_bias": {5: 1.0}},
+    "structured output, tools": {"structured_output": StructuredOutput("json_object", "")},
+    "thinking budget": {"thinking_end": 5, "thinking_token_budget": 9},
+}
+_RANKS = "tensor parallel"
+_SWAP = "preempted, with `--swap-space`"
+_VARIANTS = (
+    {"name": "keydiff", "mode": "block"},
+    {"name": "kara", "protect_prompt": False},
+    {"name": "kara", "query_reduce": "heads"},
+)
+
+
+def markdown() -> str:
+    """The page."""
+    policies = _policies()
+    reasons: dict[str, int] = {}
+    features = [["server's policy", *_FEATURES, _RANKS, _SWAP]]
+    choices = [["server's policy", *map(_label, policies)]]
+    for policy in policies:
+        core = _core(policy)
+        cells = [_ask(core, fields, reasons) for fields in _FEATURES.values()]
+        cells += [_ask_for_ranks(core, policy, reasons), _when_preempted(core)]
+        features.append([f"`{_label(policy)}`", *cells])
+        cells = [_ask(core, {"kv_policy": other}, reasons) for other in policies]
+        choices.append([f"`{_label(policy)}`", *cells])
+    parts = [
+        *(_INTRO, f"## Features, with a prompt of {_PROMPT} tokens\n\n", _table(features)),
+        *(
+            "\n## A request's `kv_policy` (columns) on a server's policy (rows)\n\n",
+            _table(choices),
+        ),
+        "\n## Reasons\n\n",
+        *(f"{number}. {reason}\n" for reason, number in reasons.items()),
+    ]
+    return "".join(parts)
+
+
+def _policies() -> list[dict[str, Any]]:
+    """Every policy with what it needs, then variants that are refused where the plain ones pass."""
+    needed = {p["name"]: _needed(p["schema"]) for p in describe_policies()}
+    plain = [{"name": name, **args} for name, args in needed.items()]
+    return plain + [{**needed[variant["name"]], **variant} for variant in _VARIANTS]
+
+
+def _needed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    one_of = schema.get("anyOf", [])
+    return {"budget": 128} if {"required": ["budget"]} in one_of else {}
+
+
+def _label(policy: Mapping[str, Any]) -> str:
+    more = [f"{k}={v}" for k, v in policy.items() if k not in ("name", "budget")]
+    return " ".join([policy["name"], *more])
+
+
+def _config(policy: Mapping[str, Any], **settings: Any) -> EngineConfig:
+    args = {name: value for name, value in policy.items() if name != "name"}
+    return EngineConfig.from_flat(
+        model="kvserve/tiny", policy=policy["name"], policy_args=args, **settings
+    )
+
+
+def _core(policy: Mapping[str, Any]) -> EngineCore:
+    return EngineCore(_config(policy, max_num_seqs=4))
+
+
+def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
+    """What an engine of two ranks would say, without starting one."""
+    layout = core.scheduler.layout
+    made = make_policy(policy).for_model(layout.num_layers, layout.block_size)
+    try:
+        choose_granularity(_config(policy, tensor_parallel_size=2), made)
+    except ConfigError as refused:
+        return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
+    return "yes"
+
+
+def _when_preempted(core: EngineCore) -> str:
+    """What becomes of a row that makes way: one without events is computed again in any case."""
+    if core.info.policy_name == "none":
+        return "computed again"
+    codes = core.scheduler.blocks.codes is not None
+    return "computed again (holds codes)" if codes else "swapped, once compacted"
+
+
+def _ask(core: EngineCore, fields: Mapping[str, Any], reasons: dict[str, int]) -> str:
+    try:
+        core.add(replace(_BASE, **fields))
+    except RequestError as refused:
+        return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
+    core.abort([_BASE.seq_id])
+    return "yes"
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,348 @@
+"""From settings to a running server.
+
+Loads the engine behind a socket that already answers, tells what is on, what is off and why, and
+drains on SIGTERM or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kvserve import __version__
+from kvserve.config import EngineConfig
+from kvserve.log import ConfigError, EngineDeadError, logger
+from kvserve.server.http.app import create_app
+from kvserve.server.http.http_protocol import LimitedHttpProtocol
+from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state.engine_protocol import Engine
+from kvserve.server.state.errors import unavailable
+from kvserve.server.state.heap import freeze_heap
+from kvserve.server.state.metrics import StatsLog
+from kvserve.server.state.options import ServerOptions, server_options
+from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.tracing import Tracer
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CLOSE_TIMEOUT = 5
+"""Seconds for answers to leave once every request has ended."""
+
+_STILL_LOADING = 10.0
+"""Seconds between two lines that say so."""
+_WIDEST_STATE = 40
+_OTHER_FILES = 128
+"""Open files beside connections: weights, sockets to the engine, logs."""
+_PROBES = ("/health", "/ping", "/metrics")
+
+Row = tuple[str, str, str]
+
+
+def make_engine(config: EngineConfig) -> Engine:
+    """The engine, in a process of its own, or several behind one door."""
+    if config.parallel.data_parallel_size > 1:
+        try:
+            from kvserve.server.replicas.replicated_engine import LocalReplicas
+        except ImportError as error:
+            raise ConfigError(
+                f"--data-parallel-size above 1 runs on Ray Serve ({error}): "
+                "pip install 'kvserve[ray]'"
+            ) from None
+        return LocalReplicas(config)
+    from kvserve.engine.frontend.async_engine import AsyncEngine
+
+    return AsyncEngine(config)
+
+
+def serve(config: EngineConfig, settings: ServeSettings) -> int:
+    """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
+    options = server_options(config, settings)
+    check_request_policies(config.compression.request_policies)
+    _check_certificate(settings)
+    tracer = None
+    if settings.otlp_traces_endpoint is not None:
+        tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
+    # Bound first: a port in use is found before minutes of loading; health checks get their 503.
+    with _bind(settings) as listener:
+        state = ServerState(make_engine(config), config, options, tracer)
+        _run(_serve(state, settings, listener))
+    if tracer is not None:
+        tracer.shutdown()
+    return 0
+
+
+async def _serve(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
+    server = DrainingServer(state, settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    loading = asyncio.create_task(state.engine.start())
+    background: list[asyncio.Task[None]] = []
+    try:
+        await _tell_while_loading(state, serving, loading)
+        if not loading.done():
+            serving.result()
+            logger.info("stopped before the model was loaded")
+            return
+        loading.result()
+        state.mark_ready()
+        freeze_heap()
+        _announce(state, settings, listener)
+        background.append(asyncio.create_task(StatsLog(state.engine, state.metrics).run()))
+        background.append(asyncio.create_task(_watch(state, server)))
+        await serving
+        if state.engine.dead_error is not None:
+            raise EngineDeadError(f"the engine stopped: {state.engine.dead_error}")
+    finally:
+        for task in (*background, loading):
+            task.cancel()
+        server.should_exit = True
+        await asyncio.wait((serving, loading))
+        if loading.done() and not loading.cancelled() and loading.exception() is None:
+            await state.engine.shutdown()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with signals that let running requests finish first and an exit status of 0."""
+
+    def __init__(self, state: ServerState, settings: ServeSettings) -> None:
+        _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                http=LimitedHttpProtocol.limited(
+                    settings.read_timeout, _connections_that_fit(settings.max_connections)
+                ),
+                lifespan="off",
+                log_config=None,
+                access_log=not settings.disable_uvicorn_access_log,
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+            )
+        )
+        self._state = state
+        self._timeout = settings.shutdown_timeout
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self._draining is None:
+            self._state.draining = True
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            logger.warning("stopping at once")
+            self._draining.cancel()
+            self._end_requests()
+            self.force_exit = self.should_exit = True
+
+    async def _drain(self) -> None:
+        if self._state.generations:
+            logger.info(
+                "shutting down: %d running requests get %.0f s (again to stop at once)",
+                len(self._state.generations),
+                self._timeout,
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
+        while self._state.generations and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        self._end_requests()
+        self.should_exit = True
+
+    def _end_requests(self) -> None:
+        for generation in list(self._state.generations):
+            generation.fail(unavailable("the server is shutting down", "draining"))
+
+
+async def _tell_while_loading(
+    state: ServerState, serving: asyncio.Task[None], loading: asyncio.Task[None]
+) -> None:
+    """Until the model is loaded, or nobody wants it any more; says every ten seconds that it is
+    still loading, and what is wrong with the tokenizer as soon as there is one."""
+    started, tasks = time.monotonic(), (serving, loading)
+    told, checked = 1, False
+    while not (serving.done() or loading.done()):
+        await asyncio.wait(tasks, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+        if not checked and state.engine.tokenizer is not None:
+            state.check_tokenizer()
+            checked = True
+        seconds = time.monotonic() - started
+        if seconds > told * _STILL_LOADING and not loading.done():
+            logger.info("still loading, for %.0f s", seconds)
+            told += 1
+
+
+def _connections_that_fit(wanted: int) -> int:
+    """As many as the process may have open files for, some aside; asks for the most it may."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            most = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+            soft = max(soft, most)
+    if wanted <= soft - _OTHER_FILES:
+        return wanted
+    most = max(soft - _OTHER_FILES, 1)
+    logger.warning(
+        "--max-connections %d: the system allows %d open files, so %d", wanted, soft, most
+    )
+    return most
+
+
+async def _watch(state: ServerState, server: DrainingServer) -> None:
+    """A dead engine ends the server, so that whatever supervises it starts a new one."""
+    while state.engine.dead_error is None:
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)  # open requests get their error first
+    server.should_exit = True
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as exc:  # SSLError is one
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
+
+
+def _bind(settings: ServeSettings) -> socket.socket:
+    host, port = settings.host, settings.port
+    address: Any = (host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where, flags = f"{host}:{port}", "--host or --port"
+    if settings.uds is not None:
+        address, family, where, flags = settings.uds, socket.AF_UNIX, settings.uds, "--uds"
+        _remove_stale(settings.uds)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(f"cannot listen on {where}: {exc.strerror}; change {flags}") from None
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """A socket that a dead server left behind; one that answers stays."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+        except OSError:
+            return
+
+
+def _run(main: Any) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def _share_log(level: str, access: bool) -> None:
+    """uvicorn's records in kvserve's format, on stderr."""
+    for name, lowest in (("uvicorn.error", level), ("uvicorn.access", "info")):
+        child = logging.getLogger(name)
+        child.handlers = logger.handlers if access or name != "uvicorn.access" else []
+        child.propagate = False
+        child.setLevel(lowest.upper())
+    logging.getLogger("uvicorn.access").addFilter(_is_no_probe)
+
+
+def _is_no_probe(record: logging.LogRecord) -> bool:
+    """Health checks and scrapes come every second and would bury the requests."""
+    return not isinstance(record.args, tuple) or record.args[2] not in _PROBES
+
+
+# ---- what the user sees -----------------------------------------------------------------------
+
+
+def _announce(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
+    """The start-up table, then the address."""
+    address = _address(settings, listener)
+    rows = [*state.engine.summary, *_server_rows(state, settings)]
+    names = ", ".join(state.options.served_names)
+    sys.stderr.write(
+        f"{table(('feature', 'state', 'why'), rows)}\n"
+        f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
+    )
+    sys.stderr.flush()
+
+
+def _address(settings: ServeSettings, listener: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if settings.ssl_keyfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
+    options = state.options
+    keys = len(options.api_keys)
+    compression = state.config.compression
+    overrides = {"all": "on", "none": "off"}.get(
+        compression.allow_request_policy, ", ".join(compression.request_policies)
+    )
+    return [
+        ("kv_policy in requests", overrides, "--allow-request-policy"),
+        ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
+        ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
+        ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),
+        ("tools", _tools(options), "--tool-call-parser, --enable-auto-tool-choice"),
+        ("queue", f"{options.max_queued} sequences", "--max-queued-requests"),
+        ("traces", settings.otlp_traces_endpoint or "off", "--otlp-traces-endpoint"),
+        ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
+    ]
+
+
+def _tools(options: ServerOptions) -> str:
+    if options.auto_tools and options.tool_parser is not None:
+        return options.tool_parser
+    return "only required and named"
+
+
+def _on(value: object) -> str:
+    return "on" if value else "off"
+
+
+def table(head: Row, rows: Sequence[Row]) -> str:
+    """Columns as wide as their content; a long state pushes only its own reason to the right."""
+    lines = [head, *rows]
+    names = max(len(name) for name, _, _ in lines)
+    states = max(len(state) for _, state, _ in lines if len(state) <= _WIDEST_STATE)
+    return "\n".join(
+        f"{name:{names}}  {state:{states}}  {why}".rstrip() for name, state, why in lines
+    )

@@ -1,0 +1,57 @@
+"""``kvserve serve``: its flags and its start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from kvserve import __version__
+from kvserve.log import configure_logging, logger
+from kvserve.server.settings.args import flags_of
+from kvserve.server.settings.reading import engine_flags, read_settings
+from kvserve.server.settings.serve_settings import ServeSettings
+
+EXAMPLE = """\
+examples:
+  kvserve serve kvserve/tiny
+  kvserve --model kvserve/tiny --policy kara --policy.window 128 --policy.buffer 16
+  kvserve --config server.yaml --port 9000
+
+Every flag may also be an environment variable (--max-num-seqs: KVSERVE_MAX_NUM_SEQS) or a line of a
+YAML file (max-num-seqs: 64; policy: {name: kara, window: 128}). The command line wins over the
+environment, the environment over the file. --policy.FIELD VALUE sets a field of the policy;
+`kvserve policies` lists them. Sizes: 32k is 32,000; 32K and 32Ki are 32,768; 2GiB is 2 x 1024^3.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvserve [serve] [MODEL] [FLAGS]"
+    parser.epilog = EXAMPLE
+    parser.add_argument("model_tag", metavar="MODEL", nargs="?", help="same as --model")
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings"
+    )
+    for section, flags in {"server": flags_of(ServeSettings), **engine_flags()}.items():
+        group = parser.add_argument_group(section or "execution")
+        for flag in flags:
+            flag.add_to(group)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, settings = read_settings(args)
+    configure_logging(settings.log_level)
+    # Seconds pass before anything else can be said: torch alone takes some.
+    logger.info("kvserve %s starts with %s (pid %d)", __version__, config.model.model, os.getpid())
+    signal.signal(signal.SIGTERM, _leave)
+    from kvserve.server.cli.runner import serve
+
+    return serve(config, settings)
+
+
+def _leave(*_: object) -> NoReturn:
+    """Before there is a server, SIGTERM finds nothing to drain."""
+    logger.info("stopped before anything was loaded")
+    sys.exit(0)

@@ -1,0 +1,58 @@
+"""The application: routes, middleware and error bodies put together."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import kvserve
+from kvserve.server.http import info_routes, openai_routes, ops_routes
+from kvserve.server.http.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    MetricsMiddleware,
+    RequestIdMiddleware,
+    TurnstileMiddleware,
+)
+from kvserve.server.http.schemas import ERRORS
+from kvserve.server.state.errors import install_handlers
+from kvserve.server.state.server_state import ServerState
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """An ASGI application over ``state``; the caller starts the engine and marks it ready."""
+    options = state.options
+    app = FastAPI(
+        title="kvserve",
+        version=kvserve.__version__,
+        docs_url="/docs" if options.docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if options.docs else None,
+        responses=ERRORS,
+    )
+    app.root_path = options.root_path
+    app.state.server = state
+    app.include_router(openai_routes.router)
+    app.include_router(info_routes.router)
+    app.include_router(ops_routes.router)
+    install_handlers(app)
+    # The last one added is the outermost: even a refusal carries its id and its CORS headers.
+    app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
+    if options.api_keys:
+        open_paths = OPEN_PATHS if options.guard_metrics else OPEN_PATHS | {"/metrics"}
+        app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys, open_paths=open_paths)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_credentials=options.allow_credentials,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(TurnstileMiddleware)
+    app.add_middleware(MetricsMiddleware, metrics=state.metrics)
+    app.add_middleware(RequestIdMiddleware)
+    return app

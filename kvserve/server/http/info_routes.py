@@ -1,0 +1,142 @@
+"""Routes about the server itself: health, metrics, settings, the tokenizer and the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+
+import kvserve
+from kvserve.server.http.json_body import JsonRoute
+from kvserve.server.http.schemas import Status, Text, Tokens, answers
+from kvserve.server.openai.chat_protocol import TokenizeChatRequest
+from kvserve.server.openai.prompts import decode, encode, encode_chat, in_thread
+from kvserve.server.openai.protocol import DetokenizeRequest, TokenizeRequest, parse
+from kvserve.server.openai.responses import json_response, kv_stats
+from kvserve.server.state.server_state import ServerState
+
+router = APIRouter(tags=["server"], route_class=JsonRoute)
+
+_PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+@router.get("/health", responses=answers(Status))
+@router.get("/ping", include_in_schema=False)
+async def health(request: Request) -> Response:
+    """200 when requests are admitted; 503 while loading or draining and after the engine died."""
+    _state(request).check_health()
+    return json_response({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> Response:
+    return json_response({"version": kvserve.__version__})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Prometheus text format."""
+    state = _state(request)
+    state.check_ready()
+    return Response(state.metrics.render(), media_type=_PROMETHEUS_TEXT)
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """The resolved settings, and what is on or off and why."""
+    state = _state(request)
+    state.check_ready()
+    engine = state.engine
+    return json_response(
+        {
+            "version": kvserve.__version__,
+            "served_model_names": state.options.served_names,
+            "max_model_len": engine.max_model_len,
+            "policy": {
+                "name": engine.policy_name,
+                "args": dict(state.config.compression.policy_args),
+            },
+            "kv_cache": {
+                "dtype": state.config.cache.kv_cache_dtype,
+                "blocks_total": engine.stats.blocks_total,
+                "bytes_total": engine.stats.bytes_total,
+            },
+            "default_sampling": state.default_sampling,
+            "features": [
+                {"feature": feature, "state": how, "why": why}
+                for feature, how, why in engine.summary
+            ],
+            "config": asdict(state.config),
+        }
+    )
+
+
+# ---- tokenizer --------------------------------------------------------------------------------
+
+
+@router.post("/tokenize", responses=answers(Tokens))
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(body: dict[str, Any], request: Request) -> Response:
+    """Token ids of a text (``prompt``), or of ``messages`` under the chat template."""
+    state = _state(request)
+    state.check_ready()
+    if "messages" in body:
+        chat = parse(TokenizeChatRequest, body)
+        state.check_model(chat.model)
+        ids, with_strings = await encode_chat(state, chat), chat.return_token_strs
+    else:
+        text = parse(TokenizeRequest, body)
+        state.check_model(text.model)
+        [ids] = await encode(state, [text.prompt], text.add_special_tokens, whole=True)
+        with_strings = text.return_token_strs
+    strings = None
+    if with_strings:
+        strings = await in_thread(lambda: [decode(state, [i], "prompt") for i in ids])
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": state.engine.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+@router.post("/detokenize", responses=answers(Text))
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    state = _state(request)
+    state.check_ready()
+    state.check_model(body.model)
+    return json_response({"prompt": await in_thread(lambda: decode(state, body.tokens, "tokens"))})
+
+
+# ---- KV cache ---------------------------------------------------------------------------------
+
+
+@router.get("/v1/kv/policies")
+async def kv_policies(request: Request) -> Response:
+    """Every policy with its arguments as JSON Schema; the server's own is ``default``."""
+    from kvserve.engine.policies.registry import describe_policies
+
+    state = _state(request)
+    state.check_ready()
+    # The schema says of the arguments what `args` says in words.
+    data = [{k: v for k, v in p.items() if k != "args"} for p in describe_policies()]
+    return json_response({"default": state.engine.policy_name, "data": data})
+
+
+@router.get("/v1/kv/stats")
+async def kv_cache_stats(request: Request) -> Response:
+    """The block pool, and what each running request holds of it."""
+    state = _state(request)
+    state.check_ready()
+    return json_response(kv_stats(state.engine.stats))

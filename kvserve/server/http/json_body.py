@@ -1,0 +1,56 @@
+"""How request bodies become values: strictly, and never deeper than what handles them can walk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from kvserve.server.state.errors import ApiError
+
+MAX_DEPTH = 254
+"""Lists and objects within each other: as many as orjson writes."""
+
+
+class JsonRequest(Request):
+    """A request whose JSON has no lone surrogates, no NaN, and no more than ``MAX_DEPTH`` levels.
+
+    An integer that no 64 bits hold is read as a float, and no field takes that for an integer that
+    large.
+    """
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_value"):
+            self._value = read_json(await self.body())
+        return self._value
+
+
+class JsonRoute(APIRoute):
+    """A route whose handler gets a ``JsonRequest``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+def read_json(body: bytes) -> Any:
+    """A body's value; ``orjson.JSONDecodeError`` where it is no JSON, ``ApiError`` if too deep."""
+    value = orjson.loads(body)
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        try:
+            orjson.dumps(value)
+        except orjson.JSONEncodeError:
+            raise ApiError(
+                400,
+                f"the body nests lists and objects deeper than {MAX_DEPTH} levels",
+                code="invalid_json",
+            ) from None
+    return value

@@ -1,0 +1,187 @@
+"""Around every route: the request's id, the API key, the limit on bodies, counts. Plain ASGI, since
+Starlette's ``BaseHTTPMiddleware`` hides a client's disconnect from the route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvserve.server.state.errors import ApiError, as_api_error, unavailable
+from kvserve.server.state.metrics import Metrics
+
+_PROBES = frozenset(
+    {"/metrics", "/health", "/ping", "/load", "/version", "/server_info", "/v1/kv/stats"}
+)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Gives each request an id (``X-Request-Id``, or a new one) and sends it back.
+
+    Also turns an exception that nobody handled into the common error body, id included.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as exc:
+            if started:
+                raise
+            error = as_api_error(exc, state["request_id"])
+            await error.response()(scope, receive, send_with_id)
+
+
+class MetricsMiddleware:
+    """Counts and times answers by route; probes are left out, and paths nobody serves are one."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or get_route_path(scope) in _PROBES:
+            await self.app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            route = scope.get("route")
+            handler = "none" if route is None else route.path
+            seconds = time.monotonic() - started
+            self._metrics.observe_http(handler, scope["method"], status, seconds)
+
+
+class TurnstileMiddleware:
+    """Hands on so many bodies per turn of the event loop: a crowd that comes at once must not keep
+    the running streams waiting until all of it is read and queued.
+    """
+
+    def __init__(self, app: ASGIApp, per_turn: int = 8) -> None:
+        self.app = app
+        self._turn = asyncio.Semaphore(per_turn)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_in_turn() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                await self._turn.acquire()
+                asyncio.get_running_loop().call_soon(self._turn.release)
+            return message
+
+        await self.app(scope, receive_in_turn, send)
+
+
+class ApiKeyMiddleware:
+    """Asks for ``Authorization: Bearer KEY`` on every path that is not ``open_paths``."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: frozenset[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._allowed(scope):
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "missing or wrong API key; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error.response()(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        # The router matches the same path, so nothing else can pass for an open one.
+        if get_route_path(scope) in self._open_paths:
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(key.strip().encode("latin-1"))  # the bytes as they came
+        # No early exit: how long it takes must not tell which key came close.
+        matches = [secrets.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimitMiddleware:
+    """413 for bodies above ``limit`` bytes, announced or not; 503 once bodies that are still being
+    read hold ``BODIES_AT_ONCE`` times as much.
+    """
+
+    BODIES_AT_ONCE = 4
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self._limit = limit
+        self._held = 0
+        """Bytes of bodies that are not complete."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        error = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced[:20]) > self._limit:
+            await error.response()(scope, receive, send)
+            return
+        size = 0
+
+        def hold(more: int) -> None:
+            nonlocal size
+            size += more
+            self._held += more
+
+        async def limited_receive() -> Message:
+            message = await receive()
+            hold(len(message.get("body", b"")))
+            if size > self._limit:
+                raise error
+            if self._held > self._limit * self.BODIES_AT_ONCE:
+                raise unavailable("too many bodies are being sent at once", "busy")
+            if not message.get("more_body"):
+                hold(-size)  # complete: from here on it counts as a request
+            return message
+
+        try:
+            await self.app(scope, limited_receive, send)
+        finally:
+            hold(-size)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

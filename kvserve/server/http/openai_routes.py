@@ -1,0 +1,196 @@
+"""The OpenAI-compatible routes: completions, chat completions, responses and models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from kvserve.log import RequestError
+from kvserve.server.http.json_body import JsonRoute
+from kvserve.server.http.schemas import (
+    ChatCompletion,
+    Completion,
+    ModelCard,
+    ModelList,
+    ResponseBody,
+    answers,
+    streamed,
+)
+from kvserve.server.openai.chat import plan_chat
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.prompts import check_lengths, check_limit, decode, encode, truncate
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.openai.response_items import ResponseWriter, response_head
+from kvserve.server.openai.responses import (
+    Echo,
+    Json,
+    chat_choice,
+    chat_completion,
+    completion,
+    completion_choice,
+    json_response,
+    model_card,
+    prompt_logprobs,
+)
+from kvserve.server.openai.responses_protocol import ResponsesRequest
+from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
+from kvserve.server.parsers.message_parser import read_message
+from kvserve.server.state.generation import Generation
+from kvserve.server.state.server_state import ServerState
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.post("/completions", responses=streamed(Completion))
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several."""
+    state, model = _admit(body, request)
+    params = body.sampling_params(state.default_sampling)
+    request_id = name_request(body, request, "cmpl")
+    whole = body.truncate_prompt_tokens is not None
+    prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
+    prompts = [truncate(state, body, ids) for ids in prompts]
+    check_lengths(state, body, prompts)
+    echoes = _echoes(state, body, prompts)
+    fingerprint = state.fingerprint(body.kv_policy)
+    generation = Generation(state, prompts, params, request_id, request.headers)
+    if body.stream:
+        chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
+        return await stream_response(
+            generation, chunks, request.receive, state.options.ping_interval
+        )
+    outputs = await generation.finish(request.receive)
+    choices = []
+    for i, output in enumerate(outputs):
+        echo = echoes[i] if echoes else None
+        for choice in output.outputs:
+            index = i * params.n + choice.index
+            part = completion_choice(index, choice, params.logprobs or 0, echo, output)
+            if body.return_token_ids:
+                part["token_ids"] = choice.token_ids
+                part["prompt_token_ids"] = output.prompt_token_ids
+            if body.prompt_logprobs is not None:
+                part["prompt_logprobs"] = prompt_logprobs(output)
+            choices.append(part)
+    return json_response(completion(_head(request_id, model, fingerprint), outputs, choices))
+
+
+@router.post("/chat/completions", responses=streamed(ChatCompletion))
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    state, model = _admit(body, request)
+    request_id = name_request(body, request, "chatcmpl")
+    plan = await plan_chat(state, body)
+    fingerprint = state.fingerprint(body.kv_policy)
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    if body.stream:
+        chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
+        return await stream_response(
+            generation, chunks, request.receive, state.options.ping_interval
+        )
+    [output] = await generation.finish(request.receive)
+    choices = []
+    for choice in output.outputs:
+        message, reason = read_message(choice, plan.parser())
+        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
+        if body.return_token_ids:
+            part["token_ids"] = choice.token_ids
+        choices.append(part)
+    answer = chat_completion(
+        _head(request_id, model, fingerprint), output, choices, plan.reasoning_tokens(output)
+    )
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output)
+    return json_response(answer)
+
+
+@router.post("/responses", responses=streamed(ResponseBody))
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a history; nothing is stored. Converted to a chat request."""
+    chat = body.as_chat()
+    if (chat.n or 1) > 1:
+        raise RequestError("n must be 1", param="n")
+    state, model = _admit(chat, request)
+    request_id = name_request(chat, request, "resp")
+    plan = await plan_chat(state, chat)
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    head = response_head(body, request_id, int(time.time()), model)
+    writer = ResponseWriter(head, plan)
+    if body.stream:
+        return await stream_response(
+            generation, writer, request.receive, state.options.ping_interval
+        )
+    [output] = await generation.finish(request.receive)
+    writer.advance(output)
+    return json_response(writer.body(output))
+
+
+@router.get("/models", responses=answers(ModelList))
+@router.get("/models/", include_in_schema=False)
+async def list_models(request: Request) -> Response:
+    """The names this server answers to."""
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    return json_response(
+        {"object": "list", "data": [_card(state, name) for name in state.options.served_names]}
+    )
+
+
+@router.get("/models/{name:path}", responses=answers(ModelCard))
+async def get_model(name: str, request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    return json_response(_card(state, state.check_model(name)))
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
+    """Refuse what can be refused without looking at the prompt."""
+    state: ServerState = request.app.state.server
+    state.check_health()
+    model = state.check_model(body.model)
+    state.check_policy(body.kv_policy)
+    check_limit(state, body)
+    return state, model
+
+
+def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:
+    """A ``request_id`` in the body wins over the header, and is what ``X-Request-Id`` says then."""
+    if body.request_id is not None:
+        request.state.request_id = body.request_id
+    return f"{prefix}-{request.state.request_id}"
+
+
+def _echoes(
+    state: ServerState, body: CompletionRequest, prompts: Sequence[list[int]]
+) -> list[Echo] | None:
+    """What ``echo`` puts before the completions."""
+    if not body.echo:
+        return None
+    echoes = []
+    for given, ids in zip(body.prompt, prompts, strict=True):
+        text = given if isinstance(given, str) else decode(state, ids, "prompt")
+        first = "" if body.logprobs is None else decode(state, ids[:1], "prompt")
+        echoes.append(Echo(text, first))
+    return echoes
+
+
+def _head(request_id: str, model: str, fingerprint: str) -> Json:
+    return {
+        "id": request_id,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    return model_card(name, state.config.model.model, state.started, state.engine.max_model_len)

@@ -1,0 +1,179 @@
+"""The shapes of answers, for the OpenAPI document and whoever generates clients from it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every refusal and failure, on every route."""
+
+    error: ErrorDetails
+
+
+class KVCacheDetailsBody(BaseModel):
+    """What the policy did to the cache of one request."""
+
+    policy: str
+    logical_tokens: int
+    held_tokens: int
+    held_entries: int
+    evicted_tokens: int
+    compactions: int
+    blocks_released: int
+    peak_blocks: int
+    held_bytes: int
+    log_bytes: int
+    coded_entries: int
+    codebook_entries: int
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    kv_cache_details: KVCacheDetailsBody
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Open):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class Completion(_Open):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(_Open):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ChatMessageBody(_Open):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+
+
+class ChatChoice(_Open):
+    index: int
+    message: ChatMessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(_Open):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ResponseBody(_Open):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class ModelCard(_Open):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Status(BaseModel):
+    status: Literal["ok"]
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request was refused"},
+    "5XX": {"model": ErrorBody, "description": "The server failed, is loading or is shutting down"},
+}
+
+
+def answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": model}}
+
+
+def streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """``stream: true`` sends events instead."""
+    events: dict[str, Any] = {"text/event-stream": {"schema": {}}}
+    return {200: {"model": model, "content": events}}

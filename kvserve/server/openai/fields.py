@@ -1,0 +1,114 @@
+"""Fields of requests that come in several shapes, each read into one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Any
+
+from pydantic import FailFast, PlainValidator
+
+from kvserve.log import RequestError, shown
+
+
+def _is_token_ids(value: Any) -> bool:
+    """The engine knows which ids exist; here they must fit its messages."""
+    return isinstance(value, list) and all(type(i) is int and abs(i) < 2**31 for i in value)
+
+
+def _parse_prompt(value: Any) -> list[str | list[int]]:
+    """Any of the four forms of ``prompt`` -> a list of texts or of token id lists."""
+    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if not (all(isinstance(prompt, str) for prompt in prompts) or all(map(_is_token_ids, prompts))):
+        raise RequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of token id "
+            "lists"
+        )
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            where = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
+            raise RequestError(f"{where} must not be empty", code="empty_prompt")
+    return prompts
+
+
+def _parse_stop(value: Any) -> list[str]:
+    stop = [value] if isinstance(value, str) else value
+    if stop is None:
+        return []
+    if not isinstance(stop, list) or not all(isinstance(item, str) for item in stop):
+        raise RequestError("stop must be a string or a list of strings")
+    return stop
+
+
+def _parse_content(value: Any) -> str:
+    """A message's text; content parts are joined by newlines, and only text parts are built."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise RequestError("content must be a string or a list of content parts")
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"content parts of type {kind!r} are not supported; only text is")
+    return "\n".join(part["text"] for part in value)
+
+
+def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
+    if value is None or isinstance(value, str | dict):
+        return value
+    raise RequestError('kv_policy must be a name or an object like {"name": "kara", "window": 512}')
+
+
+def _parse_logit_bias(value: Any) -> dict[int, float] | None:
+    """JSON has no keys but strings; the first entry that is wrong ends it."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RequestError("logit_bias must map token ids to numbers")
+    bias = {}
+    for key, number in value.items():
+        token = key if type(key) is int else _token_id(key)
+        if token is None or isinstance(number, bool) or not isinstance(number, int | float):
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {shown(key)}: {shown(number)}"
+            )
+        bias[token] = float(number)
+    return bias
+
+
+def _token_id(key: Any) -> int | None:
+    """A token id that is written as a string."""
+    if isinstance(key, str) and len(key) <= 12:
+        with suppress(ValueError):
+            return int(key)
+    return None
+
+
+class FirstFault(FailFast):
+    """A list that is wrong is wrong by its first item: a million errors help nobody."""
+
+    __hash__ = object.__hash__
+
+
+TokenIds = Annotated[list[int], FirstFault()]
+Strings = Annotated[list[str], FirstFault()]
+LogitBias = Annotated[
+    dict[int, float] | None,
+    PlainValidator(_parse_logit_bias, json_schema_input_type=dict[int, float] | None),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        _parse_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+    ),
+]
+Stop = Annotated[
+    list[str], PlainValidator(_parse_stop, json_schema_input_type=str | list[str] | None)
+]
+Content = Annotated[
+    str,
+    PlainValidator(_parse_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+]
+KVPolicy = Annotated[
+    str | dict[str, Any] | None,
+    PlainValidator(_parse_kv_policy, json_schema_input_type=str | dict[str, Any] | None),
+]

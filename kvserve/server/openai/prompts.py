@@ -1,0 +1,236 @@
+"""From a request's texts, token ids or messages to the token ids that the engine gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kvserve.log import RequestError
+from kvserve.server.openai.chat_protocol import ChatPrompt
+from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.state.server_state import ServerState
+
+_INLINE = 1_000
+"""Characters that take less on the event loop than a thread takes to be told of them."""
+_FIRST_LOOK = 4
+"""Characters of a long text, for each token of the context, that are looked at first."""
+_MOST_WHOLE = 2**20
+_SEAM = 64
+"""Tokens that a text may lose where it is not cut."""
+_FEW = 16
+"""Messages over which a template runs in no time."""
+_TEXTS = ThreadPoolExecutor(4, "kvserve-text")
+"""Where texts become tokens and templates run; long ones wait for each other, not for the loop."""
+_T = TypeVar("_T")
+
+_NOT_FOR_TEMPLATES = frozenset(
+    (
+        *("messages", "conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    )
+)
+"""Arguments of transformers' ``apply_chat_template`` that a template never sees."""
+
+
+async def encode(
+    state: ServerState,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool | None,
+    *,
+    whole: bool = False,
+) -> list[list[int]]:
+    """Token ids of each prompt, special ones included unless told; lists of ids pass unchanged.
+
+    Texts that are longer than the context are refused, some before they are read to the end unless
+    ``whole``.
+    """
+    special = add_special_tokens is not False
+    return [
+        prompt
+        if isinstance(prompt, list)
+        else await _encode_text(state, prompt, special, whole=whole)
+        for prompt in prompts
+    ]
+
+
+async def _encode_text(
+    state: ServerState, text: str, add_special_tokens: bool, *, whole: bool
+) -> list[int]:
+    tokenizer = state.require_tokenizer("prompt")
+    context = state.engine.max_model_len
+    check_characters(state, len(text), "prompt", whole=whole)
+
+    def run() -> list[int]:
+        look = _FIRST_LOOK * context
+        if not whole and len(text) > 2 * look:
+            # Text of this kind, or as much of it, would not fit either: the rest is not looked at.
+            seen = len(tokenizer.encode(text[:look], add_special_tokens=add_special_tokens))
+            if seen > context + _SEAM:
+                raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    try:
+        return run() if len(text) <= _INLINE else await in_thread(run)
+    except RequestError:
+        raise
+    except (ValueError, TypeError) as exc:  # what a tokenizer cannot read
+        raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """The result of ``work``, which may take long, while the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
+
+
+def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
+    """Refuse a text that is too long for the context however few tokens it is.
+
+    Of one that is cut or counted, so ``whole``, at least ``_MOST_WHOLE`` characters are read.
+    """
+    context = state.engine.max_model_len
+    most = context * state.require_tokenizer(param).longest_token
+    most = max(most, _MOST_WHOLE) if whole else most
+    if count > most:
+        raise RequestError(
+            f"{param} has {count} characters; no text of more than {most} fits this model's "
+            f"context of {context} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _too_long(what: str) -> RequestError:
+    return RequestError(
+        f"prompt: {what}, more than this model's context",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
+    """Token ids of the conversation under the chat template."""
+    tokenizer = state.require_tokenizer("messages")
+    check_messages(state, request)
+    messages = [message.for_template() for message in request.messages]
+    if request.chat_template is not None and not state.options.trust_request_chat_template:
+        raise RequestError(
+            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+            param="chat_template",
+            code="unsupported_field",
+        )
+    add_generation_prompt = request.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not request.continue_final_message
+    kwargs = request.chat_template_kwargs or {}
+
+    def apply() -> list[int]:
+        own: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": bool(request.continue_final_message),
+            "chat_template": request.chat_template or state.options.chat_template,
+            **_effort(state, request),
+        }
+        if tools := request.tools_for_template():
+            own["tools"] = tools
+        if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not hold {', '.join(clash)}",
+                param="chat_template_kwargs",
+            )
+        return tokenizer.apply_chat_template(messages, **own, **kwargs)
+
+    plain = not (kwargs or request.tools or request.chat_template) and len(messages) <= _FEW
+    try:
+        if plain and sum(len(message["content"]) for message in messages) <= _INLINE:
+            ids = apply()
+        else:
+            ids = await in_thread(apply)
+    except RequestError:
+        raise
+    except Exception as exc:  # templates raise what they like: jinja errors, ValueError, TypeError
+        raise RequestError(
+            f"messages: the chat template refuses them: {exc}", param="messages"
+        ) from exc
+    return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
+
+
+def check_messages(state: ServerState, request: ChatPrompt) -> None:
+    """Refuse a conversation that cannot fit, before a template runs over it."""
+    context = state.engine.max_model_len
+    if len(request.messages) > context:
+        raise RequestError(
+            f"messages: {len(request.messages)} messages do not fit this model's context of "
+            f"{context} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    count = sum(len(message.content) for message in request.messages)
+    cut = getattr(request, "truncate_prompt_tokens", None) is not None
+    check_characters(state, count, "messages", whole=cut)
+
+
+def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
+    """``reasoning_effort`` under the name that the template has for it, or for reasoning at all."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    template = request.chat_template or state.options.chat_template
+    template = template or str(state.require_tokenizer("messages").describe()["chat_template"])
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    raise RequestError(
+        "reasoning_effort is nothing that this model's chat template knows; leave it out",
+        param="reasoning_effort",
+        code="unsupported_field",
+    )
+
+
+def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:
+    """The last ``truncate_prompt_tokens`` of a prompt; -1 is what the context leaves room for."""
+    limit = request.truncate_prompt_tokens
+    if limit == -1:
+        limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
+    return ids if limit is None else ids[-limit:]
+
+
+def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:
+    """The text of token ids, special tokens included; ``param`` is the field they came from."""
+    tokenizer = state.require_tokenizer(param)
+    try:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    except (ValueError, TypeError, OverflowError, IndexError) as exc:
+        raise RequestError(f"{param}: the token ids cannot be decoded: {exc}", param=param) from exc
+
+
+def check_limit(state: ServerState, request: GenerationRequest) -> None:
+    """``max_tokens`` must fit the context, whatever the prompt."""
+    asked, context = request.token_limit(), state.engine.max_model_len
+    if asked is not None and asked > context:
+        field = request.token_limit_field
+        raise RequestError(
+            f"{field}={asked} does not fit: the context is {context} tokens, the prompt's among "
+            "them",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+def check_lengths(
+    state: ServerState, request: GenerationRequest, prompts: Sequence[Sequence[int]]
+) -> None:
+    """``max_tokens`` must fit behind each prompt; the engine refuses prompts that are too long."""
+    asked, context = request.token_limit(), state.engine.max_model_len
+    longest = max(map(len, prompts))
+    if asked is None or longest >= context or longest + asked <= context:
+        return
+    field = request.token_limit_field
+    raise RequestError(
+        f"{field}={asked} does not fit: the context is {context} tokens and the prompt has "
+        f"{longest}; ask for at most {context - longest}",
+        param=field,
+        code="context_length_exceeded",
+    )

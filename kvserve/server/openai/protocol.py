@@ -1,0 +1,228 @@
+"""What clients may send. Field names are OpenAI's and vLLM's; ``kv_policy`` is our own.
+
+Three kinds of fields: built (declared below), refused with a 400 that names them (``_REFUSED``: to
+accept them and do nothing would be a lie), and unknown ones, which are ignored and logged once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvserve.log import RequestError, logger
+from kvserve.sampling_params import SamplingParams, StructuredOutput
+from kvserve.server.openai.fields import KVPolicy, LogitBias, Prompts, Stop, Strings, TokenIds
+from kvserve.server.openai.structured import structured_output
+
+# ---- requests ---------------------------------------------------------------------------------
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, False),
+    "audio": (None,),
+    "background": (None, False),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "length_penalty": (None, 1),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "suffix": (None, ""),
+    "thinking_token_budget": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
+}
+"""Fields that change the output and are not built (here) -> their values that mean "off"."""
+
+_IGNORED = frozenset(
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+"""Fields that say nothing about the output."""
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
+    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("allowed_token_ids", "bad_words", "priority"),
+)
+
+_unknown_fields: set[str] = set()
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat share. ``null`` means "not given" throughout."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: Stop = []
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    kv_policy: KVPolicy = None
+    return_token_ids: bool | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationRequest:
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if name in _REFUSED and value not in _REFUSED[name]:
+                raise RequestError(
+                    f"{name} is not supported; leave it out", param=name, code="unsupported_field"
+                )
+            if name not in _REFUSED and name not in _IGNORED:
+                _log_once(name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs do not go with stream", param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens"
+            )
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def token_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def token_limit(self) -> int | None:
+        """New tokens that were asked for; ``None`` is up to the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def structured_output(self) -> StructuredOutput | None:
+        """What the output must match."""
+        return structured_output(self.__dict__)
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The request over the model's ``defaults``; raises ``RequestError`` naming the field."""
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(
+            **{
+                **defaults,
+                **given,
+                "stop": self.stop,
+                "max_tokens": self.token_limit(),
+                "logprobs": self.num_logprobs(),
+                "structured_outputs": self.structured_output(),
+                "kv_policy": self.kv_policy,
+                **more,
+            }
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    def token_limit(self) -> int | None:
+        """OpenAI's default of 16 applies when the field is absent, not when it is ``null``."""
+        asked = super().token_limit()
+        return 16 if asked is None and "max_tokens" not in self.model_fields_set else asked
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """``echo`` with ``logprobs`` needs those of the prompt too."""
+        if self.echo and self.logprobs is not None:
+            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return super().sampling_params(defaults, **more)
+
+
+class TokenizeRequest(BaseModel):
+    """``POST /tokenize`` of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def _log_once(name: str) -> None:
+    if name not in _unknown_fields and len(_unknown_fields) < 1000:
+        _unknown_fields.add(name)
+        logger.warning("requests carry the unknown field %.100r, which is ignored", name)
+
+
+def parse(kind: type[_Model], body: dict[str, Any]) -> _Model:
+    """Validate ``body`` as FastAPI would, for routes that take more than one shape."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as exc:
+        errors = [{**error, "loc": ("body", *error["loc"])} for error in exc.errors()]
+        raise RequestValidationError(errors) from None

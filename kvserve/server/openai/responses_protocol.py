@@ -1,0 +1,197 @@
+"""``POST /v1/responses`` as a chat request: nothing is stored, so the whole history comes along."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+from kvserve.log import RequestError
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.protocol import parse
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "include": (None, [], ["reasoning.encrypted_content"]),  # reasoning comes in plain text
+    "max_tool_calls": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+"""Fields that need stored responses or are not built -> their values that mean "off"."""
+
+_CHAT_NAMES: dict[Any, str] = {
+    "messages": "input",
+    "response_format": "text",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+def _parse_input(value: Any) -> str | list[dict[str, Any]]:
+    items = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if items or isinstance(value, str):
+        return value
+    raise RequestError("input must be a string or a list of items")
+
+
+Input = Annotated[
+    str | list[dict[str, Any]],
+    PlainValidator(_parse_input, json_schema_input_type=str | list[dict[str, Any]]),
+]
+
+
+class ResponseTool(BaseModel):
+    """A function; the tools that OpenAI runs itself do not exist here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ReasoningSettings(BaseModel):
+    """A ``summary`` is never made: the reasoning itself is in the output."""
+
+    effort: str | None = None
+
+
+class TextSettings(BaseModel):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """Further fields (``kv_policy``, ``top_k``, ``seed``, ...) are those of chat completions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    input: Input
+    instructions: str | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    stream: bool | None = None
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The chat request that says the same; ``RequestError`` names the field of this one."""
+        extra = dict(self.model_extra or {})
+        for name, off in _REFUSED.items():
+            if extra.pop(name, None) not in off:
+                raise RequestError(
+                    f"{name} is not supported; send the whole history as input",
+                    param=name,
+                    code="unsupported_field",
+                )
+        given = {
+            **extra,
+            "model": self.model,
+            "messages": self._messages(),
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "response_format": self._response_format(),
+            "stream": self.stream,
+        }
+        try:
+            return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+        except RequestValidationError as exc:
+            raise RequestValidationError([_renamed(error) for error in exc.errors()]) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        if not self.input:
+            raise RequestError("input must not be empty", param="input", code="empty_prompt")
+        thought = None
+        for i, item in enumerate(self.input):
+            kind = item.get("type", "message")
+            if kind == "reasoning":
+                thought = _thought(item.get("content"))
+            elif kind == "function_call":
+                _append_call(messages, item)
+            elif kind == "function_call_output":
+                output = _content(item, i, "output")
+                call_id = item.get("call_id")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            elif kind == "message":
+                messages.append({"role": item.get("role"), "content": _content(item, i)})
+            else:
+                raise RequestError(
+                    f"input[{i}]: items of type {kind!r} are not supported", param="input"
+                )
+            if thought and messages and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning"], thought = thought, None
+        return messages
+
+    def _tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, dict):
+            return {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        return self.tool_choice
+
+    def _response_format(self) -> dict[str, Any] | None:
+        form = self.text.format if self.text is not None else None
+        if form is None or form.get("type") != "json_schema":
+            return form
+        return {"type": "json_schema", "json_schema": form}
+
+
+def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
+    function = tool.model_dump(exclude_none=True, exclude={"type"})
+    return {"type": "function", "function": function}
+
+
+def _append_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Calls in a row are one turn of the assistant."""
+    call = {
+        "id": item.get("call_id"),
+        "type": "function",
+        "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
+    }
+    if not (messages and messages[-1]["role"] == "assistant"):
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _thought(content: Any) -> str:
+    """The text of a reasoning item, whatever its parts are called."""
+    parts = content if isinstance(content, list) else ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
+    content = item.get(name)
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS:
+            raise RequestError(
+                f"input[{index}].{name}: parts of type {kind!r} are not supported; only text is",
+                param="input",
+            )
+    return [{"type": "text", "text": part.get("text")} for part in content]
+
+
+def _renamed(error: dict[str, Any]) -> dict[str, Any]:
+    """A complaint about the chat request, with this one's name of the field."""
+    body, *path = error["loc"]
+    return {**error, "loc": (body, *(_CHAT_NAMES.get(part, part) for part in path))}

@@ -1,0 +1,257 @@
+"""Server-sent events: the growing outputs of a request become chunks, then usage, then ``[DONE]``.
+
+Every chunk of a stream has the same id and creation time. An error after the first byte becomes an
+``error`` event followed by ``[DONE]``, since the status is already sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvserve.outputs import CompletionOutput, RequestOutput
+from kvserve.server.openai.chat import ChatPlan
+from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.openai.responses import Echo, chat_logprobs, completion_logprobs, usage
+from kvserve.server.parsers.tool_parsers import Json
+from kvserve.server.state.errors import as_api_error
+from kvserve.server.state.generation import Generation
+
+FIRST_OUTPUT_GRACE = 5.0
+"""Seconds for which the status waits for output: a refusal comes earlier, as a real status."""
+
+_DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+
+
+@dataclass
+class _Cursor:
+    """How far into one choice the client has been told."""
+
+    started: bool = False
+    text: int = 0
+    tokens: int = 0
+    text_offset: int = 0
+    finished: bool = False
+
+
+class EventWriter(Protocol):
+    """What a stream is made with."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]: ...
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+    def failure(self, exc: Exception) -> bytes: ...
+
+
+class ChunkWriter:
+    """Turns outputs into chunks; one subclass for each of the two APIs."""
+
+    object_name: str
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        model: str,
+        num_prompts: int,
+        fingerprint: str,
+    ) -> None:
+        self._n = request.n or 1
+        self._top = request.num_logprobs() or 0
+        self._token_ids = bool(request.return_token_ids)
+        self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
+        self._head = {
+            "id": request_id,
+            "object": self.object_name,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._cursors = [_Cursor() for _ in range(self._n * num_prompts)]
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        """Chunks for everything in ``output`` that the client has not seen."""
+        written = []
+        for choice in output.outputs:
+            index = prompt_index * self._n + choice.index
+            cursor = self._cursors[index]
+            if cursor.finished:
+                continue
+            for part in self._parts(index, cursor, choice, output):
+                counts = self._usage([output]) if self._continuous_usage else None
+                written.append(self._event([part], counts))
+        return written
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return self._event([], self._usage(outputs)) + _DONE if self._include_usage else _DONE
+
+    def failure(self, exc: Exception) -> bytes:
+        return b"data: %b\n\n" % orjson.dumps(as_api_error(exc).body()) + _DONE
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        return usage(outputs)
+
+    def _event(self, choices: list[Json], counts: Json | None) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._include_usage or counts is not None:
+            chunk["usage"] = counts
+        return b"data: %b\n\n" % orjson.dumps(chunk)
+
+    def _parts(
+        self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
+    ) -> list[Json]:
+        raise NotImplementedError
+
+    def _advance(self, cursor: _Cursor, choice: CompletionOutput) -> tuple[str, list[int]]:
+        """The new text and token ids."""
+        text, tokens = choice.text[cursor.text :], choice.token_ids[cursor.tokens :]
+        cursor.started = True
+        cursor.text, cursor.tokens = len(choice.text), len(choice.token_ids)
+        cursor.finished = choice.finished
+        return text, tokens
+
+
+class CompletionChunks(ChunkWriter):
+    """The last text of a choice and its ``finish_reason`` share a chunk."""
+
+    object_name = "text_completion"
+
+    def __init__(self, *args: Any, echoes: list[Echo] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._echoes = echoes
+
+    def _parts(
+        self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
+    ) -> list[Json]:
+        first, start = not cursor.started, cursor.tokens
+        text, tokens = self._advance(cursor, choice)
+        echo = None
+        if first and self._echoes is not None:
+            echo = self._echoes[index // self._n]
+            text = echo.text + text
+        logprobs = completion_logprobs(choice, self._top, start, cursor.text_offset, echo, output)
+        if logprobs is not None:
+            cursor.text_offset += sum(map(len, logprobs["tokens"]))
+        if not (text or choice.finished or (tokens and (self._token_ids or logprobs))):
+            return []
+        part = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._token_ids:
+            part["token_ids"] = tokens
+            if first:
+                part["prompt_token_ids"] = output.prompt_token_ids
+        return [part]
+
+
+class ChatChunks(ChunkWriter):
+    """First the role, then content, then an empty delta with ``finish_reason``."""
+
+    object_name = "chat.completion.chunk"
+
+    def __init__(self, *args: Any, plan: ChatPlan) -> None:
+        super().__init__(*args)
+        self._plan = plan
+        self._parsers = [plan.parser() for _ in self._cursors]
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        return usage(outputs, sum(map(self._plan.reasoning_tokens, outputs)))
+
+    def _parts(
+        self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
+    ) -> list[Json]:
+        parts = []
+        if not cursor.started:
+            role = self._part(index, {"role": "assistant", "content": ""})
+            if self._token_ids:
+                role["prompt_token_ids"] = output.prompt_token_ids
+            parts.append(role)
+        start = cursor.tokens
+        text, tokens = self._advance(cursor, choice)
+        logprobs = chat_logprobs(choice, self._top, start)
+        parser, reason = self._parsers[index], choice.finish_reason
+        deltas: list[Json] = [{"content": text}] if text else []
+        if parser is not None:
+            deltas = parser.push(text, choice.finished)
+            reason = parser.finish_reason(reason)
+        if not deltas and tokens and (self._token_ids or logprobs):
+            deltas = [{"content": ""}]
+        parts += [self._part(index, delta) for delta in deltas]
+        if deltas:
+            parts[-1]["logprobs"] = logprobs
+            if self._token_ids:
+                parts[-1]["token_ids"] = tokens
+        if choice.finished:
+            last = self._part(index, {})
+            last["finish_reason"] = reason
+            last["stop_reason"] = choice.stop_reason
+            parts.append(last)
+        return parts
+
+    @staticmethod
+    def _part(index: int, delta: Json) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def stream_response(
+    generation: Generation, writer: EventWriter, receive: Receive, ping_interval: float
+) -> EventStream:
+    """Answer with a stream; a request that is refused at once raises and keeps its own status."""
+    first = await generation.first_changes(receive, FIRST_OUTPUT_GRACE)
+    return EventStream(generation, _events(generation, writer, first, ping_interval))
+
+
+async def _events(
+    generation: Generation,
+    writer: EventWriter,
+    changes: dict[int, RequestOutput] | None,
+    ping_interval: float,
+) -> AsyncIterator[bytes]:
+    try:
+        while changes is not None:
+            events = [
+                event for index, output in changes.items() for event in writer.chunks(index, output)
+            ]
+            if events:
+                yield b"".join(events)
+            elif not changes:
+                yield _PING
+            changes = await generation.changes(ping_interval)
+        yield writer.end(generation.finished_outputs())
+    except Exception as exc:
+        yield writer.failure(exc)
+
+
+class EventStream(StreamingResponse):
+    """Closes its generation whatever ends it: the last chunk, a client that hung up, a shutdown.
+
+    Not done inside the iterator: a client that stops reading leaves that suspended at a ``yield``.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        await super().listen_for_disconnect(receive)
+        # At once: the cancellation that follows waits for a moment when no output is due.
+        self._generation.close()

@@ -1,0 +1,1 @@
+"""The text of an answer taken apart: reasoning, tool calls, content."""

@@ -1,0 +1,90 @@
+"""The parts of a chat answer: reasoning, content and tool calls, from text that grows."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvserve.outputs import CompletionOutput
+from kvserve.server.parsers.reasoning import ReasoningSplit
+from kvserve.server.parsers.tool_parsers import Json, ToolSplit
+
+
+@dataclass
+class NamedCall:
+    """All of the text is the arguments of one function (``tool_choice`` names it)."""
+
+    name: str
+    num_calls: int = 0
+
+    def push(self, text: str, final: bool) -> list[Json]:
+        if not text:
+            return []
+        call: Json = {"index": 0, "function": {"arguments": text}}
+        if not self.num_calls:
+            self.num_calls = 1
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call["function"] = {"name": self.name, "arguments": text}
+        return [{"tool_calls": [call]}]
+
+
+class MessageParser:
+    """Deltas of one choice's message; ``push`` gets new text, and ``final`` once at the end."""
+
+    def __init__(
+        self, reasoning: ReasoningSplit | None, tools: ToolSplit | NamedCall | None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str, final: bool) -> list[Json]:
+        deltas: list[Json] = []
+        if self._reasoning is not None:
+            thought, text = self._reasoning.push(text, final)
+            if thought:
+                # Clients know one name or the other.
+                deltas.append({"reasoning": thought, "reasoning_content": thought})
+        if self._tools is not None:
+            return deltas + self._tools.push(text, final)
+        return [*deltas, {"content": text}] if text else deltas
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """``tool_calls`` where a choice stopped by itself after calling; named calls just stop."""
+        called = isinstance(self._tools, ToolSplit) and self._tools.num_calls > 0
+        return "tool_calls" if called and reason == "stop" else reason
+
+
+def read_message(choice: CompletionOutput, parser: MessageParser | None) -> tuple[Json, str | None]:
+    """The message of a finished choice, and why it finished."""
+    if parser is None:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return message, choice.finish_reason
+    deltas = parser.push(choice.text, True)
+    return _folded(deltas), parser.finish_reason(choice.finish_reason)
+
+
+def _folded(deltas: Sequence[Json]) -> Json:
+    """The whole message that these deltas make."""
+    message: Json = {"role": "assistant", "content": None, "refusal": None}
+    calls: list[Json] = []
+    for delta in deltas:
+        for name in ("content", "reasoning", "reasoning_content"):
+            if name in delta:
+                message[name] = (message.get(name) or "") + delta[name]
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(calls):
+                calls.append(
+                    {
+                        "id": piece["id"],
+                        "type": "function",
+                        "function": {"name": "", "arguments": ""},
+                    }
+                )
+            for name, text in piece["function"].items():
+                calls[piece["index"]]["function"][name] += text
+    if calls:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

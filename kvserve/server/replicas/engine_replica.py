@@ -1,0 +1,152 @@
+"""One replica under Ray Serve: an engine, the requests that come to it, and how Serve picks it.
+
+This module and `replicas.py` are the only ones that know Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.async_engine import AsyncEngine
+from kvserve.engine.messages import EngineInfo
+from kvserve.log import ConfigError, configure_logging, logger
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.replicas.replica_stream import OutputWriter
+from kvserve.server.replicas.routing import HeldTokenRouter
+
+DEPLOYMENT = "engine"
+MANY = 2**20
+"""Requests at once, for Serve: the server bounds them itself."""
+
+_PIECE_S = 0.02
+"""Seconds between two pieces of a stream: each costs Ray some milliseconds. The first is sent at
+once."""
+
+_HEALTH_S = 1.0
+_STOP_S = 10.0
+
+
+@dataclass
+class Ticket:
+    """One request. The router stays behind when it travels."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    router: HeldTokenRouter | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ticket, (self.request_id, self.token_ids, self.params, None)
+
+
+class EngineReplica:
+    """The deployment: an engine in a process of its own, below the replica's."""
+
+    async def __init__(self, config: EngineConfig, log_level: int) -> None:  # type: ignore[misc]
+        configure_logging(log_level)
+        self._engine = AsyncEngine(config)
+        self._refused: ConfigError | None = None
+        try:
+            await self._engine.start()
+        except ConfigError as error:
+            self._refused = error  # ``describe`` tells; Serve would only try again
+
+    async def describe(self) -> EngineInfo:
+        if self._refused is not None:
+            raise self._refused
+        return self._engine.info
+
+    async def generate(self, ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:
+        writer, finished = OutputWriter(_rank()), True
+        outputs = self._engine.generate(ticket.token_ids, ticket.params, ticket.request_id)
+        try:
+            async for output in outputs:
+                finished = output.finished
+                yield writer.cut(output)
+                if not finished:
+                    await asyncio.sleep(_PIECE_S)
+            if not finished:  # it ended since, and the engine yields no object twice
+                yield writer.cut(output)
+        finally:
+            await outputs.aclose()
+
+    async def stats(self) -> tuple[str, EngineStats]:
+        return _rank(), self._engine.stats
+
+    async def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises."""
+        if self._engine.dead_error is not None:
+            raise self._engine.dead_error
+
+    async def __del__(self) -> None:
+        if self._refused is None:
+            await self._engine.shutdown()
+
+
+def _rank() -> str:
+    """Label of this replica: the one that takes a dead one's place gets its number."""
+    return str(serve.get_replica_context().rank.rank)
+
+
+class HeldTokenRequestRouter(RequestRouter):
+    """Serve's hook around ``HeldTokenRouter``; runs where the deployment's handle is."""
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        ticket = _ticket(pending_request)
+        if ticket is None or ticket.router is None:
+            return [candidate_replicas]
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        ranked = ticket.router.rank(ticket.request_id, list(by_name))
+        if ranked:
+            # Counted before the replica has answered, or a crowd would go the same way.
+            ticket.router.send(ticket.request_id, ranked[0])
+        return [[by_name[name]] for name in ranked]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        ticket = _ticket(pending_request)
+        if ticket is not None and ticket.router is not None:
+            ticket.router.send(ticket.request_id, replica_id.unique_id)
+
+
+def _ticket(pending: PendingRequest | None) -> Ticket | None:
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Ticket) else None
+
+
+def engines(config: EngineConfig, cpus: int, gpus: int) -> serve.Application:
+    """Engines as an application for ``serve.run``; a replica's ranks share its node."""
+    parallel = config.parallel
+    scale: dict[str, Any] = {"num_replicas": parallel.data_parallel_size}
+    if parallel.autoscaling_config:
+        first = {"initial_replicas": parallel.data_parallel_size}
+        scale = {"autoscaling_config": {**first, **parallel.autoscaling_config}}
+    deployment = serve.deployment(
+        EngineReplica,
+        name=DEPLOYMENT,
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        max_ongoing_requests=MANY,
+        logging_config={"log_level": "WARNING"},
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_timeout_s=_STOP_S,
+        request_router_config={"request_router_class": HeldTokenRequestRouter},
+        **scale,
+    )
+    alone = replace(parallel, data_parallel_size=1, autoscaling_config={})
+    return deployment.bind(replace(config, parallel=alone), logger.getEffectiveLevel())

@@ -1,0 +1,294 @@
+"""Replicas of the engine on Ray Serve, behind one HTTP server: `kvserve serve` on one machine, the
+deployment that ``build`` adds on a cluster. `engine_replica.py` is what they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
+from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.messages import EngineInfo
+from kvserve.engine.models.hub import find_model
+from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
+from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.http.app import create_app
+from kvserve.server.replicas.engine_replica import DEPLOYMENT, MANY, Ticket, engines
+from kvserve.server.replicas.replica_stream import OutputReader, held_tokens, total
+from kvserve.server.replicas.routing import HeldTokenRouter
+from kvserve.server.settings.reading import settings_from
+from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state.errors import unavailable
+from kvserve.server.state.heap import freeze_heap
+from kvserve.server.state.options import server_options
+from kvserve.server.state.server_state import ServerState, check_request_policies
+
+_APP = "kvserve"
+_SERVES = (
+    *("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "shutdown_timeout"),
+    *("otlp_traces_endpoint", "uvicorn_log_level", "disable_uvicorn_access_log"),
+)
+_STATS_S = 1.0
+_OBJECT_STORE_BYTES = 256 * 2**20  # pieces are small and travel inline
+
+
+class ReplicatedEngine:
+    """Many engines where the server expects one. Replicas come, go and are replaced by Serve."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.dead_error: BaseException | None = None
+        self.stats_by_engine: Mapping[str, EngineStats] = {}
+        self._router = HeldTokenRouter()
+        self._handle: DeploymentHandle | None = None
+        self._info: EngineInfo | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._reset: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Connect to the replicas of the application that this process is part of."""
+        await self._connect(serve.get_deployment_handle(DEPLOYMENT))
+
+    async def _connect(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        try:
+            self._info = await handle.describe.remote()
+        except ConfigError as error:
+            raise ConfigError(str(getattr(error, "cause", error))) from None
+        model = self.config.model
+        path = await asyncio.to_thread(
+            find_model,
+            model.model,
+            model.revision,
+            model.download_dir,
+            weights=False,
+            code=model.trust_remote_code,
+        )
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, str(path))
+        await self._read_stats()
+        self._watcher = asyncio.create_task(self._watch())
+
+    @property
+    def stats(self) -> EngineStats:
+        return total(self.stats_by_engine.values())
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("no replica has been connected")
+        return self._info
+
+    @property
+    def summary(self) -> list[tuple[str, str, str]]:
+        """The engine's start-up table, and where the replicas are."""
+        running = f"{len(self.stats_by_engine)} on Ray Serve"
+        return [*self.info.summary, ("replicas", running, "--data-parallel-size")]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def policy_name(self) -> str:
+        return self.info.policy_name
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        return self.info.default_sampling
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As ``AsyncEngine.generate``; 503 if the replica that has the request is lost."""
+        if self._reset is not None:
+            await asyncio.shield(self._reset)
+        _, token_ids = tokenize(self.tokenizer, prompt)
+        reader = OutputReader(token_ids)
+        self._router.add(request_id, token_ids)
+        ticket = Ticket(request_id, token_ids, params, self._router)
+        pieces = self._connected.options(stream=True).generate.remote(ticket)
+        try:
+            async for piece in pieces:
+                output = reader.join(piece)
+                self._router.holds(request_id, held_tokens(output))
+                yield output
+        except RequestError as error:
+            raise getattr(error, "cause", error) from None  # without Ray's traceback as message
+        except (RayError, RayServeException, EngineDeadError) as error:
+            logger.warning("%s: its replica failed: %s", request_id, _first_line(error))
+            raise unavailable("the replica that had this request stopped", "engine_dead") from None
+        finally:
+            self._router.ended(request_id)
+            pieces.cancel()
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that come later wait until every replica has forgotten its own."""
+        self._router.forget_prefixes()
+        self._reset = asyncio.create_task(self._broadcast_reset())
+
+    async def shutdown(self) -> None:
+        for task in (self._watcher, self._reset):
+            if task is not None:
+                task.cancel()
+
+    @property
+    def _connected(self) -> DeploymentHandle:
+        if self._handle is None:
+            raise RuntimeError("no replica has been connected")
+        return self._handle
+
+    async def _broadcast_reset(self) -> None:
+        await self._connected.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_STATS_S)
+            try:
+                await self._read_stats()
+            except (RayError, RayServeException) as error:  # no replica is up; Serve starts one
+                logger.warning("no statistics: %s", _first_line(error))
+
+    async def _read_stats(self) -> None:
+        answers = await self._connected.broadcast("stats").results_async(return_exceptions=True)
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        self.stats_by_engine = dict(sorted(told))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# ---- one machine --------------------------------------------------------------------------------
+
+
+class LocalReplicas(ReplicatedEngine):
+    """Starts Ray on this machine for itself alone, and ends it."""
+
+    async def start(self) -> None:
+        """``ConfigError`` where the replicas cannot run."""
+        cpus, gpus = _resources(self.config)
+        try:
+            await asyncio.to_thread(_start_ray, _most(self.config) * cpus)
+            for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put its own in our place
+                signal.signal(number, signal.getsignal(number))
+            await self._connect(await asyncio.to_thread(_deploy, self.config, cpus, gpus))
+        except BaseException:
+            await asyncio.to_thread(ray.shutdown)
+            raise
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        await asyncio.to_thread(_end)
+
+
+def _most(config: EngineConfig) -> int:
+    """Replicas that there may be at once."""
+    parallel = config.parallel
+    return max(parallel.data_parallel_size, int(parallel.autoscaling_config.get("max_replicas", 1)))
+
+
+def _resources(config: EngineConfig) -> tuple[int, int]:
+    """CPUs and GPUs of each replica on this machine."""
+    ranks, most = config.parallel.tensor_parallel_size, _most(config)
+    if not _wants_gpus(config, torch.cuda.is_available()):
+        return max(ranks, (os.cpu_count() or 1) // most), 0
+    if torch.cuda.device_count() < most * ranks:
+        raise ConfigError(
+            f"--data-parallel-size: {most} replicas of {ranks} ranks need {most * ranks} GPUs; "
+            f"there are {torch.cuda.device_count()}"
+        )
+    return 1, ranks
+
+
+def _start_ray(cpus: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        logging_level="warning",
+    )
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+
+
+def _deploy(config: EngineConfig, cpus: int, gpus: int) -> DeploymentHandle:
+    try:
+        return serve.run(engines(config, cpus, gpus), name=_APP, route_prefix=None)
+    except RuntimeError as error:
+        raise EngineDeadError(f"the replicas did not start: {error}") from None
+
+
+def _wants_gpus(config: EngineConfig, available: bool) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and available)
+
+
+def _end() -> None:
+    serve.shutdown()
+    ray.shutdown()
+
+
+# ---- a cluster ----------------------------------------------------------------------------------
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """For ``serve run``: our FastAPI app as ingress before the engines.
+
+    ``args`` are the settings of ``kvserve serve`` under their names. Address, certificates and the
+    signals are Serve's.
+    """
+    config, settings = settings_from(args)
+    for name in _SERVES:
+        if getattr(settings, name) != getattr(ServeSettings(), name):
+            raise ConfigError(f"{name}: not under `serve run`, where Ray Serve is the HTTP server")
+    configure_logging(settings.log_level)
+    ranks = config.parallel.tensor_parallel_size
+    on_gpus = _wants_gpus(config, ray.cluster_resources().get("GPU", 0) > 0)
+    replicas = engines(config, 1 if on_gpus else ranks, ranks if on_gpus else 0)
+
+    def app() -> FastAPI:
+        return _ingress(config, settings)
+
+    ingress = serve.deployment(
+        serve.ingress(app)(),
+        name="ingress",
+        max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": 0},  # the engines may have them all
+    )
+    return ingress.bind(replicas)
+
+
+def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
+    """The application, ready once a replica has answered."""
+    configure_logging(settings.log_level)
+    check_request_policies(config.compression.request_policies)
+    engine = ReplicatedEngine(config)
+    state = ServerState(engine, config, server_options(config, settings))
+    app = create_app(state)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        await engine.start()
+        state.mark_ready()
+        freeze_heap()
+        yield
+        await engine.shutdown()
+
+    app.router.lifespan_context = lifespan
+    return app

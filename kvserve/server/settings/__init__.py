@@ -1,0 +1,1 @@
+"""Flags, environment and files, read into settings."""

@@ -1,0 +1,98 @@
+"""The settings of the HTTP side, as flags name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvserve.config import setting
+from kvserve.log import ConfigError
+
+# Named here, not where they are built: ``--help`` loads nothing of the server.
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+TOOL_PARSERS = ("hermes", "internlm", "llama3_json", "mistral")
+_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """The HTTP side of ``kvserve serve``; the engine's settings are in ``EngineConfig``."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names clients may use, the first in answers (default: --model)"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "keys clients must send as 'Authorization: Bearer KEY' (default: none needed)"
+    )
+    open_metrics: bool = setting(False, "serve /metrics without a key")
+    vllm_metrics: bool = setting(True, "repeat the common metrics under vllm's names")
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template, instead of the tokenizer's"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring a chat_template, which may run as long as it likes"
+    )
+    reasoning_parser: str | None = setting(
+        None, "tell reasoning from content in chat answers", choices=REASONING_PARSERS
+    )
+    tool_call_parser: str | None = setting(
+        None, "how the model writes tool calls", choices=TOOL_PARSERS
+    )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model decide to call tools (needs --tool-call-parser)"
+    )
+    max_queued_requests: int = setting(
+        4096, "most sequences that wait beyond --max-num-seqs; further requests get a 429"
+    )
+    uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
+    ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
+    ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS")
+    ssl_ca_certs: str | None = setting(None, "certificates of the authorities that sign clients'")
+    shutdown_timeout: float = setting(
+        25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C"
+    )
+    root_path: str = setting("", "path prefix under which a proxy publishes the server")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins whose web pages may call the server (CORS; '*' is any)"
+    )
+    allow_credentials: bool = setting(False, "let those pages send cookies")
+    allowed_methods: tuple[str, ...] = setting(("*",), "methods that they may use")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers that they may send")
+    max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
+    read_timeout: float = setting(
+        30.0, "seconds that a client has to send a request's head, and again for its body"
+    )
+    max_connections: int = setting(
+        4096, "most connections open at once; beyond, those that owe a request longest are closed"
+    )
+    docs: bool = setting(True, "serve the API's documentation at /docs")
+    otlp_traces_endpoint: str | None = setting(
+        None, "where OpenTelemetry spans go, one per request (extra otel)"
+    )
+    log_level: str = setting("info", "verbosity of kvserve's log", choices=_LEVELS)
+    uvicorn_log_level: str = setting(
+        "warning", "verbosity of the HTTP server's log", choices=_LEVELS
+    )
+    enable_log_requests: bool = setting(False, "log each request's id, sizes and sampling")
+    disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.shutdown_timeout < 0:
+            raise ConfigError("--shutdown-timeout must not be negative")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+        if not self.read_timeout > 0:
+            raise ConfigError("--read-timeout must be above 0")
+        if self.max_connections < 1:
+            raise ConfigError("--max-connections must be at least 1")
+        if self.max_body_size < 1:
+            raise ConfigError("--max-body-size must be at least 1")
+        if self.max_queued_requests < 0:
+            raise ConfigError("--max-queued-requests must not be negative")
+        if not all(self.api_key):
+            raise ConfigError("--api-key must not be empty")

@@ -1,0 +1,1 @@
+"""What the routes share: the engine, its open requests, errors, metrics."""

@@ -1,0 +1,186 @@
+"""One error body for every route: ``{"error": {"message", "type", "param", "code"}}``.
+
+Clients turn that shape into exceptions, which they cannot do with a bare string or a traceback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
+
+from kvserve.log import EngineDeadError, RequestError, logger, shown
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    431: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class ApiError(HTTPException):
+    """An error that is ready to be sent; an ``HTTPException``, so that FastAPI lets it pass."""
+
+    def __init__(
+        self,
+        status_code: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code, message, dict(headers) if headers else None)
+        self.message = _printable(message)
+        self.param = param and _printable(param)
+        self.code = code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status_code, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            orjson.dumps(self.body()),
+            status_code=self.status_code,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+def _printable(text: str) -> str:
+    """JSON bodies may hold lone surrogates; answers may not."""
+    return text.encode(errors="replace").decode()
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503 that tells clients to come back."""
+    return ApiError(503, message, code=code, headers={"Retry-After": "5"})
+
+
+def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
+    """What a client is told about ``exc``; the unforeseen is logged and stays on the server."""
+    if isinstance(exc, ApiError):
+        return exc
+    if isinstance(exc, RequestError):
+        return _refusal(exc)
+    if isinstance(exc, RequestValidationError):
+        return _validation_error(exc.errors())
+    if isinstance(exc, ClientDisconnect):  # nobody reads this; the access log shows the status
+        return ApiError(499, "the client closed the connection", code="client_closed_request")
+    if isinstance(exc, EngineDeadError):
+        return ApiError(500, f"the engine stopped: {exc}", code="engine_dead")
+    name = f" ({request_id})" if request_id else ""
+    logger.error("unexpected error while serving a request%s", name, exc_info=exc)
+    message = f"internal error; the server's log has the details{name}"
+    return ApiError(500, message, code="internal_error")
+
+
+def _refusal(exc: RequestError) -> ApiError:
+    """Most are the client's to mend; with some codes nothing is wrong with the request."""
+    if exc.code == "out_of_memory":
+        return unavailable(str(exc), exc.code)
+    if exc.code == "too_many_policies":
+        later = {"Retry-After": "1"}
+        return ApiError(429, str(exc), param=exc.param, code=exc.code, headers=later)
+    status = 500 if exc.code == "internal_error" else 400
+    return ApiError(status, str(exc), param=exc.param, code=exc.code or "invalid_value")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make every exception of every route leave through ``as_api_error``."""
+
+    async def handle(request: Request, exc: Exception) -> Response:
+        if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
+            return _http_error(exc, request).response()
+        return as_api_error(exc, getattr(request.state, "request_id", None)).response()
+
+    for kind in (
+        RequestError,
+        EngineDeadError,
+        RequestValidationError,
+        StarletteHTTPException,
+        ClientDisconnect,
+    ):
+        app.add_exception_handler(kind, handle)
+
+
+def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
+    """Routing errors: no such route, or not with this method."""
+    where, message = f"{request.method} {request.url.path:.100}", str(exc.detail)
+    if exc.status_code == 404:
+        listed = "; /openapi.json lists what there is" if request.app.openapi_url else ""
+        message = f"there is no {where} here{listed}"
+    elif exc.status_code == 405:
+        message = f"{where} is not allowed; use {(exc.headers or {}).get('Allow', 'another')}"
+    return ApiError(
+        exc.status_code,
+        message,
+        code=_CODES.get(exc.status_code, "invalid_request"),
+        headers=exc.headers,
+    )
+
+
+# ---- validation -------------------------------------------------------------------------------
+
+
+def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first complaint, by the field's name: a list of them all hides the one that matters."""
+    first = errors[0]
+    kind, param = first["type"], _param(first["loc"][1:])
+    cause = first.get("ctx", {}).get("error")
+    if kind == "json_invalid":
+        message = f"the body is not valid JSON: {cause} at character {first['loc'][-1]}"
+        return ApiError(400, message, code="invalid_json")
+    if isinstance(cause, RequestError):
+        param = ".".join(filter(None, (param, cause.param))) or None
+        return ApiError(400, str(cause), param=param, code=cause.code or "invalid_value")
+    if param is None:
+        message = "the body must be a JSON object sent with Content-Type: application/json"
+        return ApiError(400, message, code="invalid_json")
+    if kind == "missing":
+        return ApiError(400, f"{param} is required", param=param, code="missing_field")
+    if kind == "int_parsing_size":
+        first = {**first, "msg": "Input should be an integer of at most 64 bits"}
+    what = re.sub("^Input should be", "must be", str(first["msg"]))
+    message = f"{param} {what}, got {_shortened(first['input'])}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _param(loc: Sequence[str | int]) -> str | None:
+    """``("messages", 0, "content")`` -> ``messages[0].content``; keys of free maps are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier():
+            path += f".{part}"
+        else:
+            break
+    return path.removeprefix(".") or None
+
+
+def _shortened(value: Any) -> str:
+    text = shown(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

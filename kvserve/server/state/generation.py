@@ -1,0 +1,162 @@
+"""The prompts of one HTTP request while the engine works on them.
+
+One task per prompt reads the engine; whoever answers the client reads the merged state. A slow
+client finds several tokens at once instead of a growing queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from kvserve.log import RequestError, logger
+from kvserve.outputs import RequestOutput
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.state.request_watch import RequestWatch
+from kvserve.server.state.server_state import ServerState
+
+_T = TypeVar("_T")
+
+
+class Generation:
+    """Starts on creation. ``close`` may be called from anywhere and aborts what is unfinished."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        request_id: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.num_sequences = len(prompts) * params.n
+        state.check_queue(self.num_sequences)
+        self.outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self._state = state
+        self._params = params
+        self._changed: dict[int, RequestOutput] = {}
+        self._wake = asyncio.Event()
+        self._failure: Exception | None = None
+        self._unfinished = len(prompts)
+        self._headers = headers or {}
+        state.generations.add(self)
+        if state.options.log_requests:
+            lengths = [len(prompt) for prompt in prompts]
+            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, params)
+        self._tasks = [
+            asyncio.create_task(self._follow(index, prompt, f"{request_id}-{index}"))
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def changes(self, timeout: float) -> dict[int, RequestOutput] | None:
+        """Prompts whose output grew; ``{}`` after ``timeout`` seconds, ``None`` at the end.
+
+        Raises what the engine raised, before any output that came earlier.
+        """
+        if not self._changed and self._failure is None and self._unfinished:
+            self._wake.clear()
+            # A timer rather than wait_for, which costs a task per token on Python 3.11.
+            timer = asyncio.get_running_loop().call_later(timeout, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+        if self._failure is not None:
+            raise self._failure
+        if not self._changed and not self._unfinished:
+            return None
+        changed, self._changed = self._changed, {}
+        return changed
+
+    async def first_changes(
+        self, receive: Receive, timeout: float
+    ) -> dict[int, RequestOutput] | None:
+        """``changes``, before an answer has begun; a client that hangs up ends it."""
+        try:
+            return await _unless_disconnected(receive, self.changes(timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    async def finish(self, receive: Receive) -> list[RequestOutput]:
+        """All outputs, complete; a client that hangs up ends it."""
+        try:
+            await _unless_disconnected(receive, self._settled())
+        finally:
+            self.close()
+        return self.finished_outputs()
+
+    async def _settled(self) -> None:
+        await asyncio.wait(self._tasks)
+        if self._failure is not None:
+            raise self._failure
+
+    def finished_outputs(self) -> list[RequestOutput]:
+        return [output for output in self.outputs if output is not None]
+
+    def fail(self, exc: Exception) -> None:
+        """End it with an error that the client gets to see."""
+        self._failure = self._failure or exc
+        self._wake.set()
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        self._state.generations.discard(self)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _follow(self, index: int, prompt: Sequence[int], request_id: str) -> None:
+        # The engine's id is made unique: two clients may send the same X-Request-Id.
+        unique_id = f"{request_id}-{secrets.token_hex(4)}"
+        watch = RequestWatch(self._state.metrics, self._params)
+        tracer = self._state.tracer
+        span = tracer and tracer.start(self._headers, request_id, self._params)
+        outputs = cast(
+            AsyncGenerator[RequestOutput, None],
+            self._state.engine.generate(prompt, self._params, unique_id),
+        )
+        try:
+            async for output in outputs:
+                watch.progress(output)
+                self.outputs[index] = self._changed[index] = output
+                self._wake.set()
+        except RequestError as exc:
+            self.fail(exc)
+        except Exception as exc:
+            watch.ended("error")
+            self.fail(exc)
+        except asyncio.CancelledError:
+            watch.ended("abort")
+            raise
+        finally:
+            if tracer is not None:
+                tracer.end(span, self.outputs[index])
+            self._unfinished -= 1
+            self._wake.set()
+            await outputs.aclose()
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of ``work``, or ``ClientDisconnect`` as soon as the client has gone."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has gone; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,323 @@
+"""``GET /metrics`` and the log line: the engine's counts as ``kvserve:*``, mirrored as ``vllm:*``.
+
+Gauges and counters are read from the newest ``EngineStats`` when scraped; histograms are observed
+where requests and outputs pass through the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from kvserve.config import EngineConfig
+from kvserve.log import logger
+from kvserve.outputs import ITERATION_TOKENS, EngineStats
+from kvserve.server.state.engine_protocol import Engine
+from kvserve.server.state.options import ServerOptions
+
+LOG_INTERVAL = 10.0
+
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_INTER_TOKEN = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Time between two outputs of a request", _INTER_TOKEN),
+    "e2e_request_latency_seconds": ("Time from arrival to the end", _LATENCY),
+    "request_queue_time_seconds": ("Time until the engine took it up", _LATENCY),
+    "request_prefill_time_seconds": ("Time from there to the first token", _LATENCY),
+    "request_decode_time_seconds": ("Time from the first token to the end", _LATENCY),
+    "request_inference_time_seconds": ("Time from being taken up to the end", _LATENCY),
+    "request_time_per_output_token_seconds": ("Mean time of a token after the first", _INTER_TOKEN),
+    "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
+    "request_generation_tokens": ("Generated tokens per request", _TOKENS),
+    "request_params_n": ("The n parameter", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("The max_tokens parameter", _TOKENS),
+}
+_LABELS = ("model_name", "engine")
+
+Engines = Mapping[str, EngineStats]
+Read = Callable[[EngineStats], float]
+Counts = Mapping[tuple[str, ...], float]
+_HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """Own registry, so that several servers may live in one process."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, options: ServerOptions) -> None:
+        self._engine = engine
+        self._config = config
+        self._mirror = options.vllm_metrics
+        self._model = options.served_names[0]
+        self._histograms = {
+            name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
+        self._finished: dict[str, Counter[str]] = {}  # of each engine, as are the next
+        self._prefix: dict[str, Counter[str]] = {}
+        labels = ("handler", "method")
+        self._http_requests = CounterMetric(
+            "http_requests", "Answers by route", (*labels, "status"), registry=None
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Time to the end of an answer",
+            labels,
+            registry=None,
+            buckets=_HTTP_SECONDS,
+        )
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry calls this on every scrape."""
+        engines = self._engine.stats_by_engine
+        for engine in engines:
+            self._known(engine)
+        common = [*self._scheduler_families(engines), *self._request_families()]
+        yield from common
+        if self._mirror:
+            yield from (_renamed(family, "vllm:") for family in common)
+        yield from self._compression_families(engines)
+        for metric in (self._http_requests, self._http_seconds):
+            yield from _without_created(metric.collect())
+
+    # ---- observations -------------------------------------------------------------------------
+
+    def observe(self, name: str, value: float, engine: str) -> None:
+        self._histograms[name].labels(self._model, engine).observe(value)
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An answer of a route, under prometheus-fastapi-instrumentator's names."""
+        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
+
+    def count_finished(self, reason: str, engine: str) -> None:
+        self._known(engine)
+        self._finished[engine][reason] += 1
+
+    def count_prompt(self, num_tokens: int, num_cached: int, engine: str) -> None:
+        self._known(engine)
+        if self._config.cache.enable_prefix_caching:
+            self._prefix[engine] += Counter(queries=num_tokens, hits=num_cached)
+
+    @property
+    def prefix(self) -> Counter[str]:
+        """Tokens looked up (queries) and found (hits), of all engines."""
+        return sum(self._prefix.values(), Counter())
+
+    def _known(self, engine: str) -> None:
+        """Its series start at 0 rather than with the first request."""
+        if engine not in self._finished:
+            self._finished[engine] = Counter(stop=0, length=0, abort=0)
+            self._prefix[engine] = Counter()
+            for histogram in self._histograms.values():
+                histogram.labels(self._model, engine)
+
+    # ---- families -----------------------------------------------------------------------------
+
+    def _scheduler_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge("num_requests_running", "Requests in the batch", lambda s: s.num_running)
+        yield gauge("num_requests_waiting", "Requests in the queue", lambda s: s.num_waiting)
+        yield gauge("kv_cache_usage_perc", "Blocks in use, 0 to 1", lambda s: s.kv_cache_usage)
+        yield counter("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens_total)
+        yield counter("generation_tokens", "Tokens made", lambda s: s.generation_tokens_total)
+        yield counter("num_preemptions", "Preempted sequences", lambda s: s.preemptions_total)
+        for key, help in (("queries", "Tokens looked up"), ("hits", "Tokens found")):
+            found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
+            yield self._counter_by(f"prefix_cache_{key}", help, (), found)
+        yield self._iterations(engines)
+        yield self._cache_info(engines)
+
+    def _cache_info(self, engines: Engines) -> Metric:
+        info = {
+            "block_size": self._config.cache.block_size or "auto",
+            "num_gpu_blocks": 0,
+            "cache_dtype": self._config.cache.kv_cache_dtype,
+            "policy": self._config.compression.policy,
+            "policy_args": json.dumps(dict(self._config.compression.policy_args)),
+        }
+        family = GaugeMetricFamily(
+            "kvserve:cache_config_info", "Settings of the cache", labels=(*_LABELS, *info)
+        )
+        for engine, stats in engines.items():
+            info["num_gpu_blocks"] = stats.blocks_total
+            family.add_metric([self._model, engine, *map(str, info.values())], 1)
+        return family
+
+    def _iterations(self, engines: Engines) -> Metric:
+        family = HistogramMetricFamily(
+            "kvserve:iteration_tokens_total", "Tokens per step of the engine", labels=_LABELS
+        )
+        bounds = [*map(floatToGoString, ITERATION_TOKENS), "+Inf"]
+        for engine, stats in engines.items():
+            counts = accumulate(stats.iterations or (0,) * len(bounds))
+            buckets = list(zip(bounds, counts, strict=True))
+            family.add_metric((self._model, engine), buckets, stats.iteration_tokens_total)
+        return family
+
+    def _request_families(self) -> Iterator[Metric]:
+        ended: Counts = {
+            (engine, reason): count
+            for engine, counts in self._finished.items()
+            for reason, count in counts.items()
+        }
+        yield self._counter_by(
+            "request_success", "Requests by how they ended", ("finished_reason",), ended
+        )
+        for histogram in self._histograms.values():
+            yield from _without_created(histogram.collect())
+
+    def _compression_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge("kv_tokens_logical", "Tokens of running requests", lambda s: s.tokens_logical)
+        yield gauge("kv_tokens_held", "Tokens that the cache still holds", lambda s: s.tokens_held)
+        yield gauge(
+            "kv_compression_ratio",
+            "Held over logical tokens",
+            lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
+        )
+        yield gauge("kv_pool_bytes", "Bytes of the pool's blocks", lambda s: s.bytes_total)
+        yield gauge("kv_held_bytes", "Bytes of blocks that requests name", lambda s: s.bytes_held)
+        yield gauge(
+            "kv_admission_headroom_blocks",
+            "Blocks for new requests",
+            lambda s: s.blocks_free + s.blocks_cached,
+        )
+        yield counter("kv_tokens_evicted", "Tokens evicted", lambda s: s.tokens_evicted_total)
+        yield counter(
+            "kv_compaction_seconds",
+            "Seconds spent compacting",
+            lambda s: s.compaction_seconds_total,
+        )
+        yield gauge(
+            "kv_scoring_workspace_bytes",
+            "Most bytes that scoring takes at once",
+            lambda s: s.scoring_workspace_bytes,
+        )
+        yield counter("kv_swaps", "Preemptions to host memory", lambda s: s.swaps_total)
+        yield gauge("kv_coded_entries", "Entries held as codes", lambda s: s.coded_entries)
+        yield gauge("kv_codebook_entries", "Vectors coded with", lambda s: s.codebook_entries)
+        policy = self._config.compression.policy
+        events: Counter[tuple[str, ...]] = Counter()
+        released: Counter[tuple[str, ...]] = Counter()
+        for engine, stats in engines.items():
+            events.update({(engine, policy, reason): 0 for reason in ("due", "pressure")})
+            released[engine, policy] += 0
+            for counts in stats.compaction_counts:
+                events[engine, counts.policy, counts.reason] += counts.events
+                released[engine, counts.policy] += counts.blocks_released
+        yield self._counter_by(
+            "kv_compactions", "Compactions, due or for want of blocks", ("policy", "reason"), events
+        )
+        yield self._counter_by(
+            "kv_blocks_released", "Released blocks by policy", ("policy",), released
+        )
+
+    def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
+        family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
+        for engine, stats in engines.items():
+            family.add_metric((self._model, engine), read(stats))
+        return family
+
+    def _counter(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
+        counts: Counts = {(engine,): read(stats) for engine, stats in engines.items()}
+        return self._counter_by(name, help, (), counts)
+
+    def _counter_by(
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, ...],
+        counts: Counts,
+    ) -> Metric:
+        """``counts`` by engine and the further ``labels``."""
+        family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
+        for key, value in counts.items():
+            family.add_metric((self._model, *key), value)
+        return family
+
+
+def _without_created(families: Iterable[Metric]) -> Iterator[Metric]:
+    for family in families:
+        family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+        yield family
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    copy = Metric(family.name.replace("kvserve:", prefix, 1), family.documentation, family.type)
+    copy.samples = [
+        sample._replace(name=sample.name.replace("kvserve:", prefix, 1))
+        for sample in family.samples
+    ]
+    return copy
+
+
+@dataclass
+class StatsLog:
+    """The line in the log while there is something to tell."""
+
+    engine: Engine
+    metrics: Metrics
+    _last: EngineStats = field(default_factory=EngineStats)
+    _time: float = 0.0
+    _prefix: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, interval: float = LOG_INTERVAL) -> None:
+        self._time = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            self.log()
+
+    def log(self) -> None:
+        new, old, now = self.engine.stats, self._last, time.monotonic()
+        seconds = max(now - self._time, 1e-9)
+        self._last, self._time = new, now
+        total = self.metrics.prefix
+        prefix, self._prefix = total - self._prefix, total
+        prompt = new.prompt_tokens_total - old.prompt_tokens_total
+        generated = new.generation_tokens_total - old.generation_tokens_total
+        if not (prompt or generated or new.num_running or new.num_waiting):
+            return
+        logger.info(
+            "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
+            "KV usage: %.1f%%, prefix hits: %.1f%%, tokens held/logical: %d/%d, "
+            "blocks released: %d",
+            prompt / seconds,
+            generated / seconds,
+            new.num_running,
+            new.num_waiting,
+            100 * new.kv_cache_usage,
+            100 * prefix["hits"] / max(prefix["queries"], 1),
+            new.tokens_held,
+            new.tokens_logical,
+            new.blocks_released_total - old.blocks_released_total,
+        )

@@ -1,0 +1,66 @@
+"""What the routes need to know of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvserve.config import EngineConfig
+from kvserve.log import ConfigError
+from kvserve.server.settings.serve_settings import ServeSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Settings of the HTTP side; the engine's are in ``EngineConfig``."""
+
+    served_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    guard_metrics: bool = True
+    vllm_metrics: bool = True
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    root_path: str = ""
+    docs: bool = True
+    max_body_bytes: int = 16 * 2**20
+    ping_interval: float = 15.0
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    auto_tools: bool = False
+    log_requests: bool = False
+    max_queued: int = 4096
+    """Sequences beyond those that can run at once."""
+
+
+def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
+    return ServerOptions(
+        served_names=settings.served_model_name or (config.model.model,),
+        api_keys=settings.api_key,
+        guard_metrics=not settings.open_metrics,
+        vllm_metrics=settings.vllm_metrics,
+        allowed_origins=settings.allowed_origins,
+        allow_credentials=settings.allow_credentials,
+        allowed_methods=settings.allowed_methods,
+        allowed_headers=settings.allowed_headers,
+        root_path=settings.root_path.rstrip("/"),
+        docs=settings.docs,
+        max_body_bytes=settings.max_body_size,
+        chat_template=_read_template(settings.chat_template),
+        trust_request_chat_template=settings.trust_request_chat_template,
+        reasoning_parser=settings.reasoning_parser,
+        tool_parser=settings.tool_call_parser,
+        auto_tools=settings.enable_auto_tool_choice,
+        max_queued=settings.max_queued_requests,
+        log_requests=settings.enable_log_requests,
+    )
+
+
+def _read_template(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text()
+    except OSError as exc:
+        raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None

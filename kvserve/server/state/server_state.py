@@ -1,0 +1,179 @@
+"""What the routes share: the engine they talk to, the server's own settings, and its phase."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+import kvserve
+from kvserve.config import EngineConfig
+from kvserve.log import ConfigError, RequestError, logger
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.parsers.reasoning import CLOSE, ReasoningParser
+from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
+from kvserve.server.state.errors import ApiError, unavailable
+from kvserve.server.state.metrics import Metrics
+from kvserve.server.state.options import ServerOptions
+
+if TYPE_CHECKING:
+    from kvserve.server.state.tracing import Tracer
+
+
+@dataclass
+class ServerState:
+    """Phases: loading (not ``ready``), ready, ``draining``. Only a ready server admits requests."""
+
+    engine: Engine
+    config: EngineConfig
+    options: ServerOptions
+    tracer: Tracer | None = None
+    ready: bool = False
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    generations: set[OpenRequest] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.engine, self.config, self.options)
+        self.default_sampling: dict[str, Any] = {}
+        self.reasoning: ReasoningParser | None = None
+        settings = {k: v for k, v in asdict(self.config).items() if k != "compression"}
+        self._config_digest = hashlib.sha256(_canonical(settings))
+
+    def mark_ready(self) -> None:
+        """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
+        self.check_tokenizer()
+        self.default_sampling = _usable_defaults(self.engine.default_sampling)
+        self.ready = True
+
+    def check_tokenizer(self) -> None:
+        """``ConfigError`` where the tokenizer lacks what a flag asks for."""
+        if self.options.reasoning_parser is not None:
+            self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
+
+    def check_ready(self) -> None:
+        if not self.ready:
+            raise unavailable("the model is still loading", "loading")
+
+    def check_health(self) -> None:
+        self.check_ready()
+        if self.engine.dead_error is not None:
+            raise ApiError(503, f"the engine stopped: {self.engine.dead_error}", code="engine_dead")
+        if self.draining:
+            raise unavailable("the server is shutting down", "draining")
+
+    def check_model(self, model: str | None) -> str:
+        """The name that the answer carries: the one asked for, or the first that is served."""
+        names = self.options.served_names
+        if model is not None and model not in names:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist; this server has {', '.join(names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return model or names[0]
+
+    def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
+        """That it is allowed here, and that its fields are what a policy and the context allow."""
+        if kv_policy is None:
+            return
+        # Not when this module is loaded: policies load torch.
+        from kvserve.engine.core.request_policies import read_policy
+
+        name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
+        self._check_allowed(name)
+        read_policy(kv_policy, self.engine.max_model_len)
+
+    def _check_allowed(self, name: Any) -> None:
+        compression = self.config.compression
+        if name in (None, "none") or compression.allow_request_policy == "all":
+            return
+        allowed = ["none"]
+        if compression.allow_request_policy == "listed":
+            allowed += compression.request_policies
+        if name not in allowed:
+            raise RequestError(
+                f"kv_policy: this server allows {', '.join(allowed)} "
+                f"(--allow-request-policy {compression.allow_request_policy})",
+                param="kv_policy",
+                code="policy_not_allowed",
+            )
+
+    def check_queue(self, count: int) -> None:
+        """Room for ``count`` more sequences."""
+        most = self.config.scheduler.max_num_seqs + self.options.max_queued
+        if count > most:
+            raise RequestError(
+                f"prompt: {count} sequences at once are more than this server queues ({most})",
+                param="prompt",
+            )
+        if count + sum(generation.num_sequences for generation in self.generations) > most:
+            raise ApiError(
+                429,
+                "the queue is full (--max-queued-requests)",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+
+    def fingerprint(self, kv_policy: str | Mapping[str, Any] | None) -> str:
+        """``system_fingerprint``: equal settings and the same KV policy give equal ones."""
+        compression = self.config.compression
+        if kv_policy is None:
+            policy = {"name": compression.policy, **compression.policy_args}
+        else:
+            policy = {"name": kv_policy} if isinstance(kv_policy, str) else dict(kv_policy)
+        digest = self._config_digest.copy()
+        digest.update(_canonical(policy))
+        return f"kvserve-{kvserve.__version__}-{digest.hexdigest()[:12]}"
+
+    def _reasoning_parser(self, name: str) -> ReasoningParser:
+        tokenizer = self.engine.tokenizer
+        ids = [] if tokenizer is None else tokenizer.encode(CLOSE, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer, and is {len(ids)}"
+            )
+        return ReasoningParser(name, ids[0])
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError(
+                f"{param}: this server has no tokenizer (--skip-tokenizer-init); send token ids "
+                "to /v1/completions",
+                param=param,
+            )
+        return self.engine.tokenizer
+
+
+def check_request_policies(policies: Sequence[str]) -> None:
+    """``ConfigError`` where one of ``--request-policies`` is none."""
+    if not policies:
+        return
+    from kvserve.engine.policies.registry import policy_names
+
+    if unknown := sorted(set(policies) - set(policy_names())):
+        names = ", ".join(policy_names())
+        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
+
+
+def _canonical(settings: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(settings, default=str, option=orjson.OPT_SORT_KEYS)
+
+
+def _usable_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's sampling defaults without those that would make every request fail."""
+    usable = dict(defaults)
+    while True:
+        try:
+            SamplingParams(**usable)
+            return usable
+        except RequestError as exc:
+            if exc.param not in usable:
+                raise
+            logger.warning("generation_config.json: %s is left out: %s", exc.param, exc)
+            del usable[exc.param]

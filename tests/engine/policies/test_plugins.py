@@ -1,0 +1,125 @@
+"""Policies from outside: what a plug-in may be, today and as plug-ins were written before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.engine.policies import registry
+from kvserve.engine.policies.base import Policy, PolicyError, UnevenPolicy, argument, integers
+from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
+from kvserve.engine.policies.registry import describe_policies, make_policy
+from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.selection import best_and_newest
+from kvserve.scheduler.trigger import AtPrefillEnd, WhenOver
+from tests.engine.policies.one_row import choose, observe
+
+
+@dataclass(frozen=True)
+class SmallKeys(BudgetedPolicy):
+    """Keep the keys of the smallest norm.
+
+    All that a scorer has to say.
+    """
+
+    name: ClassVar[str] = "small_keys"
+    ranks_entries: ClassVar[bool] = True
+
+    def score(self, obs: Observation) -> Tensor:
+        return -obs.keys.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Recent(BudgetedPolicy):
+    """Checks by hand, selects by itself, as before fields were checked by their metadata."""
+
+    name: ClassVar[str] = "recent_keys"
+
+    recent: int = argument(2, "newest entries, always kept", least=0)
+
+    def __post_init__(self) -> None:
+        integers(self, recent=0)
+        self.check_budget(f"above recent ({self.recent})")
+
+    @property
+    def protected(self) -> int:
+        return self.recent
+
+    def score(self, obs: Observation) -> Tensor:
+        norms = obs.keys.float().norm(dim=-1)
+        return norms[..., : norms.shape[-1] - self.recent]
+
+    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        return best_and_newest(scores, length, keep)
+
+
+@dataclass(frozen=True)
+class Votes(WindowVotes, BudgetedPolicy, UnevenPolicy):
+    """Put together from the mixins that there were."""
+
+    name: ClassVar[str] = "votes"
+
+    window: int = argument(4, "newest entries", least=1)
+    query_reduce: str = argument("heads", "logged", choices=("heads", "group_mean"))
+
+    def score(self, obs: Observation) -> Tensor:
+        return obs.causal("mean")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    class Entry:
+        def __init__(self, policy: type[Policy]) -> None:
+            self.name, self.load = policy.name, lambda: policy
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = [Entry(SmallKeys), Entry(Recent), Entry(Votes)]
+        patch.setattr(registry, "entry_points", lambda group: found)
+        registry._entries.cache_clear()
+        yield
+    registry._entries.cache_clear()
+
+
+def test_a_scorer_is_a_whole_policy() -> None:
+    """Worked out by hand: norms 3, 1, 4, 2, 0; three stay, as they stood."""
+    keys = torch.tensor([[[3.0], [1.0], [4.0], [2.0], [0.0]]])
+    obs = observe(torch.zeros(1, 0, 1), keys)
+    assert choose(make_policy({"name": "small_keys", "budget": 3}), obs, 3) == [[1, 3, 4]]
+    often = make_policy({"name": "small_keys", "budget": 3, "trigger": "threshold"})
+    assert often.event_trigger == WhenOver(131, 3, 0, protect_prompt=True)
+    half = make_policy({"name": "small_keys", "ratio": 0.5}).event_trigger
+    assert isinstance(half, AtPrefillEnd) and half.num_queries == 0
+    with pytest.raises(PolicyError, match="threshold must be an integer above budget"):
+        make_policy({"name": "small_keys", "budget": 3, "trigger": "threshold", "threshold": 3})
+
+
+def test_it_is_described_and_offered_to_adakv() -> None:
+    (described,) = [p for p in describe_policies() if p["name"] == "small_keys"]
+    assert described["summary"] == "Keep the keys of the smallest norm."
+    assert "budget" in described["schema"]["properties"]
+    ada = make_policy({"name": "adakv", "budget": 8, "scorer": "small_keys"})
+    keys = torch.randn(1, 2, 2, 9, 4)
+    missing = torch.arange(9) < torch.tensor([[0, 3], [1, 0]])[..., None]
+    scores = ada.score(Observation(keys[..., :0, :], keys, 1.0, missing=missing[None]))
+    assert (scores[0][missing] == -torch.inf).all() and scores[0][~missing].isfinite().all()
+    with pytest.raises(PolicyError, match="snapkv, rkv, keydiff, pyramidkv, small_keys do"):
+        make_policy({"name": "adakv", "budget": 8, "scorer": "h2o"})
+
+
+def test_plug_ins_of_before_run_as_before() -> None:
+    keys = torch.tensor([[[3.0], [1.0], [4.0], [2.0], [0.0]]])
+    recent = make_policy({"name": "recent_keys", "budget": 3})
+    assert choose(recent, observe(torch.zeros(1, 0, 1), keys), 3) == [[2, 3, 4]]
+    for given in ({"budget": 2}, {"budget": 3, "recent": -1}):
+        with pytest.raises(PolicyError):
+            make_policy({"name": "recent_keys", **given})
+    votes: Any = make_policy({"name": "votes", "budget": 9})
+    assert (votes.protected, votes.num_queries, votes.query_reduction) == (4, 4, "heads")
+    assert votes.event_trigger.num_queries == 4
+    with pytest.raises(PolicyError, match=r"above window \(4\)"):
+        make_policy({"name": "votes", "budget": 4})

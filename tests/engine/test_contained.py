@@ -1,0 +1,294 @@
+"""What goes wrong over one request ends that request; nobody else hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.core.engine_core import EngineCore
+from kvserve.engine.frontend.output_processor import OutputProcessor
+from kvserve.engine.policies import registry
+from kvserve.engine.policies.base import argument
+from kvserve.engine.policies.streaming_llm import StreamingLLM
+from kvserve.engine.sampling.grammar import SequenceGrammar
+from kvserve.log import RequestError
+from kvserve.sampling_params import StructuredOutput
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.trigger import EvictionSpec, RowState, Trigger
+from kvserve.server.state.errors import as_api_error
+from tests.checkpoints import random_prompts
+
+PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+}
+
+
+class FaultyTrigger:
+    """The trigger of another policy, until one of its methods is asked for the second time."""
+
+    def __init__(self, trigger: Trigger, method: str) -> None:
+        self._trigger, self._method, self._calls = trigger, method, 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._trigger, name)
+        if name != self._method:
+            return found
+
+        def fail_later(*args: Any) -> Any:
+            self._calls += 1
+            if self._calls > 2:
+                raise OverflowError("Python integer 3000000000 out of bounds for int32")
+            return found(*args)
+
+        return fail_later
+
+
+@dataclass(frozen=True)
+class Faulty(StreamingLLM):
+    """A plug-in with a bug."""
+
+    name: ClassVar[str] = "faulty"
+    fault: str = argument("score", "what fails")
+
+    @property
+    def event_trigger(self) -> Trigger:
+        trigger = super().event_trigger
+        if self.fault == "greedy":
+            return Greedy(trigger)
+        return FaultyTrigger(trigger, self.fault)
+
+    def score(self, obs: Any) -> Tensor:
+        if self.fault == "score":
+            raise ZeroDivisionError("in the middle of an event")
+        return super().score(obs)
+
+
+class Greedy:
+    """Wants to keep more than there is: once an `IndexError: index 256` of the block table."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        self._trigger = trigger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trigger, name)
+
+    def plan(self, rows: RowState) -> EvictionSpec:
+        plan = self._trigger.plan(rows)
+        many: IntArray = np.full_like(plan.keep, 2**31 - 1)
+        return EvictionSpec(**{**{f: getattr(plan, f) for f in plan.__slots__}, "keep": many})
+
+
+FAULTY: dict[str, Any] = {"name": "faulty", "budget": 16, "sinks": 2}
+
+
+@pytest.fixture
+def plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("faulty", f"{__name__}:Faulty", "kvserve.policies")
+    monkeypatch.setitem(registry._entries(), "faulty", entry)
+
+
+@pytest.mark.parametrize("fault", ["score", "next_event", "plan", "log_from", "greedy"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
+def test_a_policy_that_fails_ends_its_own_request(
+    llama_dir: Path, plug_in: None, fault: str, overlaps: bool, policy: Any
+) -> None:
+    llm = LLM(str(llama_dir), policy=policy, async_scheduling=overlaps, **SETTINGS)
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    asked = [GREEDY] * len(PROMPTS)
+    asked[2] = SamplingParams(
+        temperature=0.0, max_tokens=40, ignore_eos=True, kv_policy={**FAULTY, "fault": fault}
+    )
+    found = llm.generate(PROMPTS, asked, use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in found]
+    assert reasons == ["length", "length", "error", "length", "length", "length"]
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if i != 2:
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+            assert one.kv_cache_details.compactions == other.kv_cache_details.compactions
+    whole(llm.engine.core)
+
+
+def whole(core: EngineCore) -> None:
+    """Nothing is left behind."""
+    core.scheduler.check_integrity()
+    assert core.scheduler.blocks.headroom == core.scheduler.pool.capacity
+    assert not core._sequences
+
+
+PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
+    "the scheduler": lambda core: (core.scheduler, "_make_room"),
+    "a forward": lambda core: (core.runner.model.layers[0], "forward"),
+    "the sampler": lambda core: (core.runner.batch.sampling, "sample"),
+    "newcomers": lambda core: (core.runner.batch.sampling, "set_rows"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+def test_a_step_that_fails_once_costs_one_request(
+    llama_dir: Path, place: str, overlaps: bool
+) -> None:
+    llm = LLM(str(llama_dir), policy=KARA, async_scheduling=overlaps, **SETTINGS)
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    core = llm.engine.core
+    owner, name = PLACES[place](core)
+    works, calls = getattr(owner, name), 0
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if place == "newcomers" else 20):
+            raise RuntimeError("a bug of ours")
+        return works(*args, **kwargs)
+
+    setattr(owner, name, fail_once)
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in found]
+    assert reasons.count("error") == 1
+    for one, other in zip(found, expected, strict=True):
+        known = one.outputs[0].token_ids
+        assert known == other.outputs[0].token_ids[: len(known)]
+        assert len(known) == 40 or one.outputs[0].finish_reason == "error"
+    whole(core)
+
+
+def test_what_fails_in_every_step_ends_the_engine(llama_dir: Path) -> None:
+    llm = LLM(str(llama_dir), **SETTINGS)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("broken for good")
+
+    llm.engine.core.runner.model.layers[0].forward = fail
+    with pytest.raises(RuntimeError, match="broken for good"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:
+    """torch says so by a RuntimeError on a CPU."""
+    llm = LLM(str(llama_dir), **SETTINGS)
+    runner = llm.engine.core.runner
+    forward, calls = runner.model.layers[0].forward, 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            torch.empty(2**62, dtype=torch.uint8)
+        return forward(*args, **kwargs)
+
+    runner.model.layers[0].forward = run
+    outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
+
+
+class PanicException(BaseException):
+    """As pyo3 names a Rust panic."""
+
+
+@pytest.mark.parametrize("method", ["fill", "accept"])
+@pytest.mark.parametrize("error", [ValueError("over its limits"), PanicException("panicked at")])
+async def test_a_grammar_that_fails_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
+) -> None:
+    config = EngineConfig.from_flat(model="kvserve/tiny", max_num_seqs=8, max_model_len=256)
+    engine = AsyncEngine(config, mode="thread")
+    await engine.start()
+    started = SequenceGrammar.__init__
+
+    def init(self: SequenceGrammar, matcher: Any, *args: Any) -> None:
+        calls = 0
+        works = getattr(matcher, method)
+
+        def fail_later(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 3:
+                raise error
+            return works(*given)
+
+        setattr(matcher, method, fail_later)
+        started(self, matcher, *args)
+
+    monkeypatch.setattr(SequenceGrammar, "__init__", init)
+
+    async def run(request_id: str, **params: Any) -> list[int]:
+        settings = SamplingParams(temperature=0.0, max_tokens=30, **params)
+        outputs = [each async for each in engine.generate([5, 6, 7], settings, request_id)]
+        return outputs[-1].outputs[0].token_ids
+
+    alone = await run("alone", ignore_eos=True)
+    wanted = StructuredOutput("regex", "(a|b){100}")
+    with pytest.raises(RequestError, match="grammar failed") as refused:
+        await run("bad", structured_outputs=wanted)
+    assert as_api_error(refused.value).status_code == 400
+    assert "panicked" not in str(refused.value)
+    assert await run("again", ignore_eos=True) == alone
+    await engine.shutdown()
+
+
+async def test_a_text_that_cannot_be_made_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig.from_flat(model="kvserve/tiny", max_num_seqs=8, max_model_len=256)
+    engine = AsyncEngine(config, mode="thread")
+    await engine.start()
+    take, broken = OutputProcessor._take, False
+
+    def fail(self: OutputProcessor, branch: Any, *args: Any) -> None:
+        if broken and branch.request.request_id == "bad":
+            raise KeyError("detokenizer")
+        take(self, branch, *args)
+
+    monkeypatch.setattr(OutputProcessor, "_take", fail)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = [each async for each in engine.generate([5, 6, 7], params, "good")][-1]
+    broken = True
+    with pytest.raises(RequestError) as refused:
+        async for _ in engine.generate([5, 6, 7], params, "bad"):
+            pass
+    assert as_api_error(refused.value).status_code == 500
+    again = [each async for each in engine.generate([5, 6, 7], params, "good")][-1]
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    await engine.shutdown()
+
+
+async def test_a_request_that_breaks_admission_ends_alone(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = AsyncEngine(EngineConfig.from_flat(model=str(llama_dir), **SETTINGS), mode="thread")
+    await engine.start()
+    add = EngineCore.add
+
+    def fail(self: EngineCore, new: Any, matcher: Any = None) -> None:
+        if new.min_tokens == 7:
+            raise OverflowError("too large")
+        add(self, new, matcher)
+
+    monkeypatch.setattr(EngineCore, "add", fail)
+    with pytest.raises(RequestError) as refused:
+        params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=7)
+        async for _ in engine.generate(PROMPTS[0], params, "bad"):
+            pass
+    assert as_api_error(refused.value).status_code == 500
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = [each async for each in engine.generate(PROMPTS[0], params, "good")]
+    assert len(outputs[-1].outputs[0].token_ids) == 8
+    await engine.shutdown()

@@ -1,0 +1,46 @@
+"""What ``kv_cache_details`` says of a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.outputs import KVCacheDetails
+from tests.checkpoints import random_prompts
+
+
+def details_of(directory: Path, policy: Any, prompt: int) -> tuple[KVCacheDetails, LLM]:
+    llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate(random_prompts([prompt], seed=1), params, use_tqdm=False)
+    return output.kv_cache_details, llm
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt"),
+    [
+        ({"name": "pyramidinfer", "interval": 3, "min_context": 42}, 99),
+        ({"name": "spindlekv", "window": 26}, 15),
+    ],
+    ids=["pyramidinfer", "spindlekv"],
+)
+def test_events_that_evict_and_code_nothing_are_no_compactions(
+    policy: dict[str, Any], prompt: int, llama_dir: Path
+) -> None:
+    details, llm = details_of(llama_dir, policy, prompt)
+    assert (details.evicted_tokens, details.coded_entries, details.blocks_released) == (0, 0, 0)
+    stats = llm.stats()
+    assert details.compactions == stats.compactions_total == len(stats.compaction_counts) == 0
+
+
+def test_logged_queries_are_counted_apart(llama_dir: Path) -> None:
+    """27 + 11 tokens held, in three blocks; all of their queries are logged, none dropped yet."""
+    none, _ = details_of(llama_dir, "none", 27)
+    roomy, llm = details_of(llama_dir, {"name": "h2o", "budget": 100}, 27)
+    cache = llm.engine.core.runner.cache
+    block = cache.block_bytes(cache.layout)
+    assert none.held_bytes == roomy.held_bytes == 3 * block
+    assert none.log_bytes == 0 and roomy.log_bytes >= 3 * block

@@ -1,0 +1,148 @@
+"""Caches of levels under an engine: what they take, how far answers are off, and what is refused.
+
+That every policy runs over them, and that neither chunks, hits nor preemptions matter, is shown by
+policies/test_conformance.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvserve import LLM, EngineConfig, SamplingParams
+from kvserve.engine.attention.select import Needs, select_backend
+from kvserve.engine.core import startup
+from kvserve.kernels.entry_format import FORMATS
+from kvserve.kernels.quantized_entries import TORCH
+from kvserve.log import ConfigError
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.recorder import Recorder
+
+DTYPES = list(FORMATS)
+DIM = 16  # of both checkpoints' heads
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def make_llm(directory: Path, **settings: Any) -> LLM:
+    settings = {"dtype": "float32", "max_num_seqs": 4, **settings}
+    return LLM(str(directory), skip_tokenizer_init=True, **settings)
+
+
+def row(llm: LLM, feature: str) -> tuple[str, str]:
+    (found,) = [each[1:] for each in llm.engine.core.info.summary if each[0] == feature]
+    return found
+
+
+def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
+    """Blocks, swap space, usage, stats and the start-up table count them alike."""
+    blocks, held = {}, {}
+    for dtype in ("auto", *DTYPES):
+        llm = make_llm(
+            qwen3_dir,
+            kv_cache_dtype=dtype,
+            kv_cache_memory=400_000,
+            max_model_len=400,
+            swap_space=1,
+        )
+        core = llm.engine.core
+        cache, stats = core.runner.cache, core.stats()
+        size = cache.kv[0].nbytes
+        blocks[dtype] = stats.blocks_total
+        assert cache.kv.nbytes <= 400_000 < cache.kv.nbytes + size
+        assert stats.bytes_total == stats.blocks_total * size
+        assert cache.host.nbytes // size - 1 == 2**30 // size
+        (output,) = llm.generate(random_prompts([50]), PARAMS, use_tqdm=False)
+        held[dtype] = output.kv_cache_details.held_bytes
+        assert held[dtype] == 5 * size
+        assert f"{stats.blocks_total} blocks" in row(llm, "kv pool")[0]
+        assert row(llm, "kv cache dtype")[0].split()[0] == dtype
+    # 3 layers, 2 heads: keys and values of 16 numbers, beside scales and lows of 2 bytes each.
+    assert held["auto"] == 80 * 6 * 2 * DIM * 4
+    assert held["int8"] == held["fp8"] == 80 * 6 * 2 * (DIM + 2)
+    assert held["k8v4"] == 80 * 6 * (DIM + 2 + DIM // 2 + 4)
+    assert blocks["auto"] < blocks["int8"] == blocks["fp8"] < blocks["k8v4"]
+
+
+@pytest.mark.parametrize(("dtype", "within"), [("int8", 0.1), ("k8v4", 0.6), ("fp8", 0.3)])
+def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: float) -> None:
+    """In standard deviations of logits, for the same tokens: half a step is 1/254 of int8's largest
+    number, 1/30 of int4's range, 1/16 of an fp8 number, in every layer of untrained weights."""
+    logits = {}
+    for stored in ("auto", dtype):
+        recorder = Recorder(make_llm(qwen3_dir, kv_cache_dtype=stored))
+        one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        recorder.llm.generate(random_prompts([90, 40, 7]), one, use_tqdm=False)
+        logits[stored] = torch.stack([rows[0] for rows in recorder.logits.values()])
+    spread = logits["auto"].std()
+    off = (logits[dtype] - logits["auto"]).abs().max() / spread
+    assert 0 < off < within
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_torch_backend_agrees(qwen3_dir: Path, dtype: str) -> None:
+    """Up to the order of its sums, by which a number may go to the next level."""
+    logits = []
+    for backend in ("cpu", "torch"):
+        llm = make_llm(qwen3_dir, kv_cache_dtype=dtype, attention_backend=backend)
+        recorder = Recorder(llm)
+        llm.generate(random_prompts([60, 21]), PARAMS, use_tqdm=False)
+        logits.append(torch.stack([rows[0] for rows in recorder.logits.values()]))
+    torch.testing.assert_close(*logits, atol=5e-3, rtol=5e-3)
+
+
+def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
+    """As numbers, in blocks of which a few bytes are left over: what Kara keeps hardly changes."""
+    policy = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.5, "period": 5}
+    kept = []
+    for dtype in ("auto", "int8"):
+        recorder = Recorder(make_llm(qwen3_dir, policy=policy, kv_cache_dtype=dtype, block_size=4))
+        recorder.llm.generate(random_prompts([80]), PARAMS, use_tqdm=False)
+        (record,) = recorder.records.values()
+        assert record.events and all(record.copied)
+        kept.append({(e.seen, *at) for e in record.events for at in enumerate(e.held[0, 0])})
+    assert len(kept[0] & kept[1]) > 0.7 * len(kept[0])
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="--kv-cache-dtype: 'int4' is not one of auto, int8, k8v4"
+    ):
+        EngineConfig.from_flat(kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "why"),
+    [("int8", 12, "12 is not a multiple of 8"), ("k8v4", 24, "24 is not a multiple of 16")],
+)
+def test_heads_that_do_not_fit_are_refused(dtype: str, dim: int, why: str, tmp_path: Path) -> None:
+    directory = write_checkpoint("qwen3", tmp_path, head_dim=dim)
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {dtype}: head_dim {why}"):
+        make_llm(directory, kv_cache_dtype=dtype)
+
+
+def test_codes_are_refused_over_levels(qwen3_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8: spindlekv codes vectors as they"):
+        make_llm(qwen3_dir, policy="spindlekv", kv_cache_dtype="int8")
+
+
+def test_fp8_needs_a_gpu_that_has_it(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_device", lambda config: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: needs a GPU of compute capabil"):
+        make_llm(qwen3_dir, kv_cache_dtype="fp8")
+
+
+def test_packages_say_that_they_read_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = Needs("cuda", torch.bfloat16, 64, 256, 0.1, form="int8")
+    for name in ("flash-attn", "xformers,triton"):
+        with pytest.raises(ConfigError, match="as they were computed, not --kv-cache-dtype int8"):
+            select_backend(name, needs)
+    choice = select_backend("auto", Needs("cpu", torch.float16, 64, 16, 0.1, form="int8"))
+    assert choice.name == "torch" and choice.quantized is TORCH

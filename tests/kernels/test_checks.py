@@ -1,0 +1,92 @@
+"""Which launcher an entry point takes on CUDA, and when addresses are looked at; without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.checks import check_slots
+from kvserve.kernels.compact_kv import compact_kv, compact_kv_torch
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.gather_kv import (
+    gather_keys,
+    gather_keys_torch,
+    gather_queries,
+    gather_queries_torch,
+)
+from kvserve.kernels.sample_tokens import sample_tokens
+from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
+from kvserve.kernels.tiles import SORTED_ROWS
+
+
+class OnCuda(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def on_cuda(*shape: int) -> Tensor:
+    return torch.randn(shape).as_subclass(OnCuda)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+
+    def launch(kernel: Kernel, *args: Any, **options: Any) -> None:
+        names.append(kernel.source.__name__)
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    return names
+
+
+@pytest.mark.parametrize(("dim", "fits"), [(64, True), (80, False), (8, False)])
+def test_a_head_dimension_that_no_kernel_knows_is_torch_s(
+    dim: int, fits: bool, launched: list[str]
+) -> None:
+    """Events run on whatever attention runs on: all of them by torch, not half of them refused."""
+    cache, slots = on_cuda(5, 2, 2, 4, 2, dim), torch.randint(4, 20, (2, 2, 6))
+    log, lanes = cache.view(5, 2, 8, 2, dim), torch.arange(2)
+    query, key = on_cuda(1, 2, 3, dim), on_cuda(1, 2, 7, dim)
+    keys = gather_keys(cache, slots, lanes)
+    queries = gather_queries(log, slots, lanes)
+    scores = window_scores(query, key, 0.1)
+    before = cache.clone()
+    compact_kv(cache, slots, slots)
+    assert launched == (["_gather", "_gather", "_log_sums", "_shares", "_compact"] if fits else [])
+    if not fits:
+        assert torch.equal(keys, gather_keys_torch(cache, slots, lanes))
+        assert torch.equal(queries, gather_queries_torch(log, slots, lanes))
+        assert torch.equal(scores, window_scores_torch(query, key, 0.1))
+        compact_kv_torch(before, slots, slots)
+        assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(4, []), (5, ["_narrow", "_draw"])])
+def test_few_rows_are_sampled_as_the_table_says(
+    rows: int, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SORTED_ROWS, (9, 0), 4)
+    settings = torch.tensor([0.8, 0.9, 5.0, 0.0]).repeat(rows, 1)
+    places = torch.arange(rows)
+    sample_tokens(on_cuda(rows, 40), settings, places, places, filtered=True)
+    assert launched == kernels
+    launched.clear()
+    sample_tokens(on_cuda(rows, 40), settings, places, places, filtered=False)
+    assert launched == ["_draw"]
+
+
+def test_nobody_looks_at_addresses_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    outside = torch.tensor([3, 99]).as_subclass(OnCuda)
+    check_slots(outside, num_blocks=2, block=4)
+    capturing = False
+    with pytest.raises(IndexError, match="slot 99"):
+        check_slots(outside, num_blocks=2, block=4)

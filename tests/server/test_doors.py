@@ -1,0 +1,295 @@
+"""What a client sends may hurt nobody else: bounds, refusals, time-outs, and memory given back.
+
+A real server with the shipped model. After everything the fixed request has the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from kvserve.engine.policies.registry import policy_class, policy_names
+from tests.server.conftest import wait_until
+from tests.server.real_server import Server
+
+CORPUS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("corpus.jsonl").read_text().splitlines()
+    if line
+]
+FIXED = {"prompt": "Hello there", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+HUGE = (2**31 - 129, 2**31 - 1, 2**31, 3_000_000_000, 2**63 - 1, 2**64 - 1)
+NEEDED: dict[str, dict[str, Any]] = {
+    name: {"budget": 64}
+    for name in (
+        *("streaming_llm", "h2o", "snapkv", "rkv", "keydiff", "chunkkv"),
+        *("pyramidkv", "dynamickv", "windowkv", "adakv"),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Queries are logged by heads, as most policies want them; time-outs are short."""
+    flags = ("--policy", "snapkv", "--policy.budget", "64", "--policy.window", "8")
+    small = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
+    doors = ("--read-timeout", "1.5", "--max-connections", "300", "--max-body-size", "8MiB")
+    running = Server(*flags, *small, *doors)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def fixed(server: Server) -> list[int]:
+    return tokens_of(server)
+
+
+@pytest.fixture(autouse=True)
+def _others_are_well(server: Server, fixed: list[int]) -> Iterator[None]:
+    yield
+    assert server.process.poll() is None, server.text
+    assert tokens_of(server) == fixed
+    wait_until(server.idle, 20)
+    assert "Traceback" not in server.text, server.text
+
+
+def tokens_of(server: Server) -> list[int]:
+    answer = server.complete(**FIXED)
+    assert answer.status_code == 200, answer.text
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 400, (answer.status_code, answer.text)
+    assert answer.headers["X-Request-Id"]
+    error: dict[str, Any] = answer.json()["error"]
+    assert not re.search(r"panick|\.rs:|Traceback|unwrap", error["message"]), error
+    return error
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_no_integer_of_a_policy_is_too_large_to_refuse(server: Server, name: str) -> None:
+    """17 such requests ended the engine, and some took half a minute."""
+    for field in fields(policy_class(name)):
+        if "int" not in str(field.type).split(" | "):
+            continue
+        for huge in HUGE:
+            started = time.monotonic()
+            spec = {"name": name, **NEEDED.get(name, {}), field.name: huge}
+            error = refused(server.complete("Hello " * 30, max_tokens=20, kv_policy=spec))
+            assert error["param"] and error["param"].startswith("kv_policy"), error
+            assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["why"])
+def test_what_broke_something_once_is_refused(server: Server, case: dict[str, str]) -> None:
+    headers = {"Content-Type": "application/json"}
+    refused(server.http.post(case["path"], content=case["body"], headers=headers))
+
+
+def test_a_body_of_ten_thousand_levels(server: Server) -> None:
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        for depth in (300, 900, 10_000):
+            nested = opening * depth + "1" + closing * depth
+            for field in ("kv_policy", "metadata", "response_format", "what"):
+                body = f'{{"prompt": "a", "max_tokens": 1, "{field}": {nested}}}'
+                headers = {"Content-Type": "application/json"}
+                refused(server.http.post("/v1/completions", content=body, headers=headers))
+
+
+def test_many_wrong_values_cost_no_more_than_one(server: Server) -> None:
+    """A list of a million wrong items once meant a million errors."""
+    for field in ("stop_token_ids", "allowed_token_ids", "bad_words", "stop", "guided_choice"):
+        started = time.monotonic()
+        wrong: list[Any] = [{}] * 1_000_000
+        refused(server.complete("a", **{field: wrong}))
+        assert time.monotonic() - started < 20
+    refused(server.complete("a", logit_bias={str(i): "x" for i in range(300_000)}))
+    refused(server.http.post("/v1/chat/completions", json={"messages": [{}] * 1_000_000}))
+
+
+def test_long_text_is_refused_by_its_length(server: Server) -> None:
+    """4 MB of "a " took 18 s and 600 MB to find out."""
+    before = resident(server)
+    for text in ("a " * 2_000_000, "é" * 2_000_000, " " * 4_000_000):
+        started = time.monotonic()
+        assert refused(server.complete(text))["code"] == "context_length_exceeded"
+        chat = {"messages": [{"role": "user", "content": text}]}
+        error = refused(server.http.post("/v1/chat/completions", json=chat))
+        assert error["code"] == "context_length_exceeded"
+        refused(server.http.post("/tokenize", json={"prompt": text}))
+        assert time.monotonic() - started < 30
+    messages = [{"role": "user", "content": ""}] * 5000
+    refused(server.http.post("/v1/chat/completions", json={"messages": messages}))
+    assert resident(server) - before < 150
+
+
+def test_max_tokens_beyond_the_context_says_so(server: Server) -> None:
+    error = refused(server.complete("a", max_tokens=10**12))
+    assert error["param"] == "max_tokens" and error["code"] == "context_length_exceeded"
+    assert "context" in error["message"] and "at least 1" not in error["message"]
+
+
+def test_the_default_policy_is_never_turned_away(server: Server) -> None:
+    """32 requests with policies of their own locked every other client out. What the 33rd gets:
+    tests/engine/test_policy_numbers.py."""
+    stop, started = threading.Event(), []
+
+    def hold(budget: int) -> None:
+        body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        spec = {"name": "streaming_llm", "budget": budget}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json={**body, "kv_policy": spec}, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line:
+                    started.append(budget)
+                    break
+            stop.wait(60)
+
+    threads = [threading.Thread(target=hold, args=(20 + i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(started) == 32, 60)
+        assert server.complete("Hello", max_tokens=2).status_code == 200
+        assert server.complete("Hello", max_tokens=2, kv_policy="none").status_code == 200
+        same = {"name": "streaming_llm", "budget": 21}
+        assert server.complete("Hello", max_tokens=2, kv_policy=same).status_code == 200
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_scores_of_requests_are_given_back(server: Server) -> None:
+    """h2o kept 33 MiB for each of 32 budgets, for good."""
+    # The engine's first requests of a kind take memory that stays: buffers, compiled code.
+    prompt = list(range(5, 205))
+    for _ in range(2):
+        server.complete(prompt, max_tokens=4, kv_policy={"name": "h2o", "budget": 150})
+    wait_until(server.idle, 20)
+    before = engine_resident(server)
+    for budget in range(100, 130):
+        spec = {"name": "h2o", "budget": budget}
+        assert server.complete(prompt, max_tokens=4, kv_policy=spec).status_code == 200
+    wait_until(server.idle, 20)
+    assert engine_resident(server) - before < 50
+
+
+def test_grammars_are_given_back(server: Server) -> None:
+    """Some bombs left 644 MiB in the engine."""
+    server.complete("a", max_tokens=4, structured_outputs={"regex": "a+"})
+    before = engine_resident(server)
+    bombs = [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "(a{999}){999}"},
+        {"choice": [f"option number {i}" for i in range(10_000)]},
+        {"json": {"enum": [f"v{i}" for i in range(9_000)]}},
+        {"json": {"properties": {f"p{i}": {"pattern": f"^.{{{i}}}$"} for i in range(900)}}},
+        {"grammar": "start: " + "(" * 400 + '"a"' + ")" * 400},
+        {"regex": "(.*a){20}(.*b){20}.{2000}"},
+    ]
+    for bomb in bombs:
+        started = time.monotonic()
+        answer = server.complete("a", max_tokens=4, structured_outputs=bomb)
+        assert answer.status_code in (200, 400), answer.text
+        assert not re.search(r"panick|\.rs:", answer.text)
+        assert time.monotonic() - started < 60
+    error = refused(server.complete("a", guided_choice=[f"option {i}" for i in range(100_000)]))
+    assert "10000" in error["message"]
+    refused(server.complete("a", structured_outputs={"regex": "a" * 2_000_000}))
+    wait_until(server.idle, 20)
+    server.complete("a", max_tokens=1, structured_outputs={"regex": "b+"})
+    assert engine_resident(server) - before < 50
+
+
+def test_half_sent_requests_end(server: Server) -> None:
+    """600 of them stayed open."""
+    halves = [
+        b"",
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n"
+        b'Content-Type: application/json\r\n\r\n{"prompt"',
+        b"\r\n",
+    ]
+    sockets = [connect(server) for _ in range(50)]
+    for i, each in enumerate(sockets):
+        each.sendall(halves[i % len(halves)])
+    assert server.http.get("/health").status_code == 200
+    ends = [answer_of(each) for each in sockets]
+    assert all(end is not None for end in ends)
+    assert any(b"408" in (end or b"") for end in ends)
+
+
+def test_a_body_that_drips_ends(server: Server) -> None:
+    drip = connect(server)
+    drip.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
+        b"Content-Type: application/json\r\n\r\n"
+    )
+    started = time.monotonic()
+    with pytest.raises(OSError):
+        while time.monotonic() - started < 10:
+            drip.sendall(b" ")
+            time.sleep(0.05)
+    assert time.monotonic() - started < 8
+
+
+def test_a_crowd_of_connections_keeps_nobody_out(server: Server) -> None:
+    sockets = [connect(server) for _ in range(600)]
+    assert server.http.get("/health").status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    open_now = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    assert open_now < 400
+    for each in sockets:
+        each.close()
+
+
+def connect(server: Server) -> socket.socket:
+    where = urlsplit(server.url)
+    return socket.create_connection((str(where.hostname), int(where.port or 80)), timeout=10)
+
+
+def answer_of(each: socket.socket) -> bytes | None:
+    """What came until the server closed; ``None`` if it did not."""
+    found = b""
+    try:
+        while part := each.recv(4096):
+            found += part
+    except TimeoutError:
+        return None
+    except OSError:
+        pass
+    finally:
+        each.close()
+    return found
+
+
+def resident(server: Server, pid: int | None = None) -> float:
+    """MiB that a process of the server holds."""
+    pages = Path(f"/proc/{pid or server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * 4096 / 2**20
+
+
+def engine_resident(server: Server) -> float:
+    return resident(server, engine_pid(server))
+
+
+def engine_pid(server: Server) -> int:
+    """The largest process below the server's."""
+    below = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return max(map(int, below.split()), key=lambda pid: resident(server, pid))
