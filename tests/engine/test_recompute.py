@@ -16,6 +16,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
+KARA |= {"query_dtype": "model"}  # recomputed queries are not rounded
 (PROMPT,) = random_prompts([11], seed=3)
 
 

@@ -30,7 +30,7 @@ from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.test_models_quantized import AWQ, fp8_config, quantize
 
-KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1, "query_reduce": "heads"}
+KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1, "query_dtype": "model"}
 REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": "none"},
     {"kv_policy": KARA},
