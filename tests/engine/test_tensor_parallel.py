@@ -30,12 +30,12 @@ from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.test_models_quantized import AWQ, fp8_config, quantize
 
-KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1, "query_reduce": "heads"}
+KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1}
 REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": "none"},
     {"kv_policy": KARA},
     {"kv_policy": {**KARA, "query_source": "recompute"}},
-    {"kv_policy": {"name": "snapkv", "budget": 24, "window": 6}},
+    {"kv_policy": {"name": "snapkv", "budget": 24, "window": 6, "attention": "absolute"}},
     {"kv_policy": {"name": "pyramidkv", "budget": 20, "trigger": "threshold", "threshold": 30}},
     {"kv_policy": {"name": "dynamickv", "budget": 20, "interval": 2}},
     {"kv_policy": {"name": "windowkv", "budget": 40, "window": 4, "chunk_size": 4}},
@@ -52,7 +52,7 @@ PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 37, 45])
 def started(directory: Path, ranks: int, **settings: Any) -> Iterator[LLM]:
     llm = LLM(
         str(directory),
-        policy={"name": "snapkv", "budget": 24, "window": 6},
+        policy={"name": "snapkv", "budget": 24, "window": 6, "query_dtype": "int4"},
         dtype="float32",
         skip_tokenizer_init=True,
         tensor_parallel_size=ranks,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.cache import entry_store
-from kvserve.engine.compression import compressor
+from kvserve.engine.cache import entry_store, query_log
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.sampling import sampler
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import gather_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
@@ -62,7 +62,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(Kernel, "launch", record)
     monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
-    monkeypatch.setattr(compressor, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
@@ -106,6 +107,7 @@ def test_tokens_equal_those_of_torch(
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
+    kernels |= {"_store_int4", "_gather_int4"}
     assert launched == kernels | {"_choose", "_narrow", "_draw"}
 
 

@@ -131,7 +131,8 @@ def test_the_triton_kernels_pass_over_slots_that_are_not_there() -> None:
 def test_what_is_read_of_several_layers(heads: int, rows: int, dim: int) -> None:
     """Every lane asks for tokens of its own."""
     _, log, tokens = log_of(heads, dim)
-    every = torch.arange(tokens, BLOCKS * tokens).view(rows, -1)
+    count = (BLOCKS - 1) * tokens // rows
+    every = torch.arange(tokens, tokens + rows * count).view(rows, count)
     stored = []
     for layer in range(LAYERS):
         query, shares = (
