@@ -10,7 +10,7 @@ A lane is one KV group of a row: all of it (MODEL), a layer of it, or a head in 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -50,6 +50,8 @@ class ShadowRunner:
         self.parked: dict[int, dict[Lane, list[int]]] = {}
         self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.compactions: Counter[int] = Counter()
+        """Those of the events that change something, by sequence."""
         self.before: dict[int, list[tuple[int, int]]] = {}
         self.scores: list[Scores] = []
         """What the events that the last step observed will keep."""
@@ -186,6 +188,7 @@ class ShadowRunner:
                 for held in self.held[seq.row].values():
                     held.append(content(held, int(token)))
             self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
+            self.compactions[seq.seq_id] = 0
 
     def _swap(self, output: SchedulerOutput) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
@@ -234,7 +237,7 @@ class ShadowRunner:
         for token in tokens:
             left = count - int(self.computed[row])
             self._store(row, [token], [lane for lane in self.lanes if left <= kept[lane]])
-        self._note_event(row, 1)
+        self._note_event(row, 1, bool(task.compacts[0]))
 
     def _observe(self, task: ObservationTask) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
@@ -302,9 +305,10 @@ class ShadowRunner:
                     self.memory[block, i % self.size] = new[i]
                 self.held[row][lane] = new
             self.log_from[row] = task.log_from[e]
-            self._note_event(row, int(windows))
+            self._note_event(row, int(windows), bool(task.compacts[e]))
 
-    def _note_event(self, row: int, windows: int) -> None:
+    def _note_event(self, row: int, windows: int, compacts: bool) -> None:
+        self.compactions[int(self.owner[row])] += compacts
         events, before = self.events[self.owner[row]], self.before[self.owner[row]]
         events.append((int(self.computed[row]), windows))
         again = before[: len(events)]

@@ -65,7 +65,7 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
         assert shadow.events[seq_id] == events
         assert crowd[seq_id].logical_tokens == alone.logical_tokens
         assert crowd[seq_id].held_tokens == alone.held_tokens
-        assert crowd[seq_id].compactions == len(events)
+        assert crowd[seq_id].compactions == shadow.compactions[seq_id] <= len(events)
 
 
 def test_lengths_after_events_follow_the_worked_numbers() -> None:
