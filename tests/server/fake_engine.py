@@ -132,11 +132,6 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        policy = params.kv_policy
-        if isinstance(policy, dict) and (unknown := policy.keys() - {"name", "window"}):
-            raise RequestError(
-                f"policy {policy['name']!r} has no argument {unknown.pop()!r}", param="kv_policy"
-            )
 
     async def _steps(self, output: RequestOutput, params: SamplingParams) -> AsyncIterator[None]:
         prompt = FakeTokenizer().decode(output.prompt_token_ids)

@@ -94,7 +94,7 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
         # What does not fit the engine's messages must not get as far.
         ({"prompt": [2**70]}, "prompt"),
         ({"prompt": "a", "stop_token_ids": [2**61]}, "stop_token_ids"),
-        ({"prompt": "a", "allowed_token_ids": [2**70]}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [2**70]}, "allowed_token_ids[0]"),
         ({"prompt": "a", "logit_bias": {str(2**70): 1}}, "logit_bias"),
         ({"prompt": "a", "top_k": 2**70}, "top_k"),
         ({"prompt": "a", "min_tokens": 2**70, "max_tokens": None}, "min_tokens"),

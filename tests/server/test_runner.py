@@ -174,16 +174,16 @@ def test_errors_at_the_start(run: Callable[..., Process]) -> None:
     message = "model-00002-of-00003.safetensors is missing"
     process = run("--port", "0", start_error=message)
     assert process.wait() == 1
-    assert process.text == f"kvserve serve: error: {message}\n"
+    assert process.text.splitlines()[1:] == [f"kvserve serve: error: {message}"]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = run("--port", str(taken.getsockname()[1]))
         assert process.wait() == 1
-    assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 1
+    assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 2
     process = run("--port", "0", "--ssl-keyfile", "/none", "--ssl-certfile", "/none")
     assert process.wait() == 1
-    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 1
+    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 2
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ def run(server: RunningServer, *argv: str) -> int:
 
 
 def test_one_answer(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--max-tokens", "3", "--kv-policy", '{"name": "kara", "window": 8}', "--stats")
+    options = ("--max-tokens", "3", "--kv-policy", '{"name": "kara", "window": 64}', "--stats")
     assert run(server, "complete", "-q", "hi", *options) == 0
     out, err = capsys.readouterr()
     assert out == "0 1 2 \n"
     assert "policy kara" in err and "3 + 3 tokens" in err
-    assert server.engine.seen[-1][1].kv_policy == {"name": "kara", "window": 8}
+    assert server.engine.seen[-1][1].kv_policy == {"name": "kara", "window": 64}
 
 
 def test_a_conversation(
