@@ -42,15 +42,15 @@ def make_plain(directory: Path, policy: Any, **settings: Any) -> LLM:
 
 
 def generate(llm: LLM, prompts: list[list[int]], policies: list[Any]) -> list[list[int]]:
-    """Greedy tokens of unequal numbers; everybody's cache is compacted, but that of ``none``."""
+    """Greedy tokens of unequal numbers; every policy compacts somebody's cache, but ``none``."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=TOKENS + i, ignore_eos=True, kv_policy=policy)
         for i, policy in enumerate(policies)
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    for output in outputs:
-        details = output.kv_cache_details
-        assert bool(details.compactions) == (details.policy != "none"), details
+    details = [output.kv_cache_details for output in outputs]
+    compacted = {each.policy for each in details if each.compactions}
+    assert compacted == {each.policy for each in details} - {"none"}
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -133,7 +133,7 @@ def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: An
         cudagraph_capture_sizes=SIZES,
     )
     watch(tight)
-    preempt_now_and_then(tight.engine.core.scheduler, np.random.default_rng(0), 0.1)
+    preempt_now_and_then(tight.engine.core.scheduler, np.random.default_rng(0), 0.2)
     runner = tight.engine.core.runner
     tensors = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
     tensors.append(runner.cache.kv)
