@@ -55,8 +55,9 @@ class Executor:
         self.runner.set_policy(policy_id, policy)
 
     def forget_scores(self) -> None:
-        """Give back, on every rank, what policies kept from event to event."""
-        self._others.send(FORGET_SCORES)
+        """Give back, on every rank that still runs, what policies kept from event to event."""
+        if self._others.alive:
+            self._others.send(FORGET_SCORES)
         self.runner.batch.forget_scores()
 
     def check(self) -> None:
@@ -121,6 +122,10 @@ class OtherRanks:
         self.check()
         if self._pipes:
             self._tell(message_for_ranks(message))
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead
 
     def check(self) -> None:
         """``EngineDeadError`` says who has ended."""
