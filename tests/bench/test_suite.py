@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench import measurement as measuring
-from bench import measurements, page
-from bench.measurement import Measurement
-from bench.measurements import SUITE
+from bench.report import measurement as measuring
+from bench.report import measurements, page
+from bench.report.measurement import Measurement
+from bench.report.measurements import SUITE
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.server.cli import commands as cli
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_parts
-from bench.gpu_parts import PARTS, Findings
+from bench import gpu_check
+from bench.gpu_runs import parts as gpu_parts
+from bench.gpu_runs.parts import PARTS, Findings
 from bench.machine import Ended, run_apart, write_json
 
 RIGHT = Ended(1.0, {"rows": [{"case": "a", "right": True}], "left_out": []}, None)
@@ -43,7 +44,9 @@ def test_only_what_was_shown_is_right(
     def run(arguments: list[str], result: Path, limit: float) -> Ended:
         if len(waiting) == 1:
             assert list(json.loads(path.read_text())["parts"]) == ["tokens"]
-        assert arguments[:2] == ["-m", "bench.gpu_parts"] and limit <= PARTS[arguments[2]].limit
+        assert (
+            arguments[:2] == ["-m", "bench.gpu_runs.parts"] and limit <= PARTS[arguments[2]].limit
+        )
         return waiting.pop(0)
 
     monkeypatch.setattr(gpu_check, "run_apart", run)
@@ -155,6 +158,6 @@ def test_a_cpu_shows_what_it_can(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(PARTS))
 def test_parts_on_a_gpu(name: str, tmp_path: Path) -> None:
     result = tmp_path / "part.json"
-    ended = run_apart(["-m", "bench.gpu_parts", name, str(result)], result, PARTS[name].limit)
+    ended = run_apart(["-m", "bench.gpu_runs.parts", name, str(result)], result, PARTS[name].limit)
     entry = gpu_check.verdict(PARTS[name], ended)
     assert entry["right"] and not entry["left_out"], entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench.measurement import Measurement
+from bench.report.measurement import Measurement
 from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
 KARA = "kara:window=128,buffer=16"

@@ -1,4 +1,7 @@
-"""A row of bench/gpu.py, run as ``python -m bench.gpu_row JOB FILE``: an engine, its figures."""
+"""A row of bench/gpu.py: an engine and its figures.
+
+Run as ``python -m bench.gpu_runs.row JOB FILE``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_jobs import BLOCK, CONFIGS, JOBS, Job
+from bench.gpu_runs.jobs import BLOCK, CONFIGS, JOBS, Job
 from bench.machine import write_json
 from kvserve.benchmarks.datasets.workload import Prompts
 from kvserve.benchmarks.measuring.measure import play

@@ -16,8 +16,8 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.models import loader
 from kvserve.engine.models.fp8 import FP8, can_multiply, multiply
 from tests.checkpoints import random_prompts
+from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
 from tests.engine.recorder import Recorder
-from tests.engine.test_models_quantized import AWQ, fp8_config, quantize
 
 MATRICES = "qkv", "out", "gate_up", "down"
 

@@ -1,4 +1,4 @@
-"""The parts of bench/gpu_check.py, each run as ``python -m bench.gpu_parts NAME FILE``.
+"""The parts of bench/gpu_check.py, each run as ``python -m bench.gpu_runs.parts NAME FILE``.
 
 A part writes what it has found so far to FILE after each case: who is cut off loses one case.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.gpu_engines import (
+from bench.gpu_runs.engines import (
     BOTH,
     EAGER,
     GRAPHS,
@@ -33,8 +33,8 @@ from bench.gpu_engines import (
     spoil_free_memory,
     write_model,
 )
-from bench.gpu_tile import decoding, time_tile
-from bench.kernel_cases import SMOKE, Setting, Sizes
+from bench.gpu_runs.tile import decoding, time_tile
+from bench.kernel_rows.cases import SMOKE, Setting, Sizes
 from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.fp8 import multiply

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import SHAPES, Case, Setting, attention_cases
+from bench.kernel_rows.cases import SHAPES, Case, Setting, attention_cases
 from kvserve.scheduler.layout import Granularity
 
 Run = Callable[[], Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.report import Column
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PLOTS = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_row
-from bench.gpu_jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD, Job
+from bench import gpu
+from bench.gpu_runs import row as gpu_row
+from bench.gpu_runs.jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD, Job
 from bench.machine import Ended
 from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.setup.policy_spec import policy_spec
@@ -193,7 +194,8 @@ def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); "
         "import torch; torch.cuda.is_available = lambda: False; "
-        "from bench import gpu, gpu_check, gpu_parts, gpu_row; from pathlib import Path; "
+        "from bench import gpu, gpu_check; from pathlib import Path; "
+        "from bench.gpu_runs import parts as gpu_parts, row as gpu_row; "
         f"gpu_parts.PARTS['logits'].run(gpu_parts.Findings(Path({str(found)!r}))); "
         f"sys.argv = ['gpu_row', {JOBS[1].small().name!r}, {str(row)!r}, '--row-seconds=60', "
         "'--smoke']; sys.exit(gpu_row.main())"

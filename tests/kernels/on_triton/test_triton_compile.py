@@ -17,7 +17,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 BUDGETS: dict[str, dict[str, dict[str, dict[str, int]]]]
 BUDGETS = json.loads((HERE / "budget.json").read_text())
 if triton.__version__ not in BUDGETS:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu_jobs import JOBS, KARA, Job
-from bench.gpu_row import build
+from bench.gpu_runs.jobs import JOBS, KARA, Job
+from bench.gpu_runs.row import build
 from bench.machine import ROOT, write_json
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams

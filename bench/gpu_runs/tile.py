@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import SHAPES, SMOKE, Setting, Sizes
+from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
 from kvserve.kernels import tiles

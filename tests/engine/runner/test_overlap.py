@@ -20,7 +20,7 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import UNEVEN_CASES
-from tests.engine.test_cuda_graph import (
+from tests.engine.runner.test_cuda_graph import (
     EVEN,
     KARA,
     PROMPTS,

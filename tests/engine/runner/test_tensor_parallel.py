@@ -28,7 +28,7 @@ from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.test_models_quantized import AWQ, fp8_config, quantize
+from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
 
 KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1}
 REQUESTS: list[dict[str, Any]] = [

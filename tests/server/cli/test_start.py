@@ -20,8 +20,8 @@ import pytest
 from kvserve.config import EngineConfig
 from kvserve.engine.runner import memory
 from kvserve.log import ConfigError
+from tests.server.cli.test_runner import Process
 from tests.server.conftest import wait_until
-from tests.server.test_runner import Process
 
 SMALL = ("--model", "kvserve/tiny", "--port", "0", "--num-gpu-blocks-override", "200")
 

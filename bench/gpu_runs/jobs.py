@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BLOCK = 64
 POOL = 335_000
 """Tokens of the limited pool: a third of what 256 sequences would hold at 4,000 tokens each."""
