@@ -143,15 +143,22 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
-    except ConfigError as error:
-        channel.send_frames([_REFUSED, str(error).encode()])
-    except MemoryError as error:
-        channel.send_frames([_REFUSED, f"there is not enough memory: {error}".encode()])
     except Exception as error:
-        logger.exception("the engine failed")
-        channel.send_frames([_FAILED, f"{type(error).__name__}: {error}".encode()])
+        # The parent asks it to leave once it knows; it leaves anyway, and exit handlers run through.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        channel.send_frames(_last_words(error))
     finally:
         channel.close()
+
+
+def _last_words(error: Exception) -> list[bytes]:
+    """What the parent is told: a refusal, or a failure whose traceback is logged here."""
+    if isinstance(error, ConfigError):
+        return [_REFUSED, str(error).encode()]
+    if isinstance(error, MemoryError):
+        return [_REFUSED, f"there is not enough memory: {error}".encode()]
+    logger.error("the engine failed", exc_info=error)
+    return [_FAILED, f"{type(error).__name__}: {error}".encode()]
 
 
 def _leave(*_: object) -> NoReturn:

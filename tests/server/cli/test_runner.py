@@ -99,11 +99,11 @@ def test_start_up_and_drain(run: Callable[..., Process]) -> None:
     for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
         assert part in table_text
 
-    body = {"prompt": "SLOW", "max_tokens": 40}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
+    body = {"prompt": "SLOW", "max_tokens": 150}
+    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=30))
     stream_body = {**body, "stream": True}
     streaming, streamed = in_thread(
-        lambda: httpx.post(f"{url}/v1/completions", json=stream_body, timeout=9)
+        lambda: httpx.post(f"{url}/v1/completions", json=stream_body, timeout=30)
     )
     wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
     process.popen.send_signal(signal.SIGTERM)
@@ -112,8 +112,8 @@ def test_start_up_and_drain(run: Callable[..., Process]) -> None:
     assert refused.status_code == 503 and refused.headers["Retry-After"]
     thread.join()
     streaming.join()
-    assert results[0].json()["usage"]["completion_tokens"] == 40
-    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"39 "' in streamed[0].text
+    assert results[0].json()["usage"]["completion_tokens"] == 150
+    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
     assert process.wait() == 0
     assert "Traceback" not in process.text
     assert '"POST /v1/completions HTTP/1.1" 200' in process.text
