@@ -144,7 +144,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
     except Exception as error:
-        # The parent asks it to leave once it knows; it leaves anyway, and exit handlers run through.
+        # The parent asks it to leave once it knows; it leaves anyway, undisturbed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         channel.send_frames(_last_words(error))
     finally:
