@@ -51,6 +51,8 @@ from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 
+FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,6 +67,8 @@ class BuiltEngine:
     query_reduce: str
     query_dtype: str
     overlaps: bool
+    rounds_values: bool
+    """Whether entries are held in fewer bits than they were computed in."""
     most_kept_scores: int
     """Scores a head that a policy may keep of each row."""
     new_scheduler: Callable[[], Scheduler]
@@ -151,6 +155,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         plan.log.reduction,
         plan.log.dtype,
         plan.overlaps,
+        plan.form.quantized,
         scores,
         new_scheduler,
     )
@@ -170,6 +175,8 @@ def _plan(
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
     form = _entry_form(config, spec, dtype, device)
+    if policy.fits_values and form.quantized:
+        raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
     log = _log_form(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, form, dtype.itemsize)
