@@ -35,7 +35,7 @@ def handwritten() -> list[Sample]:
         prompt: str = given["prompt"]
         for name, text in texts.items():
             prompt = prompt.replace(f"{{{name}}}", text)
-        made.append(Sample("handwritten", -1, prompt, given["task"] == "localization"))
+        made.append(Sample(f"{given['set']} set", -1, prompt, given["task"] == "localization"))
     return made
 
 
@@ -48,7 +48,9 @@ def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED
     classifier = HashedClassifier.load(path)
     made = handwritten()
-    sys.stdout.write(f"prompts written by hand: {evaluate(classifier, made)}\n")
+    for name in dict.fromkeys(sample.kind for sample in made):
+        mine = [sample for sample in made if sample.kind == name]
+        sys.stdout.write(f"written by hand, {name}: {evaluate(classifier, mine)}\n")
     for sample in made:
         if (classifier.logit(sample.prompt) >= 0) != sample.localization:
             task = "locating" if sample.localization else "aggregating"

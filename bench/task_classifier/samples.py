@@ -72,6 +72,10 @@ _LAYOUTS = (
 )
 _TEXT, _END = "\x01", "\x02"
 
+# Prompts that say nothing of what they want: examples, and code that breaks off.
+_BARE = dict.fromkeys(("question_type", "trivia_shots", "dialogue_shots"), "{context}\n{ask}")
+_BARE |= dict.fromkeys(("code_line", "repo_code"), "{context}")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -133,6 +137,8 @@ def _asked(family: str, template: str, rng: random.Random) -> str:
         about = rng.choice((everyday, everyday, everyday, everyday, rng.choice(others)))
     layout = rng.choice(_LAYOUTS)
     context = about(rng, _words(rng))
+    if family == "examples" and rng.random() < 0.8:
+        context = "\n".join(_shots(rng.choice(list(_MARKS)), _words(rng), rng))
     if rng.random() < 0.15 and about is everyday:
         context += "\n\n" + everyday(rng, 40)
     ask = request(template, rng)
@@ -145,6 +151,8 @@ def _asked(family: str, template: str, rng: random.Random) -> str:
 def _prompt(kind: str, template: str, rng: random.Random) -> str:
     """A prompt of one of the paper's kinds of task."""
     words = _words(rng)
+    if kind in _BARE and rng.random() < 0.3:
+        template = _BARE[kind]
     template = expand(template, rng)
     if kind in _CONTEXTS:
         context = _CONTEXTS[kind](rng, words)

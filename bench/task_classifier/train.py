@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ Flags = NDArray[np.bool_]
 FOLDS = 8
 _RARE = 4  # a feature in fewer sentences has no weight
 _FAINT = 0.02  # a sentence with a smaller share in its prompt is left out of training
-_ASK_DECAY, _TASK_DECAY, _RATE = 3e-4, 3e-5, 0.3
+_ASK_DECAY, _TASK_DECAY, _RATE = 3e-4, 3e-6, 0.3
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Matrix:
     num_columns: int
 
     @classmethod
-    def of(cls, keys: NDArray[np.uint32], features: Sequence[list[int]]) -> Matrix:
+    def of(cls, keys: NDArray[np.uint32], features: Sequence[NDArray[np.uint32]]) -> Matrix:
         """Each row's features that are among ``keys``, over the root of how many it has."""
         sizes = np.array([len(row) for row in features])
         rows = np.repeat(np.arange(len(features)), sizes)
-        flat = np.array([feature for row in features for feature in row], np.uint32)
+        flat = np.concatenate(features)
         columns = np.searchsorted(keys, flat).clip(max=len(keys) - 1)
         known = keys[columns] == flat
         values = 1 / np.sqrt(sizes[rows[known]])
@@ -127,6 +127,10 @@ def attention(asks: Array, owners: NDArray[np.int64]) -> Slope:
     return slope
 
 
+def _row(features: Iterable[str]) -> NDArray[np.uint32]:
+    return np.array(hashes(features), np.uint32)
+
+
 class Data:
     """Samples and what the classifier sees of them, sentence by sentence."""
 
@@ -134,18 +138,18 @@ class Data:
         self.samples = made
         self.labels = np.array([sample.localization for sample in made], np.float64)
         self.folds = np.array([sample.fold for sample in made])
-        shapes = [hashes(shape(sample.prompt)) for sample in made]
+        shapes = [_row(shape(sample.prompt)) for sample in made]
         wordings, standings, owners, asks = [], [], [], []
         for at, sample in enumerate(made):
             for segment in segments(sample.prompt):
-                wordings.append(hashes(segment.wording()))
-                standings.append([*wordings[-1], *hashes(segment.standing())])
+                wordings.append(_row(segment.wording()))
+                standings.append(np.concatenate([wordings[-1], _row(segment.standing())]))
                 owners.append(at)
                 asks.append(not sample.is_text(segment.start, segment.end))
         self.owners = np.array(owners, np.int64)
         self.asks = np.array(asks, np.float64)
         every = np.concatenate([np.unique(row) for row in [*standings, *shapes]])
-        keys, counts = np.unique(every.astype(np.uint32), return_counts=True)
+        keys, counts = np.unique(every, return_counts=True)
         self.keys = keys[counts >= _RARE]
         self.wordings = Matrix.of(self.keys, wordings)
         self.standings = Matrix.of(self.keys, standings)
@@ -185,7 +189,7 @@ class Data:
         )
 
 
-def train(per_kind: int, seed: int, steps: int = 120) -> HashedClassifier:
+def train(per_kind: int, seed: int, steps: int = 100) -> HashedClassifier:
     """The classifier of all samples."""
     data = Data(samples(per_kind, seed, FOLDS))
     return data.train(np.ones(len(data.samples), bool), steps)
@@ -194,9 +198,9 @@ def train(per_kind: int, seed: int, steps: int = 120) -> HashedClassifier:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, help=f"write the weights here ({SHIPPED} ships)")
-    parser.add_argument("--per-kind", type=int, default=100, help="prompts of each kind")
+    parser.add_argument("--per-kind", type=int, default=80, help="prompts of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     data = Data(samples(args.per_kind, args.seed, FOLDS))
     found = np.zeros(len(data.samples), bool)

@@ -122,7 +122,9 @@ def segments(prompt: str) -> list[Segment]:
         at for at in range(1, len(ends)) if "\n\n" in prompt[ends[at - 1][1] : ends[at][0]]
     ]
     first, last = (breaks[0], len(ends) - breaks[-1]) if breaks else (0, 0)
-    begins = [_beginning(prompt[start:end]) for start, end in ends]
+    starts = [prompt[start:end] for start, end in ends]
+    labels = Counter(_label(text) for text in starts)
+    begins = [_beginning(text, labels[_label(text)] > 2) for text in starts]
     common = Counter(begins)
     made = []
     for at, (start, end) in enumerate(ends):
@@ -145,10 +147,16 @@ def segments(prompt: str) -> list[Segment]:
     return made
 
 
-def _beginning(text: str) -> str:
-    """The kind of a sentence's first character, or that it has a label."""
-    if _LABEL.match(text):
-        return "label"
+def _label(text: str) -> str | None:
+    """The label that a line begins with, "Answer:", with numbers alike."""
+    found = _LABEL.match(text)
+    return (found[1] or "#").lower() + found[2] if found else None
+
+
+def _beginning(text: str, again: bool) -> str:
+    """The kind of a sentence's first character, or that it has a label, perhaps one of many."""
+    if _label(text):
+        return "label again" if again else "label"
     if text[0].isalpha():
         return "lower" if text[0].islower() else "upper"
     return "digit" if text[0].isdigit() else "mark"
@@ -158,18 +166,17 @@ def shape(prompt: str) -> list[str]:
     """Features of a prompt's build: solved examples, code, numbered texts, one that is left open."""
     ends = [prompt[:_END_CHARS], prompt[-_END_CHARS:]] if len(prompt) > 2 * _END_CHARS else [prompt]
     lines = [line.strip() for end in ends for line in end.splitlines() if line.strip()]
-    labels = Counter(
-        (found[1] or "#").lower() + found[2] for line in lines if (found := _LABEL.match(line))
-    )
+    labels = Counter(label for line in lines if (label := _label(line)))
     again = [label for label, times in labels.items() if times > 2]
     made = [f"& again {label}" for label in again]
     made += [f"& {min(len(again), 4)} labels again"]
     if lines:
-        last = _LABEL.match(lines[-1])
-        if last and (last[1] or "#").lower() + last[2] in again:
+        last = _label(lines[-1])
+        if last in again:
             made.append("& repeated label last")
-        if last and last.end() == len(lines[-1]):
-            made.append(f"& open {last[0].lower()}")
+        if last and lines[-1].endswith(last[-1]):
+            made.append(f"& open {last}{' again' if last in again else ''}")
+            made.append(f"& open{' again' if last in again else ''}")
         code = [bool(_CODE.search(line)) for line in lines[-8:]]
         made.append(f"& code {sum(code) * 4 // len(code)}")
         made.append("& code last" if code[-1] else "& text last")
