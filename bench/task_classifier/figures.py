@@ -1,4 +1,4 @@
-"""How often a classifier is right, with intervals, and the prompts written by hand to ask it about."""
+"""How often a classifier is right, with intervals."""
 
 from __future__ import annotations
 

@@ -113,8 +113,9 @@ def _capitals(asked: str, rng: random.Random) -> str:
 def _punctuation(asked: str, rng: random.Random) -> str:
     """None, too much, or that of other languages."""
     marks = rng.choice((
-        {"?": "", ".": ""}, {"?": "??"}, {"?": " ?", "!": " !", ":": " :"}, {"?": "？", ".": "。"},
-        {"?": "؟"}, {"?": "?!"}, {"'": "’", '"': "“"}, {"'": ""}, {"?": "."}, {"?": ""},
+        {"?": "", ".": ""}, {"?": "??"}, {"?": " ?", "!": " !", ":": " :"},
+        {"?": "\uff1f", ".": "\u3002"}, {"?": "\u061f"}, {"?": "?!"},
+        {"'": "\u2019", '"': "\u201c"}, {"'": ""}, {"?": "."}, {"?": ""},
     ))  # fmt: skip
     if rng.random() < 0.1 and "?" in asked:
         return "¿" + asked
@@ -125,7 +126,8 @@ def _punctuation(asked: str, rng: random.Random) -> str:
 
 def _marked(asked: str, rng: random.Random) -> str:
     before, after = rng.choice((
-        ("**", "**"), ("### ", ""), ("> ", ""), ("<question>", "</question>"), ("[INST] ", " [/INST]"),
+        ("**", "**"), ("### ", ""), ("> ", ""), ("<question>", "</question>"),
+        ("[INST] ", " [/INST]"),
         ("User: ", "\nAssistant:"), ("- ", ""), ("===\n", "\n==="), ("(", ")"), ("@bot ", ""),
         ("Instruction: ", ""), ("Request: ", "\nResponse:"), ("<task>", "</task>"),
     ))  # fmt: skip

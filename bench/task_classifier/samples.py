@@ -156,6 +156,8 @@ def _prompt(kind: str, template: str, rng: random.Random) -> str:
     template = expand(template, rng)
     if kind in _CONTEXTS:
         context = _CONTEXTS[kind](rng, words)
+        if kind in _BARE and rng.random() < 0.4:
+            context = context.rstrip()[: -rng.randint(1, 12)]
         if kind in _ASKS:
             own = kind != "meeting_query" and rng.random() < 0.3
             ask = fill("{q}", rng) if own else _ASKS[kind](rng)

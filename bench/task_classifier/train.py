@@ -207,7 +207,7 @@ def main() -> None:
     for fold in range(FOLDS):
         classifier = data.train(data.folds != fold, args.steps)
         for at in np.flatnonzero(data.folds == fold):
-            found[at] = classifier.task(data.samples[at].prompt) == "localization"
+            found[at] = classifier.task(data.samples[int(at)].prompt) == "localization"
     actual = data.labels > 0
     in_families = np.array(["(" in sample.kind for sample in data.samples])
     for title, these in (("families", in_families), ("templates", ~in_families)):

@@ -23,8 +23,10 @@ _STEM = 5
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?|\d+|[^\w\s]|_+")
 _BREAK = re.compile(r"""(?<=[.!?…。؟])["')\]»”*>]*\s+|(?<=[。])|\s*\n\s*""")
 _LABEL = re.compile(r"^\W{0,4}([^\W\d_]+(?: [^\W\d_]+)?)?(?: ?\d+)?\s*(:|->|=>|\]|\))")
-_CODE = re.compile(r"[;{}]$|^(def|return|import|from|class|public|private|#include|if|for) .*[:;{]?$")
-_MARKS = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "؟": "?", "\u037e": "?"})
+_CODE = re.compile(
+    r"[;{}]$|^(def|return|import|from|class|public|private|#include|if|for) .*[:;{]?$"
+)
+_MARKS = str.maketrans("\u2018\u2019\u201c\u201d\u061f\u037e", "''\"\"??")
 
 
 def _lexicon() -> dict[str, str]:
@@ -118,9 +120,7 @@ def segments(prompt: str) -> list[Segment]:
         tail = len(prompt) - _END_CHARS
         front, back = _split(prompt[:_END_CHARS], 0)[:END], _split(prompt[tail:], tail)[-END:]
         ends, count = [*front, *back], 10**6
-    breaks = [
-        at for at in range(1, len(ends)) if "\n\n" in prompt[ends[at - 1][1] : ends[at][0]]
-    ]
+    breaks = [at for at in range(1, len(ends)) if "\n\n" in prompt[ends[at - 1][1] : ends[at][0]]]
     first, last = (breaks[0], len(ends) - breaks[-1]) if breaks else (0, 0)
     starts = [prompt[start:end] for start, end in ends]
     labels = Counter(_label(text) for text in starts)
@@ -163,7 +163,7 @@ def _beginning(text: str, again: bool) -> str:
 
 
 def shape(prompt: str) -> list[str]:
-    """Features of a prompt's build: solved examples, code, numbered texts, one that is left open."""
+    """Features of a prompt's build: solved examples, code, a line that is left open."""
     ends = [prompt[:_END_CHARS], prompt[-_END_CHARS:]] if len(prompt) > 2 * _END_CHARS else [prompt]
     lines = [line.strip() for end in ends for line in end.splitlines() if line.strip()]
     labels = Counter(label for line in lines if (label := _label(line)))

@@ -98,7 +98,7 @@ def load_classifier(checkpoint: str | None = None) -> TaskClassifier:
 class HashedClassifier:
     """Two logistic regressions on hashed words: is a sentence a request, and what does it ask for?
 
-    ``keys: uint32 [F]`` are features in order; ``asks`` and ``locates``, ``int8 [F]``, their weights.
+    ``keys: uint32 [F]`` are features in order; ``asks`` and ``locates``, ``int8 [F]``, weights.
     """
 
     keys: NDArray[np.uint32]
@@ -116,9 +116,9 @@ class HashedClassifier:
         return LOCALIZATION if self.logit(prompt) >= 0 else AGGREGATION
 
     def logit(self, prompt: str) -> float:
-        """Log odds of localization: the mean of what sentences say, by their odds of being a request.
+        """Log odds of localization: what its sentences say and, added to that, its outward shape.
 
-        A sentence that is certainly no request counts nothing; and the prompt's outward shape is added.
+        Of sentences the mean counts, each weighted by its odds of being the request.
         """
         said, asks = [], []
         for segment in segments(prompt):
