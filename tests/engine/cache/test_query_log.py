@@ -11,6 +11,7 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.core.startup_table import log_row
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
@@ -33,6 +34,21 @@ def test_how_many_tokens_a_block_logs() -> None:
     for log, form in ((LogForm(32), auto), (LogForm(128, "int4"), auto), (LogForm(8), int8)):
         with pytest.raises(ValueError, match=f"whole queries of {log.heads} heads"):
             log.block_tokens(LAYOUT, form, 4)
+
+
+@pytest.mark.parametrize(
+    ("form", "refused"),
+    [
+        (LogForm(8, "int4"), ""),
+        (LogForm(8), "; requests for kara are refused unless they log so too"),
+        (LogForm(8, "fp8"), "; requests for kara are refused unless they log so too"),
+    ],
+)
+def test_the_start_up_table_names_whom_the_log_turns_away(form: LogForm, refused: str) -> None:
+    """As docs/compatibility.md has it: the number of heads and the type of the numbers count."""
+    assert log_row(form)[2] == "--policy.query_reduce, --policy.query_dtype" + refused
+    means = log_row(LogForm(2, "model", "group_mean"))[2]
+    assert "requests for " in means and all(name in means for name in ("kara", "snapkv", "rkv"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
