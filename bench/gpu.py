@@ -172,7 +172,7 @@ def main() -> int:
     for name in ("profile", "tile"):
         if getattr(args, name):
             options = ["--save-result", str(args.save_result), *["--smoke"] * args.smoke]
-            command = [sys.executable, "-m", f"bench.gpu_{name}", *options]
+            command = [sys.executable, "-m", f"bench.gpu_runs.{name}", *options]
             return subprocess.run(command, cwd=ROOT).returncode
     until = time.monotonic() + args.seconds
     results = Results(args.save_result)

@@ -193,13 +193,16 @@ def _check(
 @Helper
 def _queries_at(at, stride, row, window, DIM: tl.constexpr, INT4: tl.constexpr):
     """Queries ``row`` of those at ``at``: [ROWS, DIM], numbers or what was logged in 4 bits."""
+    # One return: Triton compiles what follows a return, and wants one type.
     if INT4:
         pairs = tl.arange(0, DIM // 2)[None, :]
         codes_at = at + (row.to(tl.int64) * stride)[:, None] + pairs
-        return widened(tl.load(codes_at, mask=(row < window)[:, None], other=0x88))
-    dims = tl.arange(0, DIM)[None, :]
-    q_at = at + (row.to(tl.int64) * stride)[:, None] + dims
-    return tl.load(q_at, mask=(row < window)[:, None], other=0.0)
+        queries = widened(tl.load(codes_at, mask=(row < window)[:, None], other=0x88))
+    else:
+        dims = tl.arange(0, DIM)[None, :]
+        q_at = at + (row.to(tl.int64) * stride)[:, None] + dims
+        queries = tl.load(q_at, mask=(row < window)[:, None], other=0.0)
+    return queries
 
 
 @Helper
