@@ -86,15 +86,23 @@ function showStrip(held, piece, share) {
   if (!held.lanes) return;
   const strip = $("strip"), canvas = $("strip-cells"), cell = 10;
   strip.hidden = false;
+  const last = piece.start + piece.count - 1;
+  const which = piece.count > 1 ? `tokens ${piece.start} to ${last}` : `token ${piece.start}`;
   $("strip-text").textContent =
-    `token ${piece.start}: held by ${percent(share)} of ${held.layers} layers x ${held.heads} heads`;
+    `${which}: held by ${percent(share)} of ${held.layers} layers x ${held.heads} heads`;
   canvas.style.width = `${Math.max(held.heads * cell, cell)}px`;
   const [context] = canvas2d(canvas, held.layers * cell);
   const [there, away] = [colour("held"), colour("dropped")];
   for (let lane = 0; lane < held.lanes; lane++) {
-    context.fillStyle = held.holds(lane, piece.start) ? there : away;
-    const y = Math.floor(lane / held.heads) * cell;
-    context.fillRect((lane % held.heads) * cell, y, cell - 1, cell - 1);
+    let count = 0;
+    for (let t = piece.start; t <= last; t++) count += held.holds(lane, t);
+    const x = (lane % held.heads) * cell, y = Math.floor(lane / held.heads) * cell;
+    context.globalAlpha = 1;
+    context.fillStyle = away;
+    context.fillRect(x, y, cell - 1, cell - 1);
+    context.globalAlpha = count / Math.max(piece.count, 1);
+    context.fillStyle = there;
+    context.fillRect(x, y, cell - 1, cell - 1);
   }
   const box = piece.span.getBoundingClientRect();
   const right = document.documentElement.clientWidth - strip.offsetWidth - 8;
