@@ -198,13 +198,14 @@ class EngineStats:
 class PoolView:
     """What the blocks are held for, beside the engine's ``stats`` at the same moment.
 
-    ``cells`` are runs (owner, count) over the pool, a cell for ``blocks_per_cell`` blocks, of which
-    it shows the first. Owners: 0 free, 1 prefix cache, 2 logged queries, 3 codes, 4 + i the
-    request ``stats.requests[i]``, which logs queries in ``log_blocks[i]``.
+    ``cells`` are runs over the pool, ``owner, count, owner, count, ...``, a cell for
+    ``blocks_per_cell`` blocks, of which it shows the first. Owners: 0 free, 1 prefix cache, 2
+    logged queries, 3 codes, 4 + i the request ``stats.requests[i]``, which logs queries in
+    ``log_blocks[i]``.
     """
 
     time: float
     stats: EngineStats
     blocks_per_cell: int
-    cells: list[list[int]]
+    cells: list[int]
     log_blocks: list[int]

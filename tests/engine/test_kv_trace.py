@@ -125,3 +125,11 @@ def test_too_many_positions_are_refused(llama_dir: Path, monkeypatch: pytest.Mon
         traced(llm, PROMPTS[:1], 30, n=2)
     assert refused.value.code == "too_many_traces"
     check_counts(*traced(llm, PROMPTS[:1], 63))
+
+
+def test_several_ranks_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_llm(llama_dir, KARA).engine.core
+    monkeypatch.setattr(core.runner.group, "size", 2)
+    with pytest.raises(RequestError, match="tensor-parallel-size 1") as refused:
+        core._tracer.check(10)
+    assert (refused.value.param, refused.value.code) == ("kv_trace", "kv_trace_not_allowed")

@@ -28,7 +28,7 @@ def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
 
 def owners(view: PoolView) -> Counter[int]:
     counts: Counter[int] = Counter()
-    for owner, count in view.cells:
+    for owner, count in zip(view.cells[::2], view.cells[1::2], strict=True):
         counts[owner] += count
     return counts
 
@@ -75,7 +75,7 @@ def test_a_large_pool_is_shown_in_fewer_cells(
     monkeypatch.setattr(pool_watch, "MOST_CELLS", 10)
     core = make_llm(llama_dir, "none", num_gpu_blocks_override=60).engine.core
     view = PoolWatch(core).view()
-    assert view.blocks_per_cell == 6 and view.cells == [[0, 10]]
+    assert view.blocks_per_cell == 6 and view.cells == [0, 10]
 
 
 def test_views_come_only_while_watched_and_something_changes(llama_dir: Path) -> None:

@@ -24,7 +24,7 @@ STATS = EngineStats(
     generation_tokens_total=7,
     requests=(RequestStats("cmpl-a-0-1234", "kara", 90, 40, 4, 2, 4096),),
 )
-VIEW = PoolView(12.5, STATS, 1, [[0, 3], [1, 2], [4, 4], [2, 1]], [1])
+VIEW = PoolView(12.5, STATS, 1, [0, 3, 1, 2, 4, 4, 2, 1], [1])
 
 
 def read(server: RunningServer, count: int) -> Iterator[dict[str, Any]]:
@@ -46,7 +46,7 @@ def test_an_event_has_the_pool_and_who_runs(start_server: StartServer) -> None:
     server = start_server()
     server.engine.pool = VIEW
     (event,) = read(server, 1)
-    assert event["cells"] == {"blocks_per_cell": 1, "runs": [[0, 3], [1, 2], [4, 4], [2, 1]]}
+    assert event["cells"] == {"blocks_per_cell": 1, "runs": [0, 3, 1, 2, 4, 4, 2, 1]}
     assert (event["time"], event["generation_tokens_total"]) == (12.5, 7)
     assert (event["blocks_total"], event["blocks_free"], event["blocks_cached"]) == (10, 3, 2)
     (request,) = event["requests"]
@@ -110,7 +110,7 @@ def resident() -> int:
 
 def test_readers_that_never_read_cost_little(start_server: StartServer) -> None:
     server = start_server()
-    wide = [[i % 2, 1] for i in range(16_000)]
+    wide = [0, 1, 1, 1] * 8000
     server.engine.pool = replace(VIEW, cells=wide)
     address = urlsplit(server.url)
     sockets = []

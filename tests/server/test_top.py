@@ -55,7 +55,7 @@ def test_rates_are_those_of_the_last_events(server: RunningServer) -> None:
 
 
 def test_a_large_pool_takes_few_lines(server: RunningServer) -> None:
-    server.engine.pool = replace(VIEW, cells=[[0, 5000], [4, 11_000]])
+    server.engine.pool = replace(VIEW, cells=[0, 5000, 4, 11_000])
     (event,) = read(server, 1)
     server.engine.pool = None
     lines = [line for line in shown(event).splitlines() if line.startswith(("·", "█"))]

@@ -48,7 +48,7 @@ class PoolWatch:
         numbers[rows] = np.arange(len(rows))
         owners = block_owners(blocks, numbers)
         step = max(1, -(-len(owners) // MOST_CELLS))
-        cells = runs_of(owners[::step]).tolist()
+        cells = runs_of(owners[::step]).ravel().tolist()
         logged = blocks.log.held(len(numbers))[rows].tolist()
         return PoolView(time.time(), stats, step, cells, logged)
 

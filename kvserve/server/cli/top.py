@@ -98,7 +98,7 @@ def _pool_line(event: Json) -> str:
 def _cells(event: Json, width: int) -> Text:
     """The pool, a character for each cell, or for some: then it shows the first of them."""
     runs = event["cells"]["runs"]
-    ends = list(accumulate(count for _, count in runs))
+    owners, ends = runs[::2], list(accumulate(runs[1::2]))
     step = max(1, -(-ends[-1] // (_ROWS * max(width, 1)))) if ends else 1
     text, at = Text(no_wrap=False), 0
     for number, cell in enumerate(range(0, ends[-1] if ends else 0, step)):
@@ -106,7 +106,7 @@ def _cells(event: Json, width: int) -> Text:
             at += 1
         if number and number % width == 0:
             text.append("\n")
-        text.append(*_mark(runs[at][0]))
+        text.append(*_mark(owners[at]))
     return text
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import orjson
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvserve.outputs import EngineStats, PoolView
+from kvserve.outputs import EngineStats, PoolView, RequestStats
 from kvserve.server.openai.responses import kv_stats
 from kvserve.server.state.server_state import ServerState
 
 INTERVAL_S = 0.2
+_FIELDS = tuple(item.name for item in fields(RequestStats))
 _PING = b": ping\n\n"
 
 
@@ -69,7 +70,7 @@ class EventFeed:
             now: Any = engine.pool or engine.stats
             if now is not seen and self._state.ready:
                 seen = now
-                self._newest = self._newest[0] + 1, _event(engine.stats, engine.pool)
+                self._newest = self._newest[0] + 1, encode_event(engine.stats, engine.pool)
             await asyncio.sleep(INTERVAL_S)
 
     @property
@@ -95,7 +96,7 @@ class FeedResponse(StreamingResponse):
             self._feed.leave()
 
 
-def _event(stats: EngineStats, pool: PoolView | None) -> bytes:
+def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:
     """One event: ``kv_stats``, further totals, and the pool's cells where they are known."""
     if pool is not None:
         stats = pool.stats
@@ -111,7 +112,7 @@ def _event(stats: EngineStats, pool: PoolView | None) -> bytes:
     if pool is not None:
         body["cells"] = {"blocks_per_cell": pool.blocks_per_cell, "runs": pool.cells}
         body["requests"] = [
-            {**asdict(request), "log_blocks": blocks}
+            {**{name: getattr(request, name) for name in _FIELDS}, "log_blocks": blocks}
             for request, blocks in zip(stats.requests, pool.log_blocks, strict=True)
         ]
     return b"event: pool\ndata: %b\n\n" % orjson.dumps(body)

@@ -8,6 +8,8 @@ const NAMES = ["free", "cached prefix", "logged queries", "codes"];
 const COLOURS = ["free", "cached", "logged", "coded"];
 export const FIRST_REQUEST = 4;
 
+const pairs = (flat) => flat.flatMap((owner, i) => (i % 2 ? [] : [[owner, flat[i + 1]]]));
+
 /** Requests keep their colour as long as they are seen. */
 export class RequestColours {
   constructor() {
@@ -42,7 +44,7 @@ export class PoolPanel {
 
   show(event) {
     this.event = event;
-    this.cells = event.cells ?? this.cells;
+    if (event.cells) this.cells = { ...event.cells, runs: pairs(event.cells.runs) };
     this.requests = event.cells ? event.requests : this.requests;
     const used = event.blocks_total - event.blocks_free - event.blocks_cached;
     $("counts").textContent =
