@@ -56,6 +56,7 @@ def test_the_stream_shows_the_request_that_runs(server: Server) -> None:
             if len(seen) > 200 or (not asked.is_alive() and not seen[-1]["requests"]):
                 break
     asked.join()
+    assert seen[0]["cells"], "the first event came before there was a view"
     running = [event for event in seen if event["requests"] and event["cells"]]
     assert running
     for event in running:

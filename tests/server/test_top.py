@@ -54,6 +54,16 @@ def test_rates_are_those_of_the_last_events(server: RunningServer) -> None:
     assert "50 tokens/s, 0 of prompts" in screen._traffic_line()
 
 
+def test_a_narrow_terminal_keeps_the_numbers(server: RunningServer) -> None:
+    server.engine.pool = VIEW
+    (event,) = read(server, 1)
+    server.engine.pool = None
+    lines = shown(event, 70).splitlines()
+    (line,) = (line for line in lines if line.startswith("cmpl-a"))
+    assert line.split()[-7:] == ["kara", "90", "40", "(44", "%)", "4", "1", "2"][-7:]
+    assert max(map(len, lines)) <= 70
+
+
 def test_a_large_pool_takes_few_lines(server: RunningServer) -> None:
     server.engine.pool = replace(VIEW, cells=[0, 5000, 4, 11_000])
     (event,) = read(server, 1)

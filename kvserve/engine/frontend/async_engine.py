@@ -148,7 +148,8 @@ class AsyncEngine:
     def watch_pool(self, on: bool) -> None:
         """Look at the pool some times a second, or no more."""
         self.pool = None
-        self._client.watch_pool(on)
+        if self.dead_error is None:
+            self._client.watch_pool(on)
 
     async def shutdown(self) -> None:
         """End everything that still runs, and the core."""

@@ -21,6 +21,8 @@ from kvserve.server.cli.terminal import Json
 
 _ROWS = 8
 """Lines that the pool takes at most; a character then stands for several cells."""
+_NUMBERS = 56
+"""Columns of the terminal that a request's numbers take."""
 _FIRST_REQUEST = 4
 _KINDS = (
     ("free", "bright_black", "·"),
@@ -68,7 +70,7 @@ class Screen:
             Text(self._traffic_line()),
             *([_cells(event, self.width), _legend()] if event["cells"] else []),
             Text(),
-            _requests(event),
+            _requests(event, self.width),
         )
 
     def _traffic_line(self) -> str:
@@ -126,11 +128,11 @@ def _legend() -> Text:
     return text.append("█ requests, in the colour of their line")
 
 
-def _requests(event: Json) -> Table:
+def _requests(event: Json, width: int) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("request", overflow="ellipsis", no_wrap=True)
-    for name in ("policy", "tokens", "held", "blocks", "log blocks", "compactions"):
-        table.add_column(name, justify="right")
+    table.add_column("request", no_wrap=True, max_width=max(width - _NUMBERS, 8))
+    for name in ("policy", "tokens", "held", "blocks", "log", "events"):
+        table.add_column(name, justify="right", no_wrap=True)
     for index, request in enumerate(event["requests"]):
         share = 100 * request["held_tokens"] / max(request["logical_tokens"], 1)
         table.add_row(

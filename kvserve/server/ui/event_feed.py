@@ -21,6 +21,8 @@ from kvserve.server.openai.responses import kv_stats
 from kvserve.server.state.server_state import ServerState
 
 INTERVAL_S = 0.2
+_PATIENCE = 10
+"""Looks for a first view of the pool; replicas have none."""
 _FIELDS = tuple(item.name for item in fields(RequestStats))
 _PING = b": ping\n\n"
 
@@ -63,8 +65,11 @@ class EventFeed:
             await asyncio.sleep(INTERVAL_S)
 
     async def _look(self) -> None:
-        """Encode what is new."""
+        """Encode what is new, first of all what the blocks are held for, if that comes."""
         seen: Any = None
+        for _ in range(_PATIENCE):
+            if self._state.engine.pool is None:
+                await asyncio.sleep(INTERVAL_S / 4)
         while True:
             engine = self._state.engine
             now: Any = engine.pool or engine.stats
