@@ -25,6 +25,7 @@ FLOORS = {
         ("settings", "parsers"),
         ("state",),
         ("openai",),
+        ("ui",),
         ("http",),
         ("replicas",),
         ("cli",),

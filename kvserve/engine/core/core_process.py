@@ -28,6 +28,7 @@ from kvserve.engine.core.core_loop import (
     ResetPrefixCache,
     Stop,
     Unreadable,
+    WatchPool,
     run_core,
 )
 from kvserve.engine.core.engine_core import EngineCore
@@ -37,7 +38,7 @@ from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
-    for kind in (NewSequence, Abort, ResetPrefixCache, Stop, EngineInfo, StepOutputs)
+    for kind in (NewSequence, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
 }
 _REFUSED, _FAILED = b"refused", b"failed"
 _IDLE_POLL_MS = 500

@@ -29,6 +29,7 @@ from kvserve.engine.cache import entry_store, query_log
 from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
+from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
@@ -48,6 +49,7 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.log import ConfigError
+from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.event import answer
 from kvserve.scheduler.output import ObservationTask
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -56,6 +58,7 @@ ATEN = torch.ops.aten
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
 RECOMPUTED = {"query_source": "recompute", "query_stride": 2}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+TRACED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, kv_trace=True)
 DRAWN = SamplingParams(
     max_tokens=24,
     seed=1,
@@ -123,6 +126,15 @@ def test_an_index_of_the_host_is_found(index: Any) -> None:
             x[index] = 0.0
 
 
+traced: list[list[TracedMove]] = []
+"""What was queued for followers: it cannot be read either."""
+
+
+def note_moves(tracer: KVTracer, moves: list[TracedMove]) -> list[tuple[int, KVTraceEvent]]:
+    traced.append(moves)
+    return []
+
+
 def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
@@ -153,6 +165,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
     monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *args, **options: None)
     monkeypatch.setattr(LaunchedStep, "collect", collect)
+    monkeypatch.setattr(KVTracer, "read", note_moves)
+    traced.clear()
 
 
 @pytest.mark.usefixtures("on_a_device")
@@ -185,8 +199,9 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
     )
     with nothing_is_waited_for():
         prompts = random_prompts([5, 17, 33, 1])
-        outputs = llm.generate(prompts, [GREEDY, DRAWN] * 2, use_tqdm=False)
+        outputs = llm.generate(prompts, [GREEDY, DRAWN, TRACED, DRAWN], use_tqdm=False)
     assert any(output.kv_cache_details.compactions for output in outputs)
+    assert any(move.plan is not None for moves in traced for move in moves)
 
 
 @pytest.mark.usefixtures("on_a_device")
