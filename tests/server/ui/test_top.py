@@ -11,7 +11,7 @@ from rich.console import Console
 from kvserve.server.cli import commands as cli
 from kvserve.server.cli.top import Screen
 from tests.server.conftest import RunningServer, StartServer
-from tests.server.test_event_feed import STATS, VIEW, read
+from tests.server.ui.test_event_feed import STATS, VIEW, read
 
 
 def shown(event: dict[str, Any], width: int = 100) -> str:
