@@ -77,6 +77,8 @@ class Faulty(StreamingLLM):
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":
             raise ZeroDivisionError("in the middle of an event")
+        if self.fault == "memory":
+            raise torch.OutOfMemoryError("for what this policy wants")
         return super().score(obs)
 
 
@@ -104,7 +106,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._entries(), "faulty", entry)
 
 
-@pytest.mark.parametrize("fault", ["score", "next_event", "plan", "log_from", "greedy"])
+@pytest.mark.parametrize("fault", ["score", "memory", "next_event", "plan", "log_from", "greedy"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
 def test_a_policy_that_fails_ends_its_own_request(

@@ -86,12 +86,22 @@ class EventRunner:
         return self._pruned.compute(task, policy, logs_queries=logs_queries)
 
 
+class EventMemoryError(torch.OutOfMemoryError):
+    """There was no memory for the events of these sequences: the newest of them makes way."""
+
+    def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.seq_ids = frozenset(seq_ids)
+
+
 @contextmanager
 def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
-    """What fails here concerns these sequences alone; memory is everybody's."""
+    """What fails here concerns these sequences alone."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
+    except EngineDeadError:
         raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise EventMemoryError(str(error), seq_ids) from error
     except Exception as error:
         raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error

@@ -10,6 +10,7 @@ from itertools import compress
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.startup import build_engine
@@ -255,7 +256,8 @@ class EngineCore:
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
         """End the newest of a step that found no memory; the others compute their caches anew."""
-        newest, finished = self.scheduler.give_up(output)
+        among = error.seq_ids if isinstance(error, EventMemoryError) else None
+        newest, finished = self.scheduler.give_up(output, among)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(
@@ -268,7 +270,7 @@ class EngineCore:
         )
         message = (
             f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
-            "its newest sequence; try again later"
+            "its newest sequence, or the newest of those whose events wanted it; try again later"
         )
         refused = []
         if newest is not None:

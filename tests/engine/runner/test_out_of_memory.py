@@ -3,7 +3,7 @@ happened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,9 @@ def test_the_newest_ends_and_the_others_go_on(
     failed = fail_once(operator(core.runner), name, lambda: when(steps[-1]))
     give_up = core.scheduler.give_up
 
-    def spoil(output: SchedulerOutput) -> Any:
+    def spoil(output: SchedulerOutput, among: Collection[int] | None = None) -> Any:
         core.runner.cache.kv[1:] = POISON  # nothing of it may be relied on
-        return give_up(output)
+        return give_up(output, among)
 
     core.scheduler.give_up = spoil  # type: ignore[method-assign]
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
