@@ -34,6 +34,7 @@ from kvserve.engine.core.core_loop import (
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
+from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
@@ -50,7 +51,7 @@ class ParentLink:
     """Starts the process and talks to it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PUSH)

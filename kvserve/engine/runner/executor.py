@@ -29,6 +29,7 @@ from kvserve.engine.runner.rank import (
     RankStart,
     message_for_ranks,
 )
+from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.output import SchedulerOutput
 
@@ -92,7 +93,7 @@ class OtherRanks:
         self._dead = ""
         if size == 1:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
         self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
