@@ -97,10 +97,10 @@ def test_keeping_everything_is_none(llama_dir: Path, monkeypatch: pytest.MonkeyP
         {},
         {"query_reduce": "heads"},
         {"query_dtype": "fp8"},
-        {"query_source": "recompute"},
+        pytest.param({"query_source": "recompute"}, marks=pytest.mark.slow),
         {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},
-        {"queries": "buffer"},
-        {"protect_prompt": False},
+        pytest.param({"queries": "buffer"}, marks=pytest.mark.slow),
+        pytest.param({"protect_prompt": False}, marks=pytest.mark.slow),
         {"protect_prompt": False, "query_source": "recompute", "query_reduce": "heads"},
     ],
 )

@@ -97,7 +97,7 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+@pytest.mark.parametrize("layout", ["model", pytest.param("layer", marks=pytest.mark.slow), "head"])
 def test_tokens_equal_those_of_torch(
     tiny_dir: Path, layout: str, request: pytest.FixtureRequest
 ) -> None:
