@@ -8,7 +8,7 @@ from kvserve.engine.policies.registry import describe_policies
 from kvserve.server.cli import compatibility
 from kvserve.server.cli.policies import markdown
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def test_the_page_is_up_to_date() -> None:
