@@ -179,14 +179,23 @@ class Compressor:
             self.on_moves(task, plan)
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        place = torch.arange(plan.src.shape[-1], device=plan.src.device)
-        first = _long(task.copy_start % size, plan.src)[:, None, None, None]
-        ends = torch.where(plan.exists, first + place, 0)
-        dst_tables = to_device(task.dst_blocks, plan.src.device, torch.int32)
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
-        exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
+        dst = self._destinations(task, task.copy_start, plan.exists)
+        self._cache.entries.move(src, dst, runs=len(task.rows))
+
+    def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
+        """Slots [L, Hkv, E * P] of the entries from ``start [E]`` on, where they stand afterwards.
+
+        ``exists``: bool [E, L, Hkv, P]; what does not goes to slot 0.
+        """
+        layout = self._cache.layout
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        place = torch.arange(exists.shape[-1], device=exists.device)
+        first = _long(start - task.copy_start // size * size, exists)[:, None, None, None]
+        tables = to_device(task.dst_blocks, exists.device, torch.int32)
+        ends = torch.where(exists, first + place, 0)
+        slots = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size)
+        return torch.where(exists.permute(1, 2, 0, 3).reshape(slots.shape), slots, 0)
 
     def _select(
         self,
@@ -222,17 +231,11 @@ class Compressor:
 
     def _write_values(self, task: CompactionTask, values: Tensor) -> None:
         """Give what events have kept its new values [E, L, Hkv, C, D], where it stands now."""
-        layout = self._cache.layout
-        lanes, plan = (layout.num_layers, layout.num_kv_heads), task.plan
         place = torch.arange(values.shape[3], device=values.device)
-        first = plan.region_start - task.copy_start // layout.block_size * layout.block_size
-        exists = place < _long(plan.windows * plan.keep, values)[:, None, None, None]
-        ends = torch.where(exists, _long(first, values)[:, None, None, None] + place, 0)
-        tables = to_device(task.dst_blocks, values.device, torch.int32)
-        slots = slots_of(tables, np.arange(len(task.rows)), ends, lanes, layout.block_size)
-        there = exists.permute(1, 2, 0, 3).expand(*lanes, -1, -1).reshape(slots.shape)
-        flat = values.permute(1, 2, 0, 3, 4).flatten(2, 3)
-        self._cache.entries.write_values(torch.where(there, slots, 0), flat)
+        counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None, None]
+        exists = (place < counts).expand(values.shape[:-1])
+        slots = self._destinations(task, task.plan.region_start, exists)
+        self._cache.entries.write_values(slots, values.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""

@@ -242,6 +242,7 @@ class EngineCore:
             len(self.scheduler.waiting),
             exc_info=error,
         )
+        _forget_frames(error)
         refused = [
             RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
         ]
@@ -256,6 +257,7 @@ class EngineCore:
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
         """End the newest of a step that found no memory; the others compute their caches anew."""
+        _forget_frames(error)
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
         newest, finished = self.scheduler.give_up(output, among)
         if self.runner.batch.device == "cuda":
@@ -401,6 +403,12 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
+
+
+def _forget_frames(error: Exception) -> None:
+    """Let go of what a failed step had in its hands. The frame that caught ``error`` is one of its
+    traceback's, so that both would live, tensors included, until somebody collects cycles."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _as_out_of_memory(error: Exception) -> Exception:

@@ -26,6 +26,7 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
+        self._rounds_values = config.cache.kv_cache_dtype != "auto"
         self._built = built
         self._ids: dict[Policy, int] = {}
 
@@ -56,7 +57,7 @@ class RequestPolicies:
                 param="kv_policy",
             )
         self._check_codes(policy)
-        if policy.fits_values and self._built.rounds_values:
+        if policy.fits_values and self._rounds_values:
             raise RequestError(FITTED_WHERE_ROUNDED, param="kv_policy.values")
         self._check_log(policy)
         self._check_scores(policy)

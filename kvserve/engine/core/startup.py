@@ -67,8 +67,6 @@ class BuiltEngine:
     query_reduce: str
     query_dtype: str
     overlaps: bool
-    rounds_values: bool
-    """Whether entries are held in fewer bits than they were computed in."""
     most_kept_scores: int
     """Scores a head that a policy may keep of each row."""
     new_scheduler: Callable[[], Scheduler]
@@ -155,7 +153,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         plan.log.reduction,
         plan.log.dtype,
         plan.overlaps,
-        plan.form.quantized,
         scores,
         new_scheduler,
     )
