@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.gpu_check import CHECKED, check
-from bench.gpu_jobs import JOBS, NONE, Job
+from bench.gpu_runs.jobs import JOBS, NONE, Job
 from bench.machine import ROOT, machine, run_apart, write_json
 
 ROW_SECONDS, CALL_SECONDS, START_SECONDS = 80.0, 540.0, 40.0
@@ -134,7 +134,7 @@ def play_rows(
         options = [job.name, str(path), f"--row-seconds={args.row_seconds}"]
         options += ["--smoke"] * args.smoke
         limit = args.row_seconds + 2 * START_SECONDS
-        ended = run_apart(["-m", "bench.gpu_row", *options], path, limit)
+        ended = run_apart(["-m", "bench.gpu_runs.row", *options], path, limit)
         path.unlink(missing_ok=True)
         results.add(job, ended.found if ended.error is None else {"error": ended.error})
         shown = (f"{name} {_cell(results.rows[job.name].get(name))}" for name in FIGURES[:4])
@@ -172,7 +172,7 @@ def main() -> int:
     for name in ("profile", "tile"):
         if getattr(args, name):
             options = ["--save-result", str(args.save_result), *["--smoke"] * args.smoke]
-            command = [sys.executable, "-m", f"bench.gpu_{name}", *options]
+            command = [sys.executable, "-m", f"bench.gpu_runs.{name}", *options]
             return subprocess.run(command, cwd=ROOT).returncode
     until = time.monotonic() + args.seconds
     results = Results(args.save_result)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_parts import PARTS, Part
+from bench.gpu_runs.parts import PARTS, Part
 from bench.machine import ROOT, Ended, machine, run_apart, write_json
 
 CHECKED = ROOT / "build" / "gpu-check.json"
@@ -88,7 +88,7 @@ def check(parts: list[str], path: Path, seconds: float) -> bool:
         if left > 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             result = path.with_name(f"{path.stem}-{name}.json")
-            command = ["-m", "bench.gpu_parts", name, str(result)]
+            command = ["-m", "bench.gpu_runs.parts", name, str(result)]
             ended = run_apart(command, result, min(left, part.limit))
             result.unlink(missing_ok=True)
         found["parts"][name] = entry = verdict(part, ended)

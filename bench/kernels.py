@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import SHAPES, Case, Setting, Sizes, cases
-from bench.kernel_peers import PEERS, peer_case
-from bench.kernel_targets import targets
+from bench.kernel_rows.cases import SHAPES, Case, Setting, Sizes, cases
+from bench.kernel_rows.peers import PEERS, peer_case
+from bench.kernel_rows.targets import targets
 from kvserve.scheduler.layout import Granularity
 
 SIZES = Sizes()

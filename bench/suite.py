@@ -12,9 +12,9 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 
-from bench.measurement import PLOTS, RESULTS, ROOT, Measurement
-from bench.measurements import SUITE
-from bench.page import PAGE, README, page, readme
+from bench.report.measurement import PLOTS, RESULTS, ROOT, Measurement
+from bench.report.measurements import SUITE
+from bench.report.page import PAGE, README, page, readme
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
 
 

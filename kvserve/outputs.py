@@ -52,6 +52,23 @@ class Compaction:
     held_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class KVTraceEvent:
+    """One event of a request with ``kv_trace``: which of its positions left the cache.
+
+    ``dropped[layer][kv_head]`` are runs ``first, end, first, end, ...`` of the first ``seen``
+    positions. ``reason`` is that of ``Compaction``, or start: the cache is empty, and was not if
+    the sequence was preempted and begins anew. ``queries`` scored it (0: keys alone).
+    """
+
+    reason: str
+    time: float
+    seen: int
+    dropped: list[list[list[int]]]
+    blocks_released: int = 0
+    queries: int = 0
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` belongs to ``token_ids[i]``."""
@@ -62,6 +79,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    kv_trace: list[KVTraceEvent] | None = None
+    """Where the request asked for it; the first one is a start."""
 
     @property
     def finished(self) -> bool:
@@ -173,3 +192,20 @@ class EngineStats:
         if not self.blocks_total:
             return 0.0
         return 1.0 - (self.blocks_free + self.blocks_cached) / self.blocks_total
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """What the blocks are held for, beside the engine's ``stats`` at the same moment.
+
+    ``cells`` are runs over the pool, ``owner, count, owner, count, ...``, a cell for
+    ``blocks_per_cell`` blocks, of which it shows the first. Owners: 0 free, 1 prefix cache, 2
+    logged queries, 3 codes, 4 + i the request ``stats.requests[i]``, which logs queries in
+    ``log_blocks[i]``.
+    """
+
+    time: float
+    stats: EngineStats
+    blocks_per_cell: int
+    cells: list[int]
+    log_blocks: list[int]

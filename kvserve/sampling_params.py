@@ -114,6 +114,8 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     priority: int = 0
     kv_policy: str | Mapping[str, Any] | None = None
+    kv_trace: bool = False
+    """Report what each event drops: ``CompletionOutput.kv_trace``."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
 

@@ -49,7 +49,7 @@ POLICY_IMPORTS = (
 ONLY = {
     "kvserve/scheduler/": ("numpy", "kvserve"),
     "kvserve/kernels/": ("torch", "triton"),
-    "kvserve/kernels/cpu/": ("torch", "kvserve.kernels"),
+    "kvserve/kernels/cpu/": ("torch", "kvserve.kernels", "kvserve.folders"),
     "kvserve/kernels/scores/": ("torch", "triton", "kvserve.kernels"),
     "kvserve/engine/policies/": POLICY_IMPORTS,
     "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),

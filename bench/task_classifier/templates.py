@@ -18,8 +18,7 @@ class Kind:
     """A kind of task: whether it locates an answer, and its templates."""
 
     localization: bool
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
+    templates: tuple[str, ...]
 
 
 def read_kinds(path: Path) -> dict[str, Kind]:
@@ -33,8 +32,7 @@ def read_kinds(path: Path) -> dict[str, Kind]:
     return {
         name: Kind(
             kind["localization"],
-            tuple(map(spelt_out, kind["train"])),
-            tuple(map(spelt_out, kind["held_out"])),
+            tuple(map(spelt_out, kind["templates"])),
         )
         for name, kind in given["kinds"].items()
     }

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, Logprob
+from kvserve.outputs import (
+    Compaction,
+    EngineStats,
+    KVCacheDetails,
+    KVTraceEvent,
+    Logprob,
+    PoolView,
+)
 from kvserve.sampling_params import StructuredOutput
 
 
@@ -39,6 +46,7 @@ class NewSequence:
     structured_output: StructuredOutput | None = None
     thinking_end: int | None = None
     thinking_token_budget: int | None = None
+    kv_trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,8 @@ class PromptLogprobs:
 class StepOutputs:
     """New tokens of one step, aligned lists; ``stats`` comes now and then.
 
-    ``compactions`` are the step's, each with its sequence.
+    ``compactions`` are the step's, and so are ``traced`` events, each with its sequence; ``pool``
+    comes now and then while somebody watches.
     """
 
     seq_ids: list[int] = field(default_factory=list)
@@ -90,6 +99,8 @@ class StepOutputs:
     refused: list[RefusedSequence] = field(default_factory=list)
     stats: EngineStats | None = None
     compactions: list[tuple[int, Compaction]] = field(default_factory=list)
+    traced: list[tuple[int, KVTraceEvent]] = field(default_factory=list)
+    pool: PoolView | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,23 @@ def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None
     return gather(kv_cache, slots, layer_ids)
 
 
+def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """As ``gather_keys``, of values."""
+    block, heads, dim = kv_cache.shape[3:]
+    rows = (entry_rows(kv_cache, slots, layer_ids) + block * heads).view(-1)
+    return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
+
+
+def scatter_values(kv_cache: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write values [L, Hkv, S, D] of all layers to slots int64 [L, Hkv, S].
+
+    Of block 0, to which several may go, nothing is expected.
+    """
+    block, heads, dim = kv_cache.shape[3:]
+    rows = (entry_rows(kv_cache, slots) + block * heads).view(-1)
+    kv_cache.view(-1, dim).index_copy_(0, rows, values.to(kv_cache.dtype).reshape(-1, dim))
+
+
 def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """Queries of layers ``layer_ids [L']`` (default: all): [L', Hlog, S, D].
 

@@ -62,17 +62,18 @@ class BlockPool:
         self._count_only_cached(blocks, -1)
         np.add.at(self.ref, blocks, 1)
 
-    def cache_column(self, blocks: IntArray, column: int) -> None:
-        """Name the (different) blocks as a column of the prefix cache."""
-        if column >= len(self.only_cached):
-            more = np.zeros(max(column + 1, 64), np.int32)
+    def cache_columns(self, blocks: IntArray, columns: list[int]) -> None:
+        """Name the (different) ``blocks [n, .]`` as n columns of the prefix cache."""
+        most = max(columns)
+        if most >= len(self.only_cached):
+            more = np.zeros(max(most + 1, 64), np.int32)
             self.only_cached = np.concatenate([self.only_cached, more])
-        self.share(blocks)
-        self._column_of[blocks] = column
-        self._count_only_cached(blocks, 1)
+        self.share(blocks.ravel())
+        self._column_of[blocks] = np.asarray(columns)[:, None]
+        self._count_only_cached(blocks.ravel(), 1)
 
-    def release_column(self, blocks: IntArray) -> None:
-        """The prefix cache names the blocks no more."""
+    def release_columns(self, blocks: IntArray) -> None:
+        """The prefix cache names the blocks no more, all those of some columns."""
         self._count_only_cached(blocks, -1)
         self._column_of[blocks] = -1
         self.release(blocks)

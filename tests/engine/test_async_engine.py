@@ -91,6 +91,30 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
     assert engine.dead_error is None
 
 
+async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> None:
+    await collect(engine, "a")
+    assert engine.pool is None
+    engine.watch_pool(True)
+    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "b")
+    await anext(stream)
+    for _ in range(200):
+        if engine.pool is not None and engine.pool.stats.num_running:
+            break
+        await asyncio.sleep(0.02)
+    view = engine.pool
+    assert view is not None and [r.request_id for r in view.stats.requests] == ["b"]
+    assert sum(view.cells[1::2]) == view.stats.blocks_total == 60
+    await stream.aclose()
+    for _ in range(200):
+        if engine.pool is not None and not engine.pool.stats.num_running:
+            break
+        await asyncio.sleep(0.02)
+    assert engine.pool is not None and not engine.pool.stats.requests, "rest is not told"
+    engine.watch_pool(False)
+    await collect(engine, "c")
+    assert engine.pool is None
+
+
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
     engine = AsyncEngine(EngineConfig.from_flat(model=str(directory)))
     await engine.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -38,6 +40,10 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "max_model_len": 256,
 }
+
+
+SCRATCH: list[weakref.ref[Tensor]] = []
+"""What events had in their hands when they failed."""
 
 
 class FaultyTrigger:
@@ -77,6 +83,10 @@ class Faulty(StreamingLLM):
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":
             raise ZeroDivisionError("in the middle of an event")
+        if self.fault == "memory":
+            scratch = torch.empty(1)
+            SCRATCH.append(weakref.ref(scratch))
+            raise torch.OutOfMemoryError("for what this policy wants")
         return super().score(obs)
 
 
@@ -104,7 +114,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._entries(), "faulty", entry)
 
 
-@pytest.mark.parametrize("fault", ["score", "next_event", "plan", "log_from", "greedy"])
+@pytest.mark.parametrize("fault", ["score", "memory", "next_event", "plan", "log_from", "greedy"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
 def test_a_policy_that_fails_ends_its_own_request(
@@ -124,6 +134,20 @@ def test_a_policy_that_fails_ends_its_own_request(
             assert one.outputs[0].token_ids == other.outputs[0].token_ids
             assert one.kv_cache_details.compactions == other.kv_cache_details.compactions
     whole(llm.engine.core)
+
+
+def test_what_a_failed_event_held_is_given_back_at_once(llama_dir: Path, plug_in: None) -> None:
+    """Not when somebody collects cycles: the others need the memory now."""
+    llm = LLM(str(llama_dir), **SETTINGS)
+    faulty = SamplingParams(max_tokens=40, ignore_eos=True, kv_policy={**FAULTY, "fault": "memory"})
+    SCRATCH.clear()
+    gc.disable()
+    try:
+        (output,) = llm.generate(PROMPTS[:1], faulty, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        assert SCRATCH and all(scratch() is None for scratch in SCRATCH)
+    finally:
+        gc.enable()
 
 
 def whole(core: EngineCore) -> None:

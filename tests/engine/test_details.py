@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,17 @@ def test_logged_queries_are_counted_apart(llama_dir: Path) -> None:
     block = cache.block_bytes(cache.layout)
     assert none.held_bytes == roomy.held_bytes == 3 * block
     assert none.log_bytes == 0 and roomy.log_bytes >= 3 * block
+
+
+def test_the_readme_shows_what_its_example_gives() -> None:
+    """The request of examples/chain.json under the policy of `make run`."""
+    root = Path(__file__).parents[2]
+    shown = json.loads((root / "README.md").read_text().split("```json\n")[1].split("```")[0])
+    asked = json.loads((root / "examples/chain.json").read_text())
+    llm = LLM("kvserve/tiny", policy={"name": "kara", "window": 128, "buffer": 16})
+    params = SamplingParams(temperature=asked["temperature"], max_tokens=asked["max_tokens"])
+    (output,) = llm.chat(asked["messages"], params, use_tqdm=False)
+    usage = shown["usage"]
+    assert len(output.outputs[0].token_ids) == usage["completion_tokens"]
+    assert output.kv_cache_details is not None
+    assert asdict(output.kv_cache_details) == usage["kv_cache_details"]

@@ -126,7 +126,7 @@ def test_events_that_depend_on_others_leave_what_a_dense_replay_has(
         torch.testing.assert_close(logits, dense.logits[len(prompt) - 1 :], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("swap_space", [0, 1 / 2048])
+@pytest.mark.parametrize("swap_space", [pytest.param(0, marks=pytest.mark.slow), 1 / 2048])
 def test_64_prompts_of_nearly_the_whole_pool(llama_dir: Path, swap_space: int) -> None:
     """No 400, no standstill, no storm: each step moves on, and all end as they would alone."""
     prompts = random_prompts([36] * 64, seed=6)

@@ -43,7 +43,11 @@ def answer(llm: LLM, prompt: Any, **params: Any) -> Any:
         ([5], {"kv_policy": "kora"}, "kv_policy.name"),
         ([5], {"kv_policy": {"name": "kara", "windov": 3}}, "kv_policy.windov"),
         ([5], {"kv_policy": {"name": "kara", "window": 501}}, "kv_policy.window"),
-        ([5], {"kv_policy": {"name": "kara", "query_reduce": "group_mean"}}, "kv_policy.query_reduce"),
+        (
+            [5],
+            {"kv_policy": {"name": "kara", "query_reduce": "group_mean"}},
+            "kv_policy.query_reduce",
+        ),
         ([5], {"kv_policy": {"name": "kara", "query_dtype": "fp8"}}, "kv_policy.query_dtype"),
     ],
 )

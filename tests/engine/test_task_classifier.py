@@ -12,15 +12,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from bench.task_classifier.samples import samples
+from bench.task_classifier.evaluate import evaluate, handwritten
+from bench.task_classifier.figures import Figures, wilson
+from bench.task_classifier.requests import AGGREGATING, LOCATING, REGISTERS, SLOTS, TEXTS
+from bench.task_classifier.samples import Sample, samples
 from bench.task_classifier.templates import KINDS
-from bench.task_classifier.train import evaluate, train
+from bench.task_classifier.train import FOLDS, Data, shares, train
 from kvserve import LLM, SamplingParams
+from kvserve.engine.frontend.prompt_segments import END, segments, shape
 from kvserve.engine.frontend.task_classifier import (
     SHIPPED,
     CheckpointClassifier,
     HashedClassifier,
-    features,
     load_classifier,
     resolve_task,
 )
@@ -96,20 +99,42 @@ def test_a_missing_checkpoint_shows_at_the_start(tmp_path: Path) -> None:
 # ---- the one that ships -------------------------------------------------------------------------
 
 
-def test_held_out_templates_are_held_out() -> None:
+def test_families_are_in_one_fold_each_and_labels_in_all() -> None:
+    made = samples(4, 0, FOLDS)
+    families: dict[str, set[int]] = {}
+    for sample in made:
+        if "(" in sample.kind:
+            families.setdefault(sample.kind, set()).add(sample.fold)
+    assert len(families) == len(LOCATING) + len(AGGREGATING) > 60
+    assert all(len(folds) == 1 for folds in families.values())
+    for label in (True, False):
+        assert {one.fold for one in made if one.localization is label} == set(range(FOLDS))
     assert len(KINDS) == 16 and sum(kind.localization for kind in KINDS.values()) == 6
-    for kind in KINDS.values():
-        assert len(kind.held_out) >= 3
-        assert not set(kind.held_out) & {t for other in KINDS.values() for t in other.train}
+
+
+def test_samples_know_which_part_is_text() -> None:
+    sample = Sample.of("kind", 0, "Why?\n\n\x01It rained.\x02\n\nSay.", localization=True)
+    assert sample.prompt == "Why?\n\nIt rained.\n\nSay."
+    assert [sample.is_text(s.start, s.end) for s in segments(sample.prompt)] == [False, True, False]
 
 
 def test_the_shipped_weights_are_as_good_as_said() -> None:
-    """What training prints, and the model card says."""
+    """What `python -m bench.task_classifier.evaluate` prints, and the model card says."""
     assert SHIPPED.stat().st_size < 2**20
-    shipped = HashedClassifier.load(SHIPPED)
-    figures = evaluate(shipped, samples(60, 1, held_out=True))
-    assert figures.accuracy >= 0.927
-    assert str(figures) in SHIPPED.with_name("MODEL_CARD.md").read_text()
+    card = SHIPPED.with_name("MODEL_CARD.md").read_text()
+    shipped, made = HashedClassifier.load(SHIPPED), handwritten()
+    assert len(made) >= 120 and max(len(sample.prompt.split()) for sample in made) > 4000
+    for name in {sample.kind for sample in made}:
+        figures = evaluate(shipped, [sample for sample in made if sample.kind == name])
+        assert figures.accuracy >= 0.927 and figures.recall >= 0.88
+        assert f"{name}: {figures}" in card
+
+
+def test_nothing_written_by_hand_is_trained_on() -> None:
+    grammar = [*LOCATING.values(), *AGGREGATING.values(), *SLOTS.values(), *REGISTERS.values()]
+    trained = [*TEXTS, *(line for lines in grammar for line in lines)]
+    for line in trained:
+        assert not any(line in sample.prompt for sample in handwritten() if len(line) > 30)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +143,9 @@ def test_the_shipped_weights_are_as_good_as_said() -> None:
         ("Answer the question.\n\nThe key is under the mat. Where is the key?", "localization"),
         ("Please write a summary of this report.\n\nSales rose.\n\nSummary:", "aggregation"),
         ("Complete this code.\n\nimport os\n\ndef main():\n    return", "aggregation"),
+        ("The lamp blinks twice. It is E04, a jam.\n\nmeaning of E04?", "localization"),
+        ("Rain. No rain. Rain again.\n\nGroup the recurring themes.", "aggregation"),
+        ("Quote the sentence that mentions rain.\n\nIt rained. It stopped.", "localization"),
     ],
 )
 def test_short_prompts(prompt: str, task: str) -> None:
@@ -125,42 +153,85 @@ def test_short_prompts(prompt: str, task: str) -> None:
 
 
 def test_training_is_deterministic() -> None:
-    once, again, other = (train(4, seed, steps=20) for seed in (3, 3, 4))
-    assert once[0].dtype == np.int8 and np.abs(once[0]).max() == 127
-    assert (once[0] == again[0]).all() and once[1:] == again[1:]
-    assert (once[0] != other[0]).any()
+    once, again, other = (train(2, seed, steps=8) for seed in (3, 3, 4))
+    assert once.asks.dtype == once.locates.dtype == np.int8
+    assert np.abs(once.asks).max() == np.abs(once.locates).max() == 127
+    for name, values in vars(once).items():
+        assert np.array_equal(values, getattr(again, name))
+    assert not np.array_equal(once.keys, other.keys)
+
+
+def test_the_classifier_asks_as_training_does() -> None:
+    """Sentence by sentence, a prompt's logit is the one that the matrices give."""
+    data = Data(samples(2, 5, FOLDS)[::9])
+    classifier = data.train(np.ones(len(data.samples), bool), 10)
+    weights = [np.zeros(len(data.keys)) for _ in range(2)]
+    places = np.searchsorted(data.keys, classifier.keys)
+    for of, levels, scale in zip(
+        weights, (classifier.asks, classifier.locates), classifier.scales, strict=True
+    ):
+        of[places] = levels * scale
+    share = shares(data.standings.times(weights[0]) + classifier.biases[0], data.owners)
+    said = data.wordings.pooled(data.owners, share, len(data.samples)).times(weights[1])
+    expected = said + data.shapes.times(weights[1]) + classifier.biases[1]
+    logits = [classifier.logit(sample.prompt) for sample in data.samples]
+    assert logits == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 @pytest.mark.slow
 def test_training_gives_the_shipped_weights() -> None:
-    weights, scale, bias = train(350, 0)
-    with np.load(SHIPPED) as shipped:
-        assert np.abs(weights.astype(int) - shipped["weights"]).max() <= 1
-        assert (scale, bias) == pytest.approx((float(shipped["scale"]), float(shipped["bias"])))
+    trained, shipped = train(80, 0), HashedClassifier.load(SHIPPED)
+    assert np.array_equal(trained.keys, shipped.keys)
+    assert np.abs(trained.locates.astype(int) - shipped.locates).max() <= 1
+    assert np.abs(trained.asks.astype(int) - shipped.asks).max() <= 1
 
 
-def test_features() -> None:
-    buckets, values = features("Where is it? Where?")
-    assert len(buckets) == len(set(buckets.tolist())) == 8  # 4 words and 4 pairs
-    assert np.linalg.norm(values) == pytest.approx(1)
-    for text in ("", " \n", "\ud800"):
-        assert len(features(text)[0]) <= 1
-        HashedClassifier.load(SHIPPED).task(text)
-    same = [features(f"Paragraph {number}: WORDS")[0] for number in (3, 47)]
-    assert (same[0] == same[1]).all()
+def test_segments() -> None:
+    prompt = "Hi! Who is it\uff1f\n\nA: one. Two\nB: three\n\n«Dis-moi !» 何ですか。ok"
+    found = segments(prompt)
+    assert [prompt[s.start : s.end] for s in found] == [
+        *(
+            "Hi!",
+            "Who is it\uff1f",
+            "A: one.",
+            "Two",
+            "B: three",
+            "«Dis-moi !»",
+            "何ですか。",
+            "ok",
+        ),
+    ]
+    assert found[1].text == "Who is it?"
+    assert [(s.front, s.back) for s in found] == [(at, 7 - at) for at in range(8)]
+    assert [s.front_block for s in found] == [2, 2, 0, 0, 0, 0, 0, 0]
+    assert [s.back_block for s in found] == [0, 0, 0, 0, 0, 3, 3, 3]
+    assert [s.begins for s in found][:5] == ["upper", "upper", "label", "upper", "label"]
+    shipped = HashedClassifier.load(SHIPPED)
+    for text in ("", " \n", "\ud800", "...", "?" * 9000):
+        assert len(segments(text)) <= 1
+        shipped.task(text)
 
 
 def test_only_the_ends_of_a_prompt_count() -> None:
-    head, tail = "first " * 300, "last " * 300
-    short, long = (features(head + middle + tail) for middle in ("", "between " * 9000))
-    assert (short[0] == long[0]).all() and (short[1] == long[1]).all()
-    other = features("word " + head + tail)
-    assert len(other[0]) > len(short[0])
+    head, tail = "One here. " * 500, "Last there. " * 500
+    short, long = (segments(head + middle + tail) for middle in ("", "Between. " * 9000))
+    assert [s.text for s in short] == [s.text for s in long] and len(long) == 2 * END
+    shipped = HashedClassifier.load(SHIPPED)
+    assert shipped.logit(head + tail) == shipped.logit(head + "Between. " * 9000 + tail)
 
 
 def test_repeated_labels_are_noticed() -> None:
-    once, thrice = (features("Question: a Answer: b " * times)[0] for times in (1, 3))
-    assert len(set(thrice.tolist()) - set(once.tolist())) >= 2
+    once, thrice = (
+        set(shape("Question: a\nAnswer: b\n" * times + "Question: c\nAnswer:")) for times in (1, 3)
+    )
+    assert {"& again question:", "& again answer:", "& open again"} <= thrice - once
+
+
+def test_intervals() -> None:
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson's, as often printed
+    assert wilson(0, 0) == (0, 1)
+    figures = Figures.of(np.array([1, 1, 0, 0], bool), np.array([1, 0, 0, 1], bool))
+    assert (figures.accuracy, figures.precision, figures.recall, figures.f1) == (0.5,) * 4
 
 
 # ---- a checkpoint -------------------------------------------------------------------------------

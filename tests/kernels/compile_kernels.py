@@ -37,6 +37,7 @@ from kvserve.kernels.elementwise import (
 )
 from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
 from kvserve.kernels.paged_attention import paged_attention_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.quantized_triton import (
@@ -48,6 +49,8 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
+from kvserve.kernels.seen import Seen
+from kvserve.kernels.shares import Shares
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -96,9 +99,11 @@ def attend(
     dtype: torch.dtype = BF16,
     codes: bool = False,
     form: str | None = None,
+    shares: bool = False,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
-    hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype."""
+    hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
+    newest entries got is handed out too, for a log in 4 bits."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
@@ -116,7 +121,8 @@ def attend(
             new(32_768, dim, dtype=torch.float32),
         )
     keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
-    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded)
+    told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
+    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded, told)
 
 
 def score(
@@ -124,6 +130,19 @@ def score(
 ) -> None:
     q, k = new(2, 32, heads, 512, dim, dtype=queries), new(2, 32, 8, 480, dim)
     window_scores_triton(q, k, 0.1, aggregate)
+
+
+def int4_queries(*shape: int) -> Int4Queries:
+    """128 numbers a vector."""
+    scales = new(*shape, 2, dtype=torch.float16)
+    return Int4Queries(new(*shape, 64, dtype=torch.uint8), scales)
+
+
+def score_int4() -> None:
+    """Kara's default: all heads, absolute attention, 32 entries behind the window's."""
+    seen = Seen(new(2, 32, 32, 512, dtype=torch.float32), 480, later=32)
+    queries, keys = int4_queries(2, 32, 32, 512), new(2, 32, 8, 512, 128)
+    window_scores_triton(queries, keys, 0.1, "sum_squares", "mean", seen)
 
 
 def sample(vocab: int = 128_256, filtered: bool = True) -> None:
@@ -154,6 +173,13 @@ VARIANTS: dict[str, Callable[[], object]] = {
         slots(1, 64),
         new(64, 32, 128),
     ),
+    "store_queries/int4": lambda: store_int4_triton(
+        int4_queries(4096, 32, 256, 32),
+        3,
+        slots(1, 64),
+        new(64, 32, 128),
+        new(64, 32, dtype=torch.float32),
+    ),
     "rms_norm": lambda: rms_norm_triton(new(64, 4096), new(4096), 1e-5),
     "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
     "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
@@ -164,7 +190,13 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "gather_queries/e4m3": lambda: gather_queries_triton(
         new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)
     ),
+    "gather_queries/int4": lambda: gather_int4_triton(
+        int4_queries(4096, 32, 256, 32), slots(32, 32, 4096)
+    ),
     "decode": attend,
+    "decode/shares": lambda: attend(shares=True),
+    "decode/shares_split": lambda: attend(splits=8, shares=True),
+    "prefill/shares": lambda: attend(chunk=512, shares=True),
     "decode/split": lambda: attend(splits=8),
     "decode/head": lambda: attend(rows=8),
     "decode/group7": lambda: attend(group=7),
@@ -223,6 +255,7 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "window_scores/squares": lambda: score(aggregate="sum_squares"),
     "window_scores/dim64": lambda: score(dim=64),
     "window_scores/e4m3": lambda: score(queries=torch.float8_e4m3fn),
+    "window_scores/int4": score_int4,
     "window_scores/float32_queries": lambda: score(queries=torch.float32),
     "token_to_chunk": lambda: choose(480, 144),
     "token_to_chunk/longest": lambda: choose(4096, 1000),
@@ -233,8 +266,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 
 def is_budgeted(name: str, arch: int) -> bool:
-    """e4m3 came with sm_89; reading codes spills some 8 bytes elsewhere than on sm_90."""
-    if "codes" in name:
+    """e4m3 came with sm_89; reading codes or levels spills 8 to 16 bytes but on sm_90."""
+    if "codes" in name or name.startswith(tuple(f"decode/{form}" for form in FORMATS)):
         return arch == 90
     return arch >= 89 or not name.startswith(("window_scores/e4m3", "quantize_rows"))
 

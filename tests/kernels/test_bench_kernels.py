@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import kernel_cases, kernel_peers
 from bench import kernels as bench
-from bench.kernel_cases import Setting
-from bench.kernel_peers import Run
-from bench.kernel_targets import EVENT, targets
+from bench.kernel_rows import cases as kernel_cases
+from bench.kernel_rows import peers as kernel_peers
+from bench.kernel_rows.cases import Setting
+from bench.kernel_rows.peers import Run
+from bench.kernel_rows.targets import EVENT, targets
 from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity

@@ -204,7 +204,7 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
         case.run()
     with pytest.raises(ValueError, match="head_dim 264"):
         make(Shape(dim=264), [9], [1]).run()
-    with pytest.raises(ValueError, match=r"dtypes torch.float16"):
+    with pytest.raises(ValueError, match=r"dtype torch.float16"):
         make(Shape(), [9], [1], torch.float16).run()
     with pytest.raises(ValueError, match="do not divide"):
         make(Shape(heads=5), [9], [1]).run()

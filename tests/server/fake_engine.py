@@ -20,7 +20,9 @@ from kvserve.outputs import (
     CompletionOutput,
     EngineStats,
     KVCacheDetails,
+    KVTraceEvent,
     Logprob,
+    PoolView,
     RequestMetrics,
     RequestOutput,
     RequestStats,
@@ -85,6 +87,11 @@ class FakeEngine:
         return {"0": self.stats}
 
     resets: int = 0
+    pool: PoolView | None = None
+    watched: list[bool] = field(default_factory=list)
+
+    def watch_pool(self, on: bool) -> None:
+        self.watched.append(on)
 
     summary: list[tuple[str, str, str]] = field(
         default_factory=lambda: [("prefix cache", "off", "not built"), ("chunks", "on", "")]
@@ -113,6 +120,9 @@ class FakeEngine:
             scored = [{i: Logprob(-1.0, 1, chr(i))} for i in ids[1:]]
             output.prompt_logprobs = [None, *scored]
         output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        if params.kv_trace:
+            for choice in output.outputs:
+                choice.kv_trace = [KVTraceEvent("start", time.time(), 0, [[[]], [[]]])]
         output.metrics = RequestMetrics(time.time())
         self._count(request_id, ids, +1)
         try:
@@ -132,11 +142,6 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        policy = params.kv_policy
-        if isinstance(policy, dict) and (unknown := policy.keys() - {"name", "window"}):
-            raise RequestError(
-                f"policy {policy['name']!r} has no argument {unknown.pop()!r}", param="kv_policy"
-            )
 
     async def _steps(self, output: RequestOutput, params: SamplingParams) -> AsyncIterator[None]:
         prompt = FakeTokenizer().decode(output.prompt_token_ids)
@@ -154,6 +159,10 @@ class FakeEngine:
                 self.dead_error = RuntimeError("out of memory")
                 raise EngineDeadError("out of memory")
             for choice in output.outputs:
+                if choice.kv_trace is not None and step % 8 == 7:
+                    seen = len(output.prompt_token_ids) + step
+                    dropped: list[list[list[int]]] = [[[seen - 4, seen - 2]], [[]]]
+                    choice.kv_trace.append(KVTraceEvent("due", time.time(), seen, dropped, 1, 8))
                 self._extend(choice, step, params, f"{step} " if script is None else script[step])
                 if step == limit - 1:
                     choice.finish_reason = "length" if script is None else "stop"

@@ -111,7 +111,7 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         "time_to_first_token_seconds_count": 0,
         "iteration_tokens_total_sum": 40000,
         "iteration_tokens_total_count": 6,
-        'cache_config_info|auto|100|auto|kara|{"window": 32}': 1,
+        'cache_config_info|auto|auto|100|kara|{"window": 32}': 1,
     }
     for name, value in common.items():
         assert values[f"kvserve:{name}"] == pytest.approx(value), name

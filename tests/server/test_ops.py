@@ -73,6 +73,6 @@ def test_fingerprints(start_server: StartServer) -> None:
 
     assert fingerprint() == fingerprint(kv_policy="none") == fingerprint(seed=3)
     assert fingerprint() != fingerprint(kv_policy="kara")
-    assert fingerprint(kv_policy={"name": "kara", "window": 8}) != fingerprint(kv_policy="kara")
+    assert fingerprint(kv_policy={"name": "kara", "window": 64}) != fingerprint(kv_policy="kara")
     chunk = next(iter(server.openai().completions.create(model=MODEL, prompt="a", stream=True)))
     assert chunk.system_fingerprint == fingerprint()

@@ -88,12 +88,14 @@ class Queries:
     """Where an event's queries come from, and how many of them score.
 
     ``source``: none (scores need no queries), log, recompute, or host (a log in host memory).
-    ``heads`` query vectors per token score, with ``share`` of a window's tokens.
+    ``heads`` query vectors per token score, with ``share`` of a window's tokens. ``fits``: what is
+    kept has its values computed anew.
     """
 
     source: str
     heads: int = 0
     share: float = 1.0
+    fits: bool = False
 
 
 class CostModel:
@@ -155,6 +157,11 @@ class CostModel:
                 float((asked * seen).sum()),
                 queries,
             )
+            if queries.fits:
+                pairs = asked * (
+                    plan.window_len + 2 * plan.keep + plan.keep**2 / self.spec.head_dim
+                )
+                seconds += self.fit(float(pairs.sum()), queries)
             written = task.new_lens - task.copy_start[:, None]  # [LG, E, R]
             seconds += self.move(float(written.mean(axis=(0, 2)).sum()))
         return seconds
@@ -178,6 +185,14 @@ class CostModel:
             weights_s = self.recompute_params * device.dtype_bytes / device.bandwidth
             scoring += max(weights_s, operations / device.gemm) + self._attention(seen)
         return scoring
+
+    def fit(self, pairs: float, queries: Queries) -> float:
+        """The products of least squares, as ``pairs`` of a query and an entry of D numbers.
+
+        Solving is left out: N x N beside Q x N, with fewer kept entries N than queries Q.
+        """
+        width = self.spec.num_layers * queries.heads * self.spec.head_dim
+        return 2 * width * pairs / self.device.scoring
 
     def move(self, entries: float) -> float:
         """Read and write ``entries`` in all layers."""

@@ -15,7 +15,7 @@ from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.entry_format import EntryFormat
-from kvserve.kernels.gather_kv import gather_keys
+from kvserve.kernels.gather_kv import gather_keys, gather_values, scatter_values
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 from kvserve.scheduler.layout import KVLayout
 
@@ -47,6 +47,14 @@ class EntryStore(Protocol):
         """
         ...
 
+    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        """As ``keys``, of values."""
+        ...
+
+    def write_values(self, slots: Tensor, values: Tensor) -> None:
+        """Replace the values in slots int64 [L, Hkv, S] by ``values [L, Hkv, S, D]``."""
+        ...
+
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         """Copy entries, bit for bit: int64 slots [L, Hkv, S], in ``runs`` events of one length."""
         ...
@@ -70,6 +78,12 @@ class RawEntries:
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return gather_keys(self.memory, slots, layer_ids)
+
+    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        return gather_values(self.memory, slots, layer_ids)
+
+    def write_values(self, slots: Tensor, values: Tensor) -> None:
+        scatter_values(self.memory, slots, values)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         compact_kv(self.memory, src, dst, runs=runs)
@@ -113,6 +127,12 @@ class QuantizedEntries:
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
+
+    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        raise AssertionError("values that are held in fewer bits are not fitted (check_values)")
+
+    def write_values(self, slots: Tensor, values: Tensor) -> None:
+        raise AssertionError("values that are held in fewer bits are not fitted (check_values)")
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._kernels.move(self.blocks, src, dst, runs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +19,8 @@ from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import (
     Windows,
+    by_event,
+    by_shape,
     by_window,
     queries_by_window,
     slots_of,
@@ -30,12 +31,10 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.scores.causal_scores import Queries
-from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
 SCRATCH_BYTES = 256 * 1024 * 1024
-
-Task = TypeVar("Task", bound=ObservationTask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,16 @@ class Compressor:
         scored at its last event; it is brought up to date.
         """
         plan, layout = task.plan, self._cache.layout
-        for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
+        for part, _ in by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            places = self._select(part, windows, policy, block_tables, log_tables, kept_scores)
-            kept = _by_event(part, places + _long(windows.entries, places)[..., None])
+            places, values = self._select(
+                part, windows, policy, block_tables, log_tables, kept_scores
+            )
+            kept = by_event(part, places + _long(windows.entries, places)[..., None])
             chosen = (part.plan.windows * part.plan.keep)[:, None, None]
             self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+            if values is not None:
+                self._write_values(part, by_event(part, values))
 
     def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -118,7 +121,7 @@ class Compressor:
         """What events will keep whose scores decide how much, events of a shape together."""
         layout = self._cache.layout
         sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
-        for part, at in _by_shape(task, *sizes):
+        for part, at in by_shape(task, *sizes):
             places = policy.query_places(int(part.plan.num_queries[0]))
             windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
             leaders, where = self._leaders(policy)
@@ -160,7 +163,7 @@ class Compressor:
         self, task: CompactionTask, found: Mapping[int, Kept]
     ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
         """Events of a shape, the entries they keep [E', L, Hkv, C], and how many of these exist."""
-        for part, _ in _by_shape(task, uneven_lengths(task)):
+        for part, _ in by_shape(task, uneven_lengths(task)):
             kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
             held = lanes_of(part.new_lens, self._cache.layout)
             yield part, kept, held - part.plan.region_start[:, None, None]
@@ -176,14 +179,23 @@ class Compressor:
             self.on_moves(task, plan)
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        place = torch.arange(plan.src.shape[-1], device=plan.src.device)
-        first = _long(task.copy_start % size, plan.src)[:, None, None, None]
-        ends = torch.where(plan.exists, first + place, 0)
-        dst_tables = to_device(task.dst_blocks, plan.src.device, torch.int32)
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        dst = slots_of(dst_tables, np.arange(len(task.rows)), ends, lanes, size)
-        exists = plan.exists.permute(1, 2, 0, 3).reshape(dst.shape)
-        self._cache.entries.move(src, torch.where(exists, dst, 0), runs=len(task.rows))
+        dst = self._destinations(task, task.copy_start, plan.exists)
+        self._cache.entries.move(src, dst, runs=len(task.rows))
+
+    def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
+        """Slots [L, Hkv, E * P] of the entries from ``start [E]`` on, where they stand afterwards.
+
+        ``exists``: bool [E, L, Hkv, P]; what does not goes to slot 0.
+        """
+        layout = self._cache.layout
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        place = torch.arange(exists.shape[-1], device=exists.device)
+        first = _long(start - task.copy_start // size * size, exists)[:, None, None, None]
+        tables = to_device(task.dst_blocks, exists.device, torch.int32)
+        ends = torch.where(exists, first + place, 0)
+        slots = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size)
+        return torch.where(exists.permute(1, 2, 0, 3).reshape(slots.shape), slots, 0)
 
     def _select(
         self,
@@ -193,14 +205,15 @@ class Compressor:
         block_tables: Tensor,
         log_tables: Tensor,
         kept_scores: Tensor | None,
-    ) -> Tensor:
-        """Kept places of every window of equal-shaped events: [E', L, Hkv, N]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Kept places of every window of equal-shaped events, [E', L, Hkv, N], and what their
+        values become, [E', L, Hkv, N, D], where a policy fits them."""
         keep = int(task.plan.keep[0])
         # Queries that cover all entries are the first event's: nothing has been scored before.
         first = int(task.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         leaders, where = self._leaders(policy)
-        parts = []
+        parts, values = [], []
         for some, observed in self._observed(
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
@@ -211,7 +224,18 @@ class Compressor:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
-        return _led(torch.cat(parts), where)
+            if policy.fits_values:
+                values.append(policy.new_values(observed, kept))
+        fitted = _led(torch.cat(values), where) if values else None
+        return _led(torch.cat(parts), where), fitted
+
+    def _write_values(self, task: CompactionTask, values: Tensor) -> None:
+        """Give what events have kept its new values [E, L, Hkv, C, D], where it stands now."""
+        place = torch.arange(values.shape[3], device=values.device)
+        counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None, None]
+        exists = (place < counts).expand(values.shape[:-1])
+        slots = self._destinations(task, task.plan.region_start, exists)
+        self._cache.entries.write_values(slots, values.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
@@ -245,14 +269,18 @@ class Compressor:
         cache, layout = self._cache, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
-        step = max(1, self._scratch_bytes // self._window_bytes(windows, heads))
+        each = self._window_bytes(windows, heads, fits_values=policy.fits_values)
+        step = max(1, self._scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows.part(some)
             held = part.held(policy.later_entries)
             slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
-            keys = cache.entries.keys(_led(slots, layers, 0), layers)
-            keys = by_window(keys, len(part.rows))
+            slots, count = _led(slots, layers, 0), len(part.rows)
+            keys = by_window(cache.entries.keys(slots, layers), count)
+            values = None
+            if policy.fits_values:
+                values = by_window(cache.entries.values(slots, layers), count)
             queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:
                 queries = _led(self._recompute(part, heads), layers)
@@ -262,7 +290,7 @@ class Compressor:
             missing = part.missing(keys.device)
             if missing is not None:
                 missing = _led(missing, layers)
-            how = self._scale, scores, missing, self._gather, policy.later_entries
+            how = self._scale, scores, missing, self._gather, policy.later_entries, values
             yield some, Observation(queries, keys, *how)
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -292,32 +320,13 @@ class Compressor:
             return self._cache.query_log.heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
-    def _window_bytes(self, windows: Windows, heads: int) -> int:
+    def _window_bytes(self, windows: Windows, heads: int, *, fits_values: bool) -> int:
         """float32 scratch for one window: logits and probabilities of all layers."""
         layout, length, num_queries = self._cache.layout, windows.length, windows.num_queries
-        logits = 2 * heads * num_queries * length
-        entries = 2 * (layout.num_kv_heads * length + heads * num_queries) * layout.head_dim
+        logits = (4 if fits_values else 2) * heads * num_queries * length
+        held = layout.num_kv_heads * length * (2 if fits_values else 1)
+        entries = 2 * (held + heads * num_queries) * layout.head_dim
         return 4 * layout.num_layers * (logits + entries)
-
-
-def _by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
-    """Events that are alike in all of ``sizes [E]``, and which they are."""
-    shapes = np.stack(sizes, axis=1)
-    for shape in np.unique(shapes, axis=0):
-        at = np.flatnonzero((shapes == shape).all(axis=1))
-        yield task.part(at), at  # type: ignore[misc]
-
-
-def _by_event(task: CompactionTask, kept: Tensor) -> Tensor:
-    """Kept entries of all windows, [E', L, Hkv, N], event by event: [E, L, Hkv, C], padded."""
-    windows = task.plan.windows
-    if (windows == 1).all():
-        return kept
-    most = int(windows.max())
-    padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
-    event = np.repeat(np.arange(len(windows)), windows)
-    padded[_long(event, kept), _long(ragged_arange(windows), kept)] = kept
-    return padded.permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:

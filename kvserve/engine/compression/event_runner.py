@@ -24,6 +24,7 @@ from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import Stopwatch
 from kvserve.engine.policies.base import Policy
 from kvserve.log import EngineDeadError, SequenceError
+from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 
@@ -68,13 +69,13 @@ class EventRunner:
             return [], None
         watch = Stopwatch(self._batch.device)
         for task in output.compactions:
-            with _blaming(task.seq_ids.tolist()):
+            with _blaming(task.seq_ids):
                 self._handlers[task.kind].apply(task, self._policies[task.policy_id])
                 self._batch.after_compaction(task)
                 self._batch.add_to_fingerprint(task.rows, self._group)
         scored: ScoredEvents = []
         for events in output.observations:
-            with _blaming(events.seq_ids.tolist()):
+            with _blaming(events.seq_ids):
                 policy = self._policies[events.policy_id]
                 scored.append((events.kind, self._handlers[events.kind].score(events, policy)))
         watch.stop()
@@ -86,12 +87,22 @@ class EventRunner:
         return self._pruned.compute(task, policy, logs_queries=logs_queries)
 
 
+class EventMemoryError(torch.OutOfMemoryError):
+    """There was no memory for the events of these sequences: the newest of them makes way."""
+
+    def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.seq_ids = frozenset(seq_ids)
+
+
 @contextmanager
-def _blaming(seq_ids: Iterable[int]) -> Iterator[None]:
-    """What fails here concerns these sequences alone; memory is everybody's."""
+def _blaming(seq_ids: IntArray) -> Iterator[None]:
+    """What fails here concerns these sequences alone."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, EngineDeadError):
+    except EngineDeadError:
         raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise EventMemoryError(str(error), seq_ids.tolist()) from error
     except Exception as error:
-        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids) from error
+        raise SequenceError(f"{type(error).__name__}: {error}", seq_ids.tolist()) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +17,10 @@ from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import ObservationTask
+from kvserve.scheduler.output import CompactionTask, ObservationTask
 from kvserve.scheduler.trigger import EvictionSpec
+
+Task = TypeVar("Task", bound=ObservationTask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,27 @@ def queries_by_window(queries: Queries, windows: int) -> Queries:
     if isinstance(queries, Tensor):
         return by_window(queries, windows)
     return Int4Queries(*(by_window(part, windows) for part in queries))
+
+
+def by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
+    """Events that are alike in all of ``sizes [E]``, and which they are."""
+    shapes = np.stack(sizes, axis=1)
+    for shape in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == shape).all(axis=1))
+        yield task.part(at), at  # type: ignore[misc]
+
+
+def by_event(task: CompactionTask, kept: Tensor) -> Tensor:
+    """Kept entries of all windows, [E', L, Hkv, N, ...], event by event: [E, L, Hkv, C, ...],
+    padded."""
+    windows = task.plan.windows
+    if (windows == 1).all():
+        return kept
+    most = int(windows.max())
+    padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
+    event = np.repeat(np.arange(len(windows)), windows)
+    padded[to_device(event, kept.device), to_device(ragged_arange(windows), kept.device)] = kept
+    return padded.movedim(1, 3).flatten(3, 4)
 
 
 def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:

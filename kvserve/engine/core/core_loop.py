@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
+from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import RequestError, logger
@@ -30,6 +31,13 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchPool:
+    """Somebody wants to see the pool, or nobody any more."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop."""
 
@@ -42,7 +50,7 @@ class Unreadable:
     reason: str
 
 
-Command = NewSequence | Abort | ResetPrefixCache | Stop | Unreadable
+Command = NewSequence | Abort | ResetPrefixCache | WatchPool | Stop | Unreadable
 
 
 class Channel(Protocol):
@@ -88,6 +96,7 @@ def run_core(core: EngineCore, channel: Channel) -> None:
     """Serve commands and run steps until told to stop."""
     channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
     grammars = GrammarQueue(core.grammars)
+    pool = PoolWatch(core)
     refused: list[RefusedSequence] = []
 
     def add(new: NewSequence, compiled: Future[Matcher] | None = None) -> None:
@@ -115,6 +124,8 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             elif isinstance(command, ResetPrefixCache):
                 core.reset_prefix_cache()
                 reset = True
+            elif isinstance(command, WatchPool):
+                pool.on = command.on
             elif isinstance(command, Unreadable):
                 message = f"the engine could not read the request: {command.reason}"
                 refused.append(RefusedSequence(command.seq_id, message, None, "internal_error"))
@@ -128,3 +139,5 @@ def run_core(core: EngineCore, channel: Channel) -> None:
             channel.send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
         if core.has_work:
             channel.send(core.step())
+        if pool.due:
+            channel.send(StepOutputs(pool=pool.view()))

@@ -28,16 +28,18 @@ from kvserve.engine.core.core_loop import (
     ResetPrefixCache,
     Stop,
     Unreadable,
+    WatchPool,
     run_core,
 )
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
+from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
-    for kind in (NewSequence, Abort, ResetPrefixCache, Stop, EngineInfo, StepOutputs)
+    for kind in (NewSequence, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
 }
 _REFUSED, _FAILED = b"refused", b"failed"
 _IDLE_POLL_MS = 500
@@ -49,7 +51,7 @@ class ParentLink:
     """Starts the process and talks to it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PUSH)
@@ -143,15 +145,22 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
-    except ConfigError as error:
-        channel.send_frames([_REFUSED, str(error).encode()])
-    except MemoryError as error:
-        channel.send_frames([_REFUSED, f"there is not enough memory: {error}".encode()])
     except Exception as error:
-        logger.exception("the engine failed")
-        channel.send_frames([_FAILED, f"{type(error).__name__}: {error}".encode()])
+        # The parent asks it to leave once it knows; it leaves anyway, undisturbed.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        channel.send_frames(_last_words(error))
     finally:
         channel.close()
+
+
+def _last_words(error: Exception) -> list[bytes]:
+    """What the parent is told: a refusal, or a failure whose traceback is logged here."""
+    if isinstance(error, ConfigError):
+        return [_REFUSED, str(error).encode()]
+    if isinstance(error, MemoryError):
+        return [_REFUSED, f"there is not enough memory: {error}".encode()]
+    logger.error("the engine failed", exc_info=error)
+    return [_FAILED, f"{type(error).__name__}: {error}".encode()]
 
 
 def _leave(*_: object) -> NoReturn:

@@ -10,7 +10,9 @@ from itertools import compress
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.intake import Intake
+from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.startup import build_engine
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
@@ -47,6 +49,7 @@ class StepInFlight:
     compactions: list[tuple[int, Compaction]]
     started: float
     launched: LaunchedStep | Exception
+    traced: list[TracedMove]
 
 
 class EngineCore:
@@ -63,7 +66,8 @@ class EngineCore:
         self._waiting_since: dict[int, float] = {}
         self._queued_seconds: dict[int, float] = {}
         self.grammars = GrammarCompiler(config, self.info)
-        self._intake = Intake(config, built, self.grammars)
+        self._tracer = KVTracer(self.runner)
+        self._intake = Intake(config, built, self.grammars, self._tracer)
         self._prompt_tokens = self._generation_tokens = 0
         self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
@@ -95,6 +99,8 @@ class EngineCore:
         self._prompt_tokens += sequence.num_prompt_tokens
         if self.runner.policies[sequence.policy_id].kept_scores:
             self._scored.add(new.seq_id)
+        if new.kv_trace:
+            self._tracer.add(new.seq_id, sequence.max_len)
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -135,12 +141,14 @@ class EngineCore:
             output = self.scheduler.schedule()
             self._note_admitted(output)
             compactions = self._counts.add(output)
+            self._tracer.begin_step(output)
             with self.executor.together():
                 launched = self.executor.launch(output)
         except Exception as error:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
-        return StepInFlight(output, compactions, started, launched)
+        moves = self._tracer.take_moves()
+        return StepInFlight(output, compactions, started, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again where it concerns everybody: other ranks cannot take their part of
@@ -166,6 +174,7 @@ class EngineCore:
         self._compaction_seconds += result.compaction_seconds
         if self.scheduler.events.gate is not None:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
+        traced = self._tracer.read(step.traced)
         refused = self._end_failed_grammars(output, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
         finished = self.scheduler.update(output, result.token_ids, result.scores)
@@ -176,6 +185,7 @@ class EngineCore:
             finished=[self._finished(seq) for seq in finished],
             stats=self._stats_when_due(),
             compactions=step.compactions,
+            traced=traced,
         )
 
     def _tokens_of(
@@ -232,6 +242,7 @@ class EngineCore:
             len(self.scheduler.waiting),
             exc_info=error,
         )
+        _forget_frames(error)
         refused = [
             RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
         ]
@@ -246,7 +257,9 @@ class EngineCore:
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
         """End the newest of a step that found no memory; the others compute their caches anew."""
-        newest, finished = self.scheduler.give_up(output)
+        _forget_frames(error)
+        among = error.seq_ids if isinstance(error, EventMemoryError) else None
+        newest, finished = self.scheduler.give_up(output, among)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(
@@ -259,7 +272,7 @@ class EngineCore:
         )
         message = (
             f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
-            "its newest sequence; try again later"
+            "its newest sequence, or the newest of those whose events wanted it; try again later"
         )
         refused = []
         if newest is not None:
@@ -375,6 +388,7 @@ class EngineCore:
 
     def _give_back(self, seq: Sequence) -> None:
         """Memory beside the pool that only this sequence's kind wants."""
+        self._tracer.drop(seq.seq_id)
         if seq.seq_id in self._scored:
             self._scored.discard(seq.seq_id)
             if not self._scored:
@@ -389,6 +403,12 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
+
+
+def _forget_frames(error: Exception) -> None:
+    """Let go of what a failed step had in its hands. The frame that caught ``error`` is one of its
+    traceback's, so that both would live, tensors included, until somebody collects cycles."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _as_out_of_memory(error: Exception) -> Exception:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvserve.config import EngineConfig
+from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.core.request_policies import RequestPolicies
 from kvserve.engine.core.startup import BuiltEngine
 from kvserve.engine.messages import NewSequence
@@ -28,13 +29,20 @@ class Intake:
     """Makes sequences of what clients send. ``RequestError`` says what is wrong, and changes
     nothing."""
 
-    def __init__(self, config: EngineConfig, built: BuiltEngine, grammars: GrammarCompiler) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        built: BuiltEngine,
+        grammars: GrammarCompiler,
+        tracer: KVTracer,
+    ) -> None:
         self._config = config
         self._info = built.info
         self._scheduler = built.scheduler
         self._num_shareable = built.executor.runner.model.spec.num_shareable
         self._policies = RequestPolicies(config, built)
         self._grammars = grammars
+        self._tracer = tracer
         self._seeds = np.random.default_rng(config.model.seed)
 
     def sequence(
@@ -59,6 +67,8 @@ class Intake:
             _check_exact(prompt, policy, prunes)
         max_len = limit if new.max_tokens is None else prompt + new.max_tokens
         self._check_fits(prompt, max_len, policy)
+        if new.kv_trace:
+            self._tracer.check(max_len)
         sequence = Sequence(
             seq_id=new.seq_id,
             token_ids=np.array(new.token_ids, np.int32),

@@ -51,6 +51,8 @@ from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 
+FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -170,6 +172,8 @@ def _plan(
     block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
     form = _entry_form(config, spec, dtype, device)
+    if policy.fits_values and form.quantized:
+        raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
     log = _log_form(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, form, dtype.itemsize)

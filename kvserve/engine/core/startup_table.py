@@ -82,17 +82,24 @@ def log_row(log: LogForm) -> Row:
     """How queries are logged, and whose requests that turns away."""
     numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
     state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
-    others = [name for name in policy_names() if _logs(name) not in (None, log.reduction)]
+    others = [name for name in policy_names() if not _fits(_default(name), log)]
     refused = f"; requests for {', '.join(others)} are refused unless they log so too"
     flags = "--policy.query_reduce, --policy.query_dtype"
     return "query log", state, flags + (refused if others else "")
 
 
-def _logs(name: str) -> str | None:
-    """How a policy logs queries unless it is told otherwise."""
+def _fits(policy: Policy | None, log: LogForm) -> bool:
+    """Whether a policy's queries are logged so, as far as it needs a log."""
+    if policy is None or policy.query_reduction is None:
+        return True
+    return policy.query_reduction == log.reduction and policy.logged_dtype in ("auto", log.dtype)
+
+
+def _default(name: str) -> Policy | None:
+    """A policy that is told no more than it must be."""
     needed = policy_class(name).needs[:1]
     try:
-        return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)}).query_reduction
+        return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)})
     except PolicyError:  # a plug-in that wants more
         return None
 

@@ -16,7 +16,7 @@ from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.engine.models.hub import find_model
 from kvserve.log import EngineDeadError, RequestError
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 _Event = RequestOutput | Exception
@@ -36,6 +36,8 @@ class AsyncEngine:
         self.tokenizer: Tokenizer | None = None
         self.dead_error: BaseException | None = None
         self.stats = EngineStats()
+        self.pool: PoolView | None = None
+        """The newest while ``watch_pool`` is on."""
         self._client: EngineClient = (
             ProcessClient(config) if mode == "process" else ThreadClient(config)
         )
@@ -143,6 +145,12 @@ class AsyncEngine:
         """Forget cached blocks before anything that is sent later starts."""
         self._client.reset_prefix_cache()
 
+    def watch_pool(self, on: bool) -> None:
+        """Look at the pool some times a second, or no more."""
+        self.pool = None
+        if self.dead_error is None:
+            self._client.watch_pool(on)
+
     async def shutdown(self) -> None:
         """End everything that still runs, and the core."""
         for request_id in list(self._queues):
@@ -157,6 +165,8 @@ class AsyncEngine:
     def _on_outputs(self, outputs: StepOutputs) -> None:
         if outputs.stats is not None:
             self.stats = outputs.stats
+        if outputs.pool is not None:
+            self.pool, self.stats = outputs.pool, outputs.pool.stats
         for refused in outputs.refused:
             request_id = self._processor.request_of(refused.seq_id)
             if request_id in self._queues:

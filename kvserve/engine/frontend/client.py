@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import Abort, Command, ResetPrefixCache, Stop, run_core
+from kvserve.engine.core.core_loop import (
+    Abort,
+    Command,
+    ResetPrefixCache,
+    Stop,
+    WatchPool,
+    run_core,
+)
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
 from kvserve.log import EngineDeadError, logger
@@ -39,6 +46,8 @@ class EngineClient(Protocol):
     def abort(self, seq_ids: list[int]) -> None: ...
 
     def reset_prefix_cache(self) -> None: ...
+
+    def watch_pool(self, on: bool) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -75,6 +84,9 @@ class ThreadClient:
 
     def reset_prefix_cache(self) -> None:
         self._commands.put(ResetPrefixCache())
+
+    def watch_pool(self, on: bool) -> None:
+        self._commands.put(WatchPool(on))
 
     async def stop(self) -> None:
         self._commands.put(Stop())
@@ -130,6 +142,10 @@ class ProcessClient:
     def reset_prefix_cache(self) -> None:
         assert self._link is not None, "not started"
         self._link.send(ResetPrefixCache())
+
+    def watch_pool(self, on: bool) -> None:
+        assert self._link is not None, "not started"
+        self._link.send(WatchPool(on))
 
     async def stop(self) -> None:
         if self._reader is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.compression.lane_positions import LanePositions
 from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.frontend.llm import LLM
 from kvserve.log import RequestError
@@ -68,42 +69,19 @@ class KeptPositions:
 
     def __init__(self, layers: int, heads: int) -> None:
         self.events: list[Event] = []
-        self._lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
-        self._seen = 0
+        self._held = LanePositions(layers, heads)
 
     def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
         """Follow the only event of ``task``."""
         start, before = int(plan.copy_start[0]), int(task.old_lens.max())
-        self._see(self._seen + before - max(len(lane) for row in self._lanes for lane in row))
-        source, counts = plan.src[0].cpu().numpy(), plan.counts[0].tolist()
-        self._lanes = [
-            [
-                np.concatenate([lane[:start], lane[source[layer, head, : counts[layer][head]]]])
-                for head, lane in enumerate(row)
-            ]
-            for layer, row in enumerate(self._lanes)
-        ]
-        self.events.append(Event(self._seen, before, _padded(self._lanes)))
+        self._held.see_longest(before)
+        self._held.move(start, plan.src[0].cpu().numpy(), plan.counts[0].cpu().numpy())
+        self.events.append(Event(self._held.seen, before, self._held.padded()))
 
     def held_at(self, seen: int) -> IntArray:
         """Positions held once ``seen`` tokens are in, if no event has come since the last one."""
-        self._see(seen)
-        return _padded(self._lanes)
-
-    def _see(self, seen: int) -> None:
-        new = np.arange(self._seen, seen, dtype=np.int32)
-        self._lanes = [[np.concatenate([lane, new]) for lane in row] for row in self._lanes]
-        self._seen = seen
-
-
-def _padded(lanes: list[list[IntArray]]) -> IntArray:
-    """[L, Hkv, n], with -1 behind what shorter lanes hold."""
-    longest = max(len(lane) for row in lanes for lane in row)
-    padded = np.full((len(lanes), len(lanes[0]), longest), -1, np.int32)
-    for layer, row in enumerate(lanes):
-        for head, lane in enumerate(row):
-            padded[layer, head, : len(lane)] = lane
-    return padded
+        self._held.see(seen)
+        return self._held.padded()
 
 
 def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -> Inspection:

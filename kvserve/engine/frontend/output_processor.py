@@ -72,6 +72,7 @@ class OutputProcessor:
         params = replace(params, kv_policy=kv_policy)
         for choice in request.outputs:
             choice.logprobs = None if params.logprobs is None else []
+            choice.kv_trace = [] if params.kv_trace else None
             self._branches[self._next_id] = _Branch(
                 request, choice, params, self._detokenizer(params)
             )
@@ -104,6 +105,10 @@ class OutputProcessor:
             branch = self._branches.get(seq_id)
             if branch is not None:
                 branch.request.compactions.append(compaction)
+        for seq_id, event in outputs.traced:
+            branch = self._branches.get(seq_id)
+            if branch is not None and branch.choice.kv_trace is not None:
+                branch.choice.kv_trace.append(event)
         for seq_id, token, entry in zip(outputs.seq_ids, outputs.token_ids, logprobs, strict=True):
             branch = self._branches.get(seq_id)
             if branch is None or branch.choice.finished:
@@ -241,6 +246,7 @@ class OutputProcessor:
             structured_output=params.structured_output,
             thinking_end=params.thinking_end,
             thinking_token_budget=params.thinking_token_budget,
+            kv_trace=params.kv_trace,
         )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -7,12 +7,10 @@ checkpoint of one. Otherwise a small one that ships with the package decides, by
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections import Counter, defaultdict
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,16 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvserve.config import CompressionConfig
+from kvserve.engine.frontend.prompt_segments import DATA, hashes, segments, shape
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError, logger
 
 LOCALIZATION, AGGREGATION = "localization", "aggregation"
-NUM_BUCKETS = 2**15
-SHIPPED = Path(__file__).parents[2] / "data" / "windowkv_classifier" / "weights.npz"
+SHIPPED = DATA / "weights.npz"
 _END = 256
-_END_CHARS = 32 * _END
-_OUTER = 8
-_WORD = re.compile(r"[^\W\d_]+|\d+|[^\w\s]")
 
 
 class TaskClassifier(Protocol):
@@ -99,63 +94,50 @@ def load_classifier(checkpoint: str | None = None) -> TaskClassifier:
 # ---- the one that ships -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class HashedClassifier:
-    """Logistic regression on hashed words and pairs of words: ``weights int8 [NUM_BUCKETS]``."""
+    """Two logistic regressions on hashed words: is a sentence a request, and what does it ask for?
 
-    def __init__(self, weights: NDArray[np.int8], scale: float, bias: float) -> None:
-        self._weights = weights
-        self._scale = scale
-        self._bias = bias
+    ``keys: uint32 [F]`` are features in order; ``asks`` and ``locates``, ``int8 [F]``, weights.
+    """
+
+    keys: NDArray[np.uint32]
+    asks: NDArray[np.int8]
+    locates: NDArray[np.int8]
+    scales: NDArray[np.float64]
+    biases: NDArray[np.float64]
 
     @classmethod
     def load(cls, path: Path) -> HashedClassifier:
         with np.load(path, allow_pickle=False) as saved:
-            return cls(saved["weights"], float(saved["scale"]), float(saved["bias"]))
+            return cls(**{name: saved[name] for name in cls.__dataclass_fields__})
 
     def task(self, prompt: str) -> str:
         return LOCALIZATION if self.logit(prompt) >= 0 else AGGREGATION
 
     def logit(self, prompt: str) -> float:
-        """Log odds of localization."""
-        buckets, values = features(prompt)
-        return self._scale * float(self._weights[buckets] @ values) + self._bias
+        """Log odds of localization: what its sentences say and, added to that, its outward shape.
 
+        Of sentences the mean counts, each weighted by its odds of being the request.
+        """
+        said, asks = [], []
+        for segment in segments(prompt):
+            wording = hashes(segment.wording())
+            said.append(self._sum(self.locates, 1, wording))
+            asks.append(self._sum(self.asks, 0, [*wording, *hashes(segment.standing())]))
+        weights = np.exp(np.array(asks) + self.biases[0])
+        build = self._sum(self.locates, 1, hashes(shape(prompt)))
+        total = float(weights @ np.array(said)) / (1 + float(weights.sum()))
+        return total + build + float(self.biases[1])
 
-def features(prompt: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Buckets of the words and pairs of words at a prompt's ends, and their values (norm 1).
-
-    The first and the last 256 words, in lower case and with all numbers alike; they are looked for
-    in the 8192 characters at either end. Instructions stand outermost, so that a word counts less
-    the further inside it is, and a bucket's value is the logarithm of what its words count. Labels
-    ("Answer:") that come again and again, as in solved examples, have buckets of their own.
-    """
-    if len(prompt) > 2 * _END_CHARS:
-        head, tail = _words(prompt[:_END_CHARS]), _words(prompt[-_END_CHARS:])
-    else:
-        words = _words(prompt)
-        head, tail = words[: len(words) // 2], words[len(words) // 2 :]
-    counts: defaultdict[int, float] = defaultdict(float)
-    labels: Counter[str] = Counter()
-    for words, step in ((head[:_END], 1), (tail[-_END:], -1)):
-        pairs = list(map(" ".join, pairwise(words)))
-        for grams in (words, pairs):
-            for place, gram in enumerate(grams[::step]):
-                counts[_bucket(gram)] += _OUTER / max(place, _OUTER)
-        labels.update(pair for pair in pairs if pair.endswith(" :"))
-    for label, times in labels.items():
-        if times > 2:
-            counts[_bucket(f"{label} again")] += 2
-    values = np.log1p(np.array(list(counts.values())))
-    values /= max(float(np.linalg.norm(values)), 1e-6)
-    return np.array(list(counts), np.int64), values.astype(np.float32)
-
-
-def _bucket(gram: str) -> int:
-    return zlib.crc32(gram.encode(errors="replace")) % NUM_BUCKETS
-
-
-def _words(text: str) -> list[str]:
-    return ["0" if word.isdigit() else word for word in _WORD.findall(text.lower())]
+    def _sum(self, weights: NDArray[np.int8], which: int, features: list[int]) -> float:
+        """The sum of a sentence's weights, over the root of how many features it has."""
+        if not features or not len(self.keys):
+            return 0.0
+        wanted = np.array(features, np.uint32)
+        places = np.searchsorted(self.keys, wanted).clip(max=len(self.keys) - 1)
+        found = weights[places[self.keys[places] == wanted]].sum(dtype=np.int64)
+        return float(self.scales[which]) * float(found) / math.sqrt(len(features))
 
 
 # ---- a checkpoint -------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ class Policy:
         return 0
 
     @property
+    def fits_values(self) -> bool:
+        """Whether the values of what it keeps are computed anew (``new_values``)."""
+        return False
+
+    @property
     def couples_heads(self) -> bool:
         """Whether counts or choices depend on several KV heads.
 
@@ -184,6 +189,10 @@ class Policy:
     def score(self, obs: Observation) -> Tensor:
         """float32 [E, L', Hkv, S'] for the leaders, of the first S' places; higher is kept."""
         raise NotImplementedError(f"policy {self.name} scores nothing")
+
+    def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
+        """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D]."""
+        raise NotImplementedError(f"policy {self.name} leaves values as they are")
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep].

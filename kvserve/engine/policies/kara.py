@@ -108,6 +108,13 @@ class Kara(Policy):
         "over the query heads of a KV head, where all heads score",
         choices=GROUP_AGGREGATES,
     )
+    values: str = argument(
+        "kept",
+        "of what stays: as they are (kept), or solved anew at each event, so that the window's "
+        "attention outputs change least (fitted; needs query_source log, query_reduce heads and "
+        "entries held as they were computed)",
+        choices=("kept", "fitted"),
+    )
     query_stride: int = argument(
         1,
         "score with every s-th query of the window and always the last one",
@@ -135,6 +142,10 @@ class Kara(Policy):
     def check(self) -> None:
         self._check_queries()
         common.check_log(self, logs=self.query_source == "log")
+        if self.fits_values:
+            allowed = "kept unless query_source is log and query_reduce is heads"
+            logs_heads = self.query_source == "log" and self.query_reduce == "heads"
+            require(logs_heads, "values", self.values, allowed)
         self._check_counts()
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
@@ -193,6 +204,10 @@ class Kara(Policy):
         return (self.attention or chosen) == "absolute"
 
     @property
+    def fits_values(self) -> bool:
+        return self.values == "fitted"
+
+    @property
     def later_entries(self) -> int:
         return self.buffer if self.sees_all else 0
 
@@ -211,10 +226,15 @@ class Kara(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
-        places = None
-        if self.sees_all:
-            places = self.query_places(self.window)
-        return obs.mass(self.query_aggregate, self.group_aggregate, places)
+        return obs.mass(self.query_aggregate, self.group_aggregate, self._places)
+
+    def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
+        return obs.fitted_values(kept, self._places)
+
+    @property
+    def _places(self) -> range | None:
+        """Of the queries, where attention is absolute."""
+        return self.query_places(self.window) if self.sees_all else None
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""

@@ -15,9 +15,15 @@ from kvserve.kernels.scores.causal_scores import (
     past_scores,
     received_mass,
 )
+from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.window_scores import AGGREGATES, GROUP_AGGREGATES, window_scores
+from kvserve.kernels.scores.window_scores import (
+    AGGREGATES,
+    GROUP_AGGREGATES,
+    window_probs,
+    window_scores,
+)
 from kvserve.kernels.seen import Seen
 
 __all__ = [
@@ -44,6 +50,7 @@ class Observation:
     for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
     a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
     Of the keys the last ``later`` stand behind the window's places, where a policy asks for them.
+    ``values``, shaped as the keys, are there for policies that fit them.
 
     Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
@@ -55,6 +62,7 @@ class Observation:
     missing: Tensor | None = None
     gather: Callable[[Tensor], Tensor] = _alone
     later: int = 0
+    values: Tensor | None = None
 
     @property
     def shares(self) -> Tensor:
@@ -70,13 +78,26 @@ class Observation:
         With the queries' ``places`` in the window it is absolute: the softmax runs over all that a
         query saw, and over those that came after it, the ``later`` ones among them.
         """
-        how = self.scale, aggregate, group_aggregate
-        if places is None:
-            keys = self.keys[..., : self.keys.shape[-2] - self.later, :]
-            return window_scores(self.queries, keys, *how)
+        keys, seen = self._seen(places)
+        return window_scores(self.queries, keys, self.scale, aggregate, group_aggregate, seen)
+
+    def fitted_values(self, kept: Tensor, places: range | None = None) -> Tensor:
+        """Values of the window's entries ``kept [E, L, Hkv, N]`` that make up for the others'.
+
+        Over the attention that ``mass`` adds up; needs queries of all heads. Returns float32
+        [E, L, Hkv, N, D].
+        """
+        assert self.values is not None, "values come to policies that fit them"
+        keys, seen = self._seen(places)
+        probs = window_probs(self.queries, keys, self.scale, seen).flatten(-3, -2)
+        return fitted_values(probs, self.values[..., : probs.shape[-1], :], kept)
+
+    def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
+        """The keys that attention is computed over, and what its queries had seen."""
         span = self.keys.shape[-2] - self.later
-        seen = Seen(self.shares, span, places.start, places.step, self.later)
-        return window_scores(self.queries, self.keys, *how, seen)
+        if places is None:
+            return self.keys[..., :span, :], None
+        return self.keys, Seen(self.shares, span, places.start, places.step, self.later)
 
     def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
         """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W].

@@ -2,8 +2,8 @@
 
 Budgets fall linearly from the first layer to the last (section 3, eq. 5, corrected: see
 ``linear_budgets``); inside a layer the choice is that of attention in a window. What is kept
-becomes references into a codebook of its layer and KV head (``kvserve.kernels.scores.codebook``), and so
-do generated tokens, a few blocks at a time.
+becomes references into a codebook of its layer and KV head
+(``kvserve.kernels.scores.codebook``), and so do generated tokens, a few blocks at a time.
 """
 
 from __future__ import annotations

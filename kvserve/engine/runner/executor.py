@@ -29,6 +29,7 @@ from kvserve.engine.runner.rank import (
     RankStart,
     message_for_ranks,
 )
+from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.output import SchedulerOutput
 
@@ -55,8 +56,9 @@ class Executor:
         self.runner.set_policy(policy_id, policy)
 
     def forget_scores(self) -> None:
-        """Give back, on every rank, what policies kept from event to event."""
-        self._others.send(FORGET_SCORES)
+        """Give back, on every rank that still runs, what policies kept from event to event."""
+        if self._others.alive:
+            self._others.send(FORGET_SCORES)
         self.runner.batch.forget_scores()
 
     def check(self) -> None:
@@ -91,7 +93,7 @@ class OtherRanks:
         self._dead = ""
         if size == 1:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
         self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
@@ -121,6 +123,10 @@ class OtherRanks:
         self.check()
         if self._pipes:
             self._tell(message_for_ranks(message))
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead
 
     def check(self) -> None:
         """``EngineDeadError`` says who has ended."""

@@ -132,10 +132,13 @@ class GrammarCompiler:
         before = resident_bytes()
         try:
             make = compiled_safely(self._make, wanted, -(-self._info.vocab_size // 32))
-        except RequestError:
+        except RequestError as error:
+            # The frames of its traceback hold what the backend had built, 80 MiB now and then.
+            error.__context__ = None
+            refusal = error.with_traceback(None)
             if resident_bytes() - before > _CACHED_BYTES:
                 trim_memory()
-            raise
+            raise refusal from None
         # What others take meanwhile is counted too: the cache is then smaller, never larger.
         weight = max(resident_bytes() - before, len(wanted.value))
         if weight > _CACHED_BYTES // 4:

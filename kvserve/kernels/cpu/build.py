@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kvserve.folders import temporary_folder
+
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in whoever loads it.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
@@ -112,7 +114,7 @@ def _compile(command: list[str]) -> None:
 def _cache_folders() -> tuple[Path, Path]:
     """Where builds are kept: the user's cache or, if that cannot be written, a temporary folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    temporary = Path(tempfile.gettempdir()) / f"kvserve-{os.getuid()}"
+    temporary = Path(temporary_folder()) / f"kvserve-{os.getuid()}"
     # A user without a home is left with a relative path.
     return (Path(cache, "kvserve") if os.path.isabs(cache) else temporary), temporary
 

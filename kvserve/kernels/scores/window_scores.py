@@ -59,24 +59,28 @@ def window_scores_torch(
     seen: Seen | None = None,
 ) -> Tensor:
     """The reference of ``window_scores``, which holds all [W, n] logits."""
-    logits = logits_of(query, key, scale)
-    if seen is None:
-        probs = torch.softmax(logits, dim=-1)
-    else:
-        group, window, length = logits.shape[-3:]
-        place = torch.arange(length, device=key.device)
-        own = (seen.first + seen.step * torch.arange(window, device=key.device))[:, None]
-        later, recent = place > own, (place <= own) & (place >= own // seen.span * seen.span)
-        since, shared = (
-            logits.masked_fill(~there, -torch.inf).logsumexp(dim=-1) for there in (later, recent)
-        )
-        total = torch.logaddexp(shared - seen.shares.unflatten(-2, (-1, group)), since)
-        total = total.maximum(logits.logsumexp(dim=-1))
-        probs = torch.exp(logits[..., : length - seen.later] - total[..., None])
+    probs = window_probs(query, key, scale, seen)
     if aggregate == "sum_squares":
         probs = probs.square()
     pooled = probs.amax(dim=-2) if aggregate == "max" else probs.sum(dim=-2)
     return over_group(pooled, group_aggregate, -2)
+
+
+def window_probs(query: Queries, key: Tensor, scale: float, seen: Seen | None = None) -> Tensor:
+    """What each query gives each of the n keys: float32 [..., Hkv, group, W, n]."""
+    logits = logits_of(query, key, scale)
+    if seen is None:
+        return torch.softmax(logits, dim=-1)
+    group, window, length = logits.shape[-3:]
+    place = torch.arange(length, device=key.device)
+    own = (seen.first + seen.step * torch.arange(window, device=key.device))[:, None]
+    later, recent = place > own, (place <= own) & (place >= own // seen.span * seen.span)
+    since, shared = (
+        logits.masked_fill(~there, -torch.inf).logsumexp(dim=-1) for there in (later, recent)
+    )
+    total = torch.logaddexp(shared - seen.shares.unflatten(-2, (-1, group)), since)
+    total = total.maximum(logits.logsumexp(dim=-1))
+    return torch.exp(logits[..., : length - seen.later] - total[..., None])
 
 
 def window_scores_triton(
@@ -189,13 +193,16 @@ def _check(
 @Helper
 def _queries_at(at, stride, row, window, DIM: tl.constexpr, INT4: tl.constexpr):
     """Queries ``row`` of those at ``at``: [ROWS, DIM], numbers or what was logged in 4 bits."""
+    # One return: Triton compiles what follows a return, and wants one type.
     if INT4:
         pairs = tl.arange(0, DIM // 2)[None, :]
         codes_at = at + (row.to(tl.int64) * stride)[:, None] + pairs
-        return widened(tl.load(codes_at, mask=(row < window)[:, None], other=0x88))
-    dims = tl.arange(0, DIM)[None, :]
-    q_at = at + (row.to(tl.int64) * stride)[:, None] + dims
-    return tl.load(q_at, mask=(row < window)[:, None], other=0.0)
+        queries = widened(tl.load(codes_at, mask=(row < window)[:, None], other=0x88))
+    else:
+        dims = tl.arange(0, DIM)[None, :]
+        q_at = at + (row.to(tl.int64) * stride)[:, None] + dims
+        queries = tl.load(q_at, mask=(row < window)[:, None], other=0.0)
+    return queries
 
 
 @Helper

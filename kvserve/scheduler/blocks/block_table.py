@@ -175,6 +175,14 @@ class BlockTable(RowArrays):
         """Every block named, once per naming."""
         return self._named(slice(None), self.first, self.end - self.first)
 
+    def named_by_row(self, num_rows: int) -> tuple[IntArray, IntArray]:
+        """Every block that the first rows name, once per naming, and the row of each."""
+        rows = slice(num_rows)
+        counts = self.end[:, rows] - self.first[:, rows]
+        owner = np.broadcast_to(np.arange(num_rows)[:, None], counts.shape)
+        named = self._named(rows, self.first[:, rows], counts)
+        return named, np.repeat(owner.ravel(), counts.ravel())
+
     def _missing(self, rows: Rows, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Lanes that lack blocks for ``tokens``, and how many; the others cost a comparison."""
         short = np.flatnonzero(tokens > self.end[:, rows] * self._block_tokens)

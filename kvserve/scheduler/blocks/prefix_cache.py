@@ -72,9 +72,9 @@ class PrefixCache:
         if not len(self._used) and len(columns):
             self._shape = columns.shape[1:]
             self._blocks = np.zeros((0, columns[0].size), np.int32)
-        for digest, column in zip(hashes, columns, strict=True):
-            if digest not in self._places:
-                self._add(digest, column.ravel())
+        new = [i for i, digest in enumerate(hashes) if digest not in self._places]
+        if new:
+            self._add([hashes[i] for i in new], columns[new].reshape(len(new), -1))
         self._touch([self._places[digest] for digest in hashes])
 
     def evict(self, count: int) -> None:
@@ -85,18 +85,15 @@ class PrefixCache:
             places = places[self._used[places].argpartition(count - 1)[:count]]
         places = places[self._used[places].argsort()]
         enough = int(np.searchsorted(alone[places].cumsum(), count)) + 1
-        for place in places[:enough].tolist():
-            self._drop(place)
+        self._drop(places[:enough].tolist())
 
     def forget(self, blocks: IntArray) -> None:
         """Drop the columns that hold any of ``blocks``, so that their owner may write them."""
-        for place in self.pool.columns_of(blocks):
-            self._drop(place)
+        self._drop(list(self.pool.columns_of(blocks)))
 
     def clear(self) -> None:
         """Drop every column."""
-        for place in list(self._places.values()):
-            self._drop(place)
+        self._drop(list(self._places.values()))
 
     def held(self) -> IntArray:
         """Every block the cache names, once per reference."""
@@ -107,13 +104,16 @@ class PrefixCache:
         column: IntArray = self._blocks[place].reshape(self._shape).copy()
         return column
 
-    def _add(self, digest: bytes, blocks: IntArray) -> None:
-        if not self._empty:
+    def _add(self, digests: list[bytes], blocks: IntArray) -> None:
+        """``blocks [n, .]`` of n columns."""
+        while len(self._empty) < len(digests):
             self._grow()
-        place = self._empty.pop()
-        self._places[digest], self._digests[place] = place, digest
-        self._blocks[place] = blocks
-        self.pool.cache_column(blocks, place)
+        places = [self._empty.pop() for _ in digests]
+        self._places.update(zip(digests, places, strict=True))
+        for digest, place in zip(digests, places, strict=True):
+            self._digests[place] = digest
+        self._blocks[places] = blocks
+        self.pool.cache_columns(blocks, places)
 
     def _grow(self) -> None:
         """Twice as many places."""
@@ -130,8 +130,11 @@ class PrefixCache:
         self._clock += len(places)
         self._used[places] = self._clock - np.arange(len(places))
 
-    def _drop(self, place: int) -> None:
-        del self._places[self._digests[place]]
-        self._used[place] = 0
-        self._empty.append(place)
-        self.pool.release_column(self._blocks[place].copy())
+    def _drop(self, places: list[int]) -> None:
+        if not places:
+            return
+        for place in places:
+            del self._places[self._digests[place]]
+        self._used[places] = 0
+        self._empty += places
+        self.pool.release_columns(self._blocks[places].ravel())

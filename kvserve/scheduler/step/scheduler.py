@@ -7,7 +7,7 @@ come first, and what they free serves the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import compress
 
@@ -257,9 +257,12 @@ class Scheduler:
             finished.append(sequences[i])
         return finished
 
-    def give_up(self, output: SchedulerOutput) -> tuple[Sequence | None, list[Sequence]]:
-        """Take back a step that failed on the device; return its newest sequence, which ends here
-        (reason ``error``; none if all have ended), and all who have ended since the last step.
+    def give_up(
+        self, output: SchedulerOutput, among: Collection[int] | None = None
+    ) -> tuple[Sequence | None, list[Sequence]]:
+        """Take back a step that failed on the device; return its newest sequence, or the newest
+        ``among`` these, which ends here (reason ``error``; none if all have ended), and all who
+        have ended since the last step.
 
         Nobody knows how much of the step was done: every other sequence computes its cache anew,
         with the events that it had, and neither cached nor parked blocks are used again.
@@ -271,7 +274,10 @@ class Scheduler:
         self.events.give_up(output)
         computed = (output.prefill.rows, *(task.rows for task in output.pruned))
         at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
-        computing = [seq for seq in self.running if not at or seq.row in at]
+        if among is None:
+            computing = [seq for seq in self.running if not at or seq.row in at]
+        else:
+            computing = [seq for seq in self.running if seq.seq_id in among]
         newest = max(computing, key=lambda seq: seq.arrival, default=None)
         for seq in self.running:
             if seq is newest:

@@ -27,6 +27,7 @@ COMMANDS = {
     "complete": Command(
         "kvserve.server.cli.complete_client", "have a running server continue texts"
     ),
+    "top": Command("kvserve.server.cli.top", "watch the pool and the requests of a server"),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),

@@ -319,6 +319,8 @@ def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
     return [
         ("kv_policy in requests", overrides, "--allow-request-policy"),
         ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
+        ("live page", _on(options.ui), "/" if options.ui else "--no-ui"),
+        ("kv_trace in requests", _on(options.allow_kv_trace), "--allow-kv-trace"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
         ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),
         ("tools", _tools(options), "--tool-call-parser, --enable-auto-tool-choice"),

@@ -17,17 +17,22 @@ from kvserve.server.settings.args import read_size
 Json = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the server is, and what it wants to see."""
     parser.add_argument(
         "--url", default="http://localhost:8000", help="the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--model-name", "--model", help="served name of the model (default: the first)"
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("KVSERVE_API_KEY") or os.environ.get("OPENAI_API_KEY"),
         help="key to send (default: KVSERVE_API_KEY or OPENAI_API_KEY)",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_arguments(parser)
+    parser.add_argument(
+        "--model-name", "--model", help="served name of the model (default: the first)"
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="answer this one text and exit")
     parser.add_argument("--max-tokens", type=read_size, metavar="N", help="longest answer")
@@ -88,7 +93,7 @@ class Terminal:
 
     def _first_model(self) -> str:
         try:
-            models = self._checked(self._http.get("/models")).json()["data"]
+            models = checked(self._http.get("/models")).json()["data"]
         except httpx.HTTPError as exc:
             raise ConfigError(f"--url: no server at {self._http.base_url}: {exc}") from None
         return str(models[0]["id"])
@@ -98,7 +103,7 @@ class Terminal:
             with self._http.stream("POST", path, json=body) as response:
                 if response.is_error:
                     response.read()
-                for line in self._checked(response).iter_lines():
+                for line in checked(response).iter_lines():
                     if line.startswith("data: {"):
                         chunk = json.loads(line.removeprefix("data: "))
                         if "error" in chunk:
@@ -107,14 +112,16 @@ class Terminal:
         except httpx.HTTPError as exc:
             raise RequestError(f"the connection broke: {exc}") from None
 
-    def _checked(self, response: httpx.Response) -> httpx.Response:
-        if response.is_error:
-            try:
-                message = response.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                message = f"{response.status_code} from {response.url}"
-            raise RequestError(message)
-        return response
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """A response that is no error; else ``RequestError`` with what the server says."""
+    if response.is_error:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{response.status_code} from {response.url}"
+        raise RequestError(message)
+    return response
 
 
 def _fields(args: argparse.Namespace) -> Json:

@@ -17,6 +17,7 @@ from kvserve.server.http.middleware import (
 from kvserve.server.http.schemas import ERRORS
 from kvserve.server.state.errors import install_handlers
 from kvserve.server.state.server_state import ServerState
+from kvserve.server.ui import routes as ui_routes
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 
@@ -27,7 +28,7 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="kvserve",
         version=kvserve.__version__,
-        docs_url="/docs" if options.docs else None,
+        docs_url=None,  # FastAPI's pages come from a CDN; ours are `server/ui`'s
         redoc_url=None,
         openapi_url="/openapi.json" if options.docs else None,
         responses=ERRORS,
@@ -37,11 +38,13 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(openai_routes.router)
     app.include_router(info_routes.router)
     app.include_router(ops_routes.router)
+    app.include_router(ui_routes.make_router(state))
     install_handlers(app)
     # The last one added is the outermost: even a refusal carries its id and its CORS headers.
     app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
     if options.api_keys:
-        open_paths = OPEN_PATHS if options.guard_metrics else OPEN_PATHS | {"/metrics"}
+        open_paths = OPEN_PATHS | ui_routes.page_files(options).keys()
+        open_paths |= set() if options.guard_metrics else {"/metrics"}
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys, open_paths=open_paths)
     if options.allowed_origins:
         app.add_middleware(

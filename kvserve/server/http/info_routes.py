@@ -69,6 +69,7 @@ async def server_info(request: Request) -> Response:
                 "bytes_total": engine.stats.bytes_total,
             },
             "default_sampling": state.default_sampling,
+            "kv_trace": state.options.allow_kv_trace,
             "features": [
                 {"feature": feature, "state": how, "why": why}
                 for feature, how, why in engine.summary

@@ -19,7 +19,16 @@ from kvserve.server.state.errors import ApiError, as_api_error, unavailable
 from kvserve.server.state.metrics import Metrics
 
 _PROBES = frozenset(
-    {"/metrics", "/health", "/ping", "/load", "/version", "/server_info", "/v1/kv/stats"}
+    {
+        "/metrics",
+        "/health",
+        "/ping",
+        "/load",
+        "/version",
+        "/server_info",
+        "/v1/kv/stats",
+        "/v1/kv/events",
+    }
 )
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

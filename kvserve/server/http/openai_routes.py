@@ -75,6 +75,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
                 part["prompt_token_ids"] = output.prompt_token_ids
             if body.prompt_logprobs is not None:
                 part["prompt_logprobs"] = prompt_logprobs(output)
+            if body.kv_trace:
+                part["kv_trace"] = choice.kv_trace
             choices.append(part)
     return json_response(completion(_head(request_id, model, fingerprint), outputs, choices))
 
@@ -99,6 +101,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
+        if body.kv_trace:
+            part["kv_trace"] = choice.kv_trace
         choices.append(part)
     answer = chat_completion(
         _head(request_id, model, fingerprint), output, choices, plan.reasoning_tokens(output)
@@ -116,6 +120,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     chat = body.as_chat()
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
+    if chat.kv_trace:
+        raise RequestError(
+            "kv_trace goes with /v1/chat/completions and /v1/completions",
+            param="kv_trace",
+            code="unsupported_field",
+        )
     state, model = _admit(chat, request)
     request_id = name_request(chat, request, "resp")
     plan = await plan_chat(state, chat)
@@ -158,6 +168,7 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state.check_health()
     model = state.check_model(body.model)
     state.check_policy(body.kv_policy)
+    state.check_trace(body.kv_trace)
     check_limit(state, body)
     return state, model
 

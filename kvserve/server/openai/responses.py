@@ -211,5 +211,5 @@ def kv_stats(stats: EngineStats) -> Json:
         "preemptions_total": stats.preemptions_total,
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,
-        "requests": [asdict(request) for request in stats.requests],
+        "requests": stats.requests,
     }

@@ -38,6 +38,7 @@ class _Cursor:
     text: int = 0
     tokens: int = 0
     text_offset: int = 0
+    traced: int = 0
     finished: bool = False
 
 
@@ -84,7 +85,11 @@ class ChunkWriter:
             cursor = self._cursors[index]
             if cursor.finished:
                 continue
-            for part in self._parts(index, cursor, choice, output):
+            parts = self._parts(index, cursor, choice, output)
+            if parts and choice.kv_trace is not None:
+                parts[-1]["kv_trace"] = choice.kv_trace[cursor.traced :]
+                cursor.traced = len(choice.kv_trace)
+            for part in parts:
                 counts = self._usage([output]) if self._continuous_usage else None
                 written.append(self._event([part], counts))
         return written

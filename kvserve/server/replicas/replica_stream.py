@@ -18,6 +18,7 @@ class OutputWriter:
         self._engine = engine
         self._tokens: dict[int, int] = {}
         self._chars: dict[int, int] = {}
+        self._traced: dict[int, int] = {}
         self._prompt_logprobs = 0
         self._compactions = 0
 
@@ -41,11 +42,13 @@ class OutputWriter:
         i = choice.index
         tokens, chars = self._tokens.get(i, 0), self._chars.get(i, 0)
         self._tokens[i], self._chars[i] = len(choice.token_ids), len(choice.text)
+        traced, self._traced[i] = self._traced.get(i, 0), len(choice.kv_trace or ())
         return replace(
             choice,
             text=choice.text[chars:],
             token_ids=choice.token_ids[tokens:],
             logprobs=None if choice.logprobs is None else choice.logprobs[tokens:],
+            kv_trace=None if choice.kv_trace is None else choice.kv_trace[traced:],
         )
 
 
@@ -76,6 +79,9 @@ def _prepend(before: CompletionOutput, choice: CompletionOutput) -> None:
     if before.logprobs is not None and choice.logprobs is not None:
         before.logprobs += choice.logprobs
         choice.logprobs = before.logprobs
+    if before.kv_trace is not None and choice.kv_trace is not None:
+        before.kv_trace += choice.kv_trace
+        choice.kv_trace = before.kv_trace
 
 
 def held_tokens(output: RequestOutput) -> int:

@@ -137,6 +137,14 @@ class ReplicatedEngine:
             self._router.ended(request_id)
             pieces.cancel()
 
+    @property
+    def pool(self) -> None:
+        """Blocks are shown of a single engine."""
+        return None
+
+    def watch_pool(self, on: bool) -> None:
+        """Nothing to do: what replicas say of themselves comes every second anyhow."""
+
     def reset_prefix_cache(self) -> None:
         """Requests that come later wait until every replica has forgotten its own."""
         self._router.forget_prefixes()

@@ -67,6 +67,10 @@ class ServeSettings:
         4096, "most connections open at once; beyond, those that owe a request longest are closed"
     )
     docs: bool = setting(True, "serve the API's documentation at /docs")
+    ui: bool = setting(True, "serve the live page at /")
+    allow_kv_trace: bool = setting(
+        False, "let requests ask which positions are dropped (kv_trace: true)"
+    )
     otlp_traces_endpoint: str | None = setting(
         None, "where OpenTelemetry spans go, one per request (extra otel)"
     )

@@ -101,7 +101,7 @@ def _refusal(exc: RequestError) -> ApiError:
     """Most are the client's to mend; with some codes nothing is wrong with the request."""
     if exc.code == "out_of_memory":
         return unavailable(str(exc), exc.code)
-    if exc.code == "too_many_policies":
+    if exc.code in ("too_many_policies", "too_many_traces"):
         later = {"Retry-After": "1"}
         return ApiError(429, str(exc), param=exc.param, code=exc.code, headers=later)
     status = 500 if exc.code == "internal_error" else 400

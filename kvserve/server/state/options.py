@@ -24,6 +24,8 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     root_path: str = ""
     docs: bool = True
+    ui: bool = True
+    allow_kv_trace: bool = False
     max_body_bytes: int = 16 * 2**20
     ping_interval: float = 15.0
     chat_template: str | None = None
@@ -48,6 +50,8 @@ def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptio
         allowed_headers=settings.allowed_headers,
         root_path=settings.root_path.rstrip("/"),
         docs=settings.docs,
+        ui=settings.ui,
+        allow_kv_trace=settings.allow_kv_trace,
         max_body_bytes=settings.max_body_size,
         chat_template=_read_template(settings.chat_template),
         trust_request_chat_template=settings.trust_request_chat_template,

@@ -89,6 +89,15 @@ class ServerState:
         self._check_allowed(name)
         read_policy(kv_policy, self.engine.max_model_len)
 
+    def check_trace(self, kv_trace: bool | None) -> None:
+        """That this server follows positions for those who ask."""
+        if kv_trace and not self.options.allow_kv_trace:
+            raise RequestError(
+                "kv_trace: this server follows no positions (--allow-kv-trace)",
+                param="kv_trace",
+                code="kv_trace_not_allowed",
+            )
+
     def _check_allowed(self, name: Any) -> None:
         compression = self.config.compression
         if name in (None, "none") or compression.allow_request_policy == "all":

@@ -1,0 +1,298 @@
+"""The parts of bench/gpu_check.py, each run as ``python -m bench.gpu_runs.parts NAME FILE``.
+
+A part writes what it has found so far to FILE after each case: who is cut off loses one case.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.gpu_runs.engines import (
+    BOTH,
+    EAGER,
+    GRAPHS,
+    OVERLAP,
+    Shape,
+    engine_logits,
+    generate,
+    reference_logits,
+    reference_tokens,
+    small_engine,
+    spoil_free_memory,
+    write_model,
+)
+from bench.gpu_runs.tile import decoding, time_tile
+from bench.kernel_rows.cases import SMOKE, Setting, Sizes
+from bench.kernels import copy_bandwidth, differences, measure, median_seconds
+from bench.machine import write_json
+from kvserve.engine.models.fp8 import multiply
+from kvserve.kernels.elementwise import quantize_rows
+from kvserve.kernels.sample_tokens import sample_tokens_sorted, sample_tokens_triton
+from kvserve.kernels.tiles import TILES
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.output import SchedulerOutput
+
+CUDA = torch.cuda.is_available()
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {"name": "none"},
+    "kara": {"name": "kara", "window": 24, "buffer": 4, "ratio": 0.4, "period": 4},
+    "snapkv": {
+        **{"name": "snapkv", "trigger": "threshold", "budget": 24, "threshold": 32, "window": 4},
+        "protect_prompt": False,
+    },
+    "adakv": {
+        **{"name": "adakv", "trigger": "threshold", "budget": 24, "threshold": 32, "window": 4},
+        "protect_prompt": False,
+    },
+}
+TINY, WIDE = Shape(64, 96, 2, 4, 2, 16, 128), Shape(256, 384, 2, 4, 2, 128, 128)
+LLAMA_8B = Shape(4096, 14_336, 2, 32, 8, 128, 128_256)
+LOGITS = 2e-2
+"""Most that bfloat16 logits may differ, as a share of the reference's norm: other products round
+otherwise, and so do padded ones."""
+
+
+class Findings:
+    """A part's rows, on paper after each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, list[Any]] = {"rows": [], "left_out": []}
+
+    def add(self, case: str, right: bool, found: Any = "", *, choice: bool = False) -> None:
+        """``choice``: the line is for who decides between two forms, and is always shown."""
+        row = {"case": case, "right": right, "found": found}
+        self._found["rows"].append({**row, "choice": True} if choice else row)
+        self._write()
+
+    def left_out(self, what: str) -> None:
+        self._found["left_out"].append(what)
+        self._write()
+
+    @contextmanager
+    def case(self, case: str) -> Iterator[None]:
+        """What fails in here is wrong, and leaves the other cases."""
+        try:
+            yield
+        except Exception:
+            self.add(case, False, traceback.format_exc()[-1500:])
+            if CUDA:
+                torch.cuda.synchronize()  # after an illegal access nothing works: end here
+
+    def _write(self) -> None:
+        write_json(self._path, self._found)
+
+
+def check_tokens(found: Findings) -> None:
+    """float32, eager and plain, against transformers: greedy tokens are equal."""
+    for shape in (TINY, WIDE):
+        with found.case(f"head_dim {shape.head_dim}"), tempfile.TemporaryDirectory() as folder:
+            directory = write_model(Path(folder), shape, torch.float32)
+            prompts = shape.prompts([30, 9, 44, 1])
+            engine = small_engine(directory, POLICIES["none"], "float32", **EAGER)
+            tokens = generate(engine, prompts, 24)
+            expected = reference_tokens(directory, prompts, 24)
+            equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
+            words = f"{equal} of {len(prompts)} answers of 24 tokens are equal"
+            found.add(f"head_dim {shape.head_dim}", equal == len(prompts), words)
+
+
+def check_graphs(found: Findings) -> None:
+    """Graphs, overlap and both against neither, free memory full of -1: greedy tokens are equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder), TINY, torch.float32)
+        prompts = TINY.prompts([30, 9, 44, 21, 17, 38])
+        for name, policy in POLICIES.items():
+            expected: list[list[int]] = []
+            for how, settings in (("plain", EAGER), *GRAPHS_AND_OVERLAP.items()):
+                case = f"{name}, {how}"
+                with found.case(case):
+                    engine = small_engine(directory, policy, "float32", **settings)
+                    if CUDA:
+                        spoil_free_memory()
+                    tokens = generate(engine, prompts, 60)
+                    expected = expected or tokens
+                    stats, graphs = engine.stats(), engine.core.runner.graphs
+                    compacted = bool(stats.compactions_total) == (name != "none")
+                    replayed = 0 if graphs is None else graphs.replays
+                    right = tokens == expected and compacted
+                    right &= bool(replayed) == (how in ("graphs", "both"))
+                    words = f"{stats.compactions_total} events, {replayed} replays"
+                    found.add(case, right, words)
+
+
+GRAPHS_AND_OVERLAP = {"graphs": GRAPHS, "overlap": OVERLAP, "both": BOTH}
+
+
+def check_waits(found: Findings) -> None:
+    """No launch of a step waits for the device: torch's own look-out, over 600 steps."""
+    if not CUDA:
+        found.left_out("torch looks out for waits on CUDA alone; test_device_waits.py does without")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder), TINY, torch.float32)
+        for name in ("kara", "snapkv", "adakv"):
+            with found.case(name):
+                engine = small_engine(directory, POLICIES[name], "float32", **BOTH)
+                generate(engine, TINY.prompts([20]), 40)  # what is set up once may wait
+                waits, steps = _look_out(engine.core.runner)
+                generate(engine, TINY.prompts([30, 9, 44, 21]), 200)
+                events = engine.stats().compactions_total
+                words = f"{len(steps)} steps, {events} events; waits: {sorted(waits) or 'none'}"
+                found.add(name, not waits and len(steps) >= 200, words)
+
+
+def _look_out(runner: Any) -> tuple[set[str], list[int]]:
+    """The places where ``runner.launch`` waits from now on, and a number for each step."""
+    launch = runner.launch
+    waits: set[str] = set()
+    steps: list[int] = []
+
+    def watched(output: SchedulerOutput) -> Any:
+        steps.append(output.num_tokens)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")  # "error" would show the first place alone
+            try:
+                step = launch(output)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.update(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+        return step
+
+    runner.launch = watched
+    return waits, steps
+
+
+def check_logits(found: Findings) -> None:
+    """bfloat16, an 8B model's shape of two layers: logits of a prompt and of 16 decode steps."""
+    shape = LLAMA_8B if CUDA else TINY
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder), shape, torch.bfloat16)
+        prompt, forced = shape.prompts([100])[0], shape.prompts([16])[0]
+        expected = reference_logits(directory, prompt, forced)
+        by_engine: dict[str, torch.Tensor] = {}
+        for how, settings in (("plain", EAGER), ("graphs and overlap", BOTH)):
+            with found.case(how):
+                engine = small_engine(directory, POLICIES["none"], "bfloat16", **settings)
+                by_engine[how] = logits = engine_logits(engine, prompt, forced)
+                share = _apart(logits, expected)
+                words = f"{share:.1e} from transformers"
+                found.add(f"{how}, transformers", share <= LOGITS, words)
+                if how != "plain" and "plain" in by_engine:
+                    share = _apart(logits, by_engine["plain"])
+                    found.add(f"{how}, plain", share <= LOGITS, f"{share:.1e} from plain")
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x.double() - y.double()).norm() / y.double().norm()).item()
+
+
+def check_kernels(found: Findings) -> None:
+    """Every kernel against its float32 reference, on the shapes of two models."""
+    shapes = ("llama-8b", "qwen2.5-7b") if CUDA else ("smoke",)
+    types = (torch.bfloat16, torch.float16) if CUDA else (torch.float32,)
+    sizes, context, rows = (Sizes(), 700, 5) if CUDA else (SMOKE, 70, 2)
+    for shape in shapes:
+        for layout in Granularity:
+            for dtype in types:
+                case = f"{shape}, {layout.value}, {str(dtype)[6:]}"
+                with found.case(case):
+                    device = "cuda" if CUDA else "cpu"
+                    setting = Setting(shape, layout, context, rows, dtype, device, sizes)
+                    for kernel, difference in differences(setting).items():
+                        words = difference.error or f"{difference.relative_norm:.1e}"
+                        found.add(f"{case}: {kernel}", difference.right, words)
+
+
+def check_bandwidth(found: Findings) -> None:
+    """What share of a copy's bandwidth the kernels reach; nothing is wrong here but what fails."""
+    if not CUDA:
+        found.left_out("bandwidth is a GPU's")
+        return
+    copy = copy_bandwidth()
+    found.add("a copy", True, f"{copy / 1e9:.0f} GB/s", choice=True)
+    for shape, layout, context in (
+        ("llama-8b", Granularity.MODEL, 1024),
+        ("qwen2.5-7b", Granularity.HEAD, 4096),
+    ):
+        rows = 131_072 // context
+        with found.case(f"{shape} {context}"):
+            setting = Setting(shape, layout, context, rows, torch.bfloat16, "cuda")
+            for row in measure(setting, copy):
+                words = f"{row['us']:.0f} us, {row['of_copy']:.2f} of a copy"
+                found.add(f"{shape} {context}: {row['kernel']}", True, words, choice=True)
+
+
+def check_choices(found: Findings) -> None:
+    """What only a device can decide: both forms behind kvserve/kernels/tiles.py, timed."""
+    if not CUDA:
+        found.left_out("which form is faster is a GPU's to say")
+        return
+    with found.case("long rows beside short ones"):
+        lengths = [1000] * 255 + [8000]
+        batch = decoding("", lengths, "llama-8b", "cuda", Sizes(layers=1))
+        expected, tile = batch.reference(), TILES[9, 0]["decode"]
+        for longest in (0, 2048, 4096):
+            split = tile._replace(longest=longest)
+            seconds = time_tile("decode", split, batch, expected, "cuda")
+            words = "wrong" if seconds is None else f"{seconds * 1e6:.0f} us"
+            found.add(f"decode, longest={longest}", seconds is not None, words, choice=True)
+    with found.case("sampling"):
+        for rows in (1, 4, 16, 64):
+            logits = torch.randn(rows, 128_256, device="cuda") * 3
+            settings = torch.tensor([0.7, 0.95, 50.0, 0.01], device="cuda").repeat(rows, 1)
+            places = torch.arange(rows, device="cuda")
+            inputs = logits, settings, places, places
+            by_kernel = median_seconds(partial(sample_tokens_triton, *inputs, True))
+            by_sort = median_seconds(partial(sample_tokens_sorted, *inputs))
+            words = f"kernel {by_kernel * 1e6:.0f} us, torch's sort {by_sort * 1e6:.0f} us"
+            found.add(f"sampling of {rows} rows (SORTED_ROWS)", True, words, choice=True)
+    with found.case("FP8 products"):
+        plain = torch.randn(28_672, 4096, device="cuda").bfloat16()
+        weight, scales = quantize_rows(plain)
+        for rows in (1, 64, 256, 2048):
+            x = torch.randn(rows, 4096, device="cuda").bfloat16()
+            apart = _apart(multiply(x, weight, scales), F.linear(x, plain))
+            half, small = (
+                median_seconds(run)
+                for run in (partial(F.linear, x, plain), partial(multiply, x, weight, scales))
+            )
+            words = f"bfloat16 {half * 1e6:.0f} us, FP8 {small * 1e6:.0f} us, {apart:.1e} apart"
+            found.add(f"product of {rows} rows", apart < 0.06, words, choice=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """``run`` under a limit of ``limit`` seconds; ``what`` it shows."""
+
+    what: str
+    run: Callable[[Findings], None]
+    limit: float
+
+
+PARTS = {
+    "tokens": Part("tokens equal transformers', eager and plain", check_tokens, 90),
+    "graphs": Part("graphs, overlap and both change no token", check_graphs, 150),
+    "waits": Part("no step waits for the device", check_waits, 90),
+    "logits": Part("bfloat16 logits of a large shape", check_logits, 120),
+    "kernels": Part("kernels agree with their references", check_kernels, 150),
+    "bandwidth": Part("bandwidth of the kernels", check_bandwidth, 120),
+    "choices": Part("two forms of the same, timed", check_choices, 90),
+}
+
+
+if __name__ == "__main__":
+    PARTS[sys.argv[1]].run(Findings(Path(sys.argv[2])))

@@ -1,0 +1,242 @@
+"""Which tiles are fastest on this GPU: ``python -m bench.gpu --tile``.
+
+Every candidate is compared with its reference before it is timed, over batches that differ in what
+they ask for: many equal rows, few, one, and many beside a long one. The best by the geometric mean
+goes into kvserve/kernels/tiles.py, under this GPU's generation; the budget of registers follows by
+``python tests/kernels/compile_kernels.py --write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
+from bench.kernels import TOLERANCE, Difference, median_seconds
+from bench.machine import ROOT, machine, write_json
+from kvserve.kernels import tiles
+from kvserve.kernels.dispatch import capability
+from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.tiles import Tile
+from kvserve.scheduler.layout import Granularity
+
+TABLE = ROOT / "kvserve" / "kernels" / "tiles.py"
+DECODE = [
+    Tile(16, columns, warps, stages, programs=programs)
+    for columns, warps, stages, programs in (
+        *((32, 4, 5, 4), (64, 4, 5, 3), (64, 4, 3, 4), (32, 4, 7, 4), (32, 2, 5, 5)),
+        *((64, 8, 5, 3), (128, 8, 5, 1), (128, 4, 3, 2)),
+    )
+]
+PREFILL = [
+    Tile(rows, columns, warps, stages, programs=1)
+    for rows, columns, warps, stages in (
+        *((128, 64, 8, 5), (128, 64, 8, 2), (128, 32, 8, 5), (64, 64, 4, 5)),
+        *((128, 128, 8, 2), (64, 128, 4, 2), (64, 32, 4, 5)),
+    )
+]
+SCORES = [
+    Tile(rows, columns, warps, stages)
+    for rows, columns, warps, stages in (
+        *((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)),
+    )
+]
+CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
+SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 2048, 4096)]
+"""Of the best decode tile: programs for a multiprocessor, entries after which a row is split."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a kernel is timed on, and what its reference makes of the same."""
+
+    name: str
+    run: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
+
+
+def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Sizes) -> Batch:
+    """Rows that hold ``lengths``, as a graph sees them: bounds are those of the longest."""
+    q_heads, _, dim = SHAPES[shape]
+    setting = _setting(shape, max(lengths), len(lengths), device, sizes)
+    cache, tables = setting.cache()
+    q = setting.random(len(lengths), q_heads, dim)
+    last = torch.tensor([lengths], dtype=torch.int32, device=device) - 1
+    rows = torch.arange(len(lengths), device=device)
+    chunks = QuerySegments(rows, last, max(lengths))
+    inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
+    return Batch(
+        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
+    )
+
+
+def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes: Sizes) -> Batch:
+    """Chunks behind as many tokens as they have themselves."""
+    q_heads, _, dim = SHAPES[shape]
+    setting = _setting(shape, 2 * chunk, rows, device, sizes)
+    cache, tables = setting.cache()
+    q = setting.random(rows * chunk, q_heads, dim)
+    last = torch.arange(chunk, 2 * chunk, dtype=torch.int32, device=device).repeat(rows)[None]
+    starts = torch.arange(rows + 1, device=device) * chunk
+    own = torch.arange(rows, device=device)
+    chunks = QuerySegments(own, last.contiguous(), 2 * chunk, starts, chunk)
+    inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
+    return Batch(
+        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
+    )
+
+
+def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Batch:
+    """Windows of so many events of Kara's."""
+    _, kv_heads, dim = SHAPES[shape]
+    setting = _setting(shape, sizes.window, events, device, sizes)
+    lanes = events, sizes.layers, kv_heads
+    query = setting.random(*lanes, sizes.window, dim)
+    key = setting.random(*lanes, sizes.window - sizes.buffer, dim)
+    inputs = query, key, dim**-0.5
+    return Batch(name, lambda: window_scores_triton(*inputs), lambda: window_scores_torch(*inputs))
+
+
+def _setting(shape: str, context: int, rows: int, device: str, sizes: Sizes) -> Setting:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return Setting(shape, Granularity.MODEL, context, rows, dtype, device, sizes)
+
+
+def batches(kernel: str, device: str) -> Iterator[Batch]:
+    """What a tile of ``kernel`` has to be good at."""
+    if device != "cuda":
+        shape = "smoke", device, SMOKE
+        if kernel == "decode":
+            yield decoding("3 rows", [40, 20, 5], *shape)
+        elif kernel == "prefill":
+            yield prefilling("a chunk", 1, 20, *shape)
+        else:
+            yield scoring("2 events", 2, *shape)
+        return
+    shape = "llama-8b", device, Sizes(layers=1)
+    if kernel == "decode":
+        yield decoding("256 rows of 1,300", [1300] * 256, *shape)
+        yield decoding("255 of 1,000, one of 8,000", [1000] * 255 + [8000], *shape)
+        yield decoding("64 rows of 2,000", [2000] * 64, *shape)
+        yield decoding("17 rows of 2,000", [2000] * 17, *shape)
+        yield decoding("a row of 8,000", [8000], *shape)
+    elif kernel == "prefill":
+        yield prefilling("a chunk of 2,048", 1, 2048, *shape)
+        yield prefilling("4 chunks of 512", 4, 512, *shape)
+    else:
+        yield scoring("8 events", 8, *shape)
+
+
+def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: str) -> float | None:
+    """Seconds, or ``None`` where it is wrong or the device has not enough of something."""
+    table = _table(device)
+    before = table[kernel]
+    table[kernel] = tile
+    try:
+        found = batch.run()
+        if not Difference.of(found, expected, TOLERANCE[expected.dtype]).right:
+            return None
+        if device == "cuda":
+            return median_seconds(batch.run)
+        began = time.perf_counter()
+        batch.run()
+        return time.perf_counter() - began
+    except Exception:  # too much shared memory, say; Triton's errors have no common class
+        return None
+    finally:
+        table[kernel] = before
+
+
+def _table(device: str) -> dict[str, Tile]:
+    """What launchers look at on this device."""
+    if device != "cuda":
+        return tiles.FLOAT32_TILES
+    generation = capability(torch.device(device))
+    known = max(each for each in tiles.TILES if each <= generation)
+    return tiles.TILES.setdefault(generation, dict(tiles.TILES[known]))
+
+
+def sweep(kernel: str, candidates: Sequence[Tile], device: str) -> list[dict[str, Any]]:
+    """Candidates with their times, the best first; those that failed anywhere are left out."""
+    rows: dict[Tile, dict[str, Any]] = {tile: {"tile": tuple(tile)} for tile in candidates}
+    for batch in batches(kernel, device):
+        expected = batch.reference()
+        for tile, row in list(rows.items()):
+            seconds = time_tile(kernel, tile, batch, expected, device)
+            if seconds is None:
+                del rows[tile]
+            else:
+                row[batch.name] = seconds * 1e6
+        del expected
+    return sorted(rows.values(), key=_mean)
+
+
+def _mean(row: dict[str, Any]) -> float:
+    times = [time for name, time in row.items() if name != "tile"]
+    return math.exp(sum(map(math.log, times)) / len(times))
+
+
+def written(source: str, tables: dict[tuple[int, int], dict[str, Tile]]) -> str:
+    """The text of tiles.py with ``tables`` for its own."""
+    lines = ["TILES = {"]
+    for generation, table in sorted(tables.items()):
+        lines.append(f"    {generation}: {{")
+        for kernel, tile in table.items():
+            fields = [*map(str, tile[:4])]
+            defaults = Tile._field_defaults
+            fields += [
+                f"{name}={value}"
+                for name, value in zip(tile._fields[4:], tile[4:], strict=True)
+                if value != defaults[name]
+            ]
+            lines.append(f'        "{kernel}": Tile({", ".join(fields)}),')
+        lines.append("    },")
+    text, count = re.subn(
+        r"^TILES = \{$.*?^\}$", "\n".join([*lines, "}"]), source, flags=re.M | re.S
+    )
+    assert count == 1, f"{TABLE} has no table"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="time tiles")
+    default = ROOT / "build" / "bench-gpu.json"
+    parser.add_argument("--save-result", type=Path, default=default, metavar="FILE")
+    parser.add_argument("--smoke", action="store_true", help="tries the command, writes no table")
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = args.save_result.with_name(f"{args.save_result.stem}-tiles.json")
+    found: dict[str, Any] = {"machine": machine()}
+    for kernel, candidates in CANDIDATES.items():
+        some = candidates[:2] if args.smoke else candidates
+        if args.smoke:  # float32 ones are smaller
+            some = [tile._replace(rows=16, columns=16) for tile in some]
+        ranked = sweep(kernel, some, device)
+        if kernel == "decode" and ranked:
+            best = Tile(*ranked[0]["tile"])
+            spreads = SPREADS[:2] if args.smoke else SPREADS
+            variants = [best._replace(programs=p, longest=length) for p, length in spreads]
+            ranked = sorted([*ranked, *sweep(kernel, variants, device)], key=_mean)
+        found[kernel] = ranked
+        write_json(path, found)
+        for row in ranked:
+            print(kernel, *(f"{k} {v:.1f}" if k != "tile" else v for k, v in row.items()), sep="  ")
+        if ranked and not args.smoke:
+            _table(device)[kernel] = Tile(*ranked[0]["tile"])
+            TABLE.write_text(written(TABLE.read_text(), tiles.TILES))
+    return int(not all(found[kernel] for kernel in CANDIDATES))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

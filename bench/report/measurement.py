@@ -1,0 +1,66 @@
+"""A section of docs/benchmarks.md: the command that measures it, and its newest result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvserve.benchmarks.reports.columns import columns
+from kvserve.benchmarks.reports.report import Column
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PLOTS = ROOT / "bench" / "results", ROOT / "docs" / "plots"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A section of the page: one command, and what a reader has to know about its figures.
+
+    The command is kvserve's, or a ``module``'s under bench; ``minutes`` are those of one idle core.
+    ``in_pieces``: it knows ``--minutes``, and goes on where an earlier call stopped.
+    ``equal_bytes``: methods are compared at the same bytes held, too.
+    """
+
+    name: str
+    title: str
+    text: str
+    command: str
+    minutes: float
+    plots: bool = False
+    module: str | None = None
+    in_pieces: bool = False
+    equal_bytes: bool = False
+
+    @property
+    def program(self) -> str:
+        return f"python -m {self.module}" if self.module else "kvserve"
+
+    @property
+    def words(self) -> list[str]:
+        """What is run, without where its results go."""
+        return [sys.executable, "-m", self.module or "kvserve", *shlex.split(self.command)]
+
+    def argv(self, result: Path) -> list[str]:
+        words = shlex.split(self.command)
+        plots = ["--save-plots", str((PLOTS / self.name).relative_to(ROOT))]
+        return [*words, "--save-result", str(result.relative_to(ROOT)), *plots * self.plots]
+
+    def table(self, keys: Sequence[str]) -> tuple[Column, ...]:
+        """The columns of these keys."""
+        if self.module is None:
+            return columns(*keys)
+        own = {column.key: column for column in importlib.import_module(self.module).COLUMNS}
+        return tuple(own[key] for key in keys)
+
+    def newest(self) -> dict[str, Any] | None:
+        """The latest complete result; files are named DATE-NAME.json."""
+        found = sorted(RESULTS.glob(f"????-??-??-{self.name}.json"))
+        documents = [json.loads(path.read_text()) for path in found]
+        complete = [each for each in documents if each["complete"] and "columns" in each]
+        return complete[-1] if complete else None

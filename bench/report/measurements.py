@@ -1,0 +1,356 @@
+"""What `python -m bench.suite run` measures, in the order of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bench.report.measurement import Measurement
+from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
+
+KARA = "kara:window=128,buffer=16"
+SNAPKV = "snapkv:trigger=threshold,budget=192,threshold=224"
+PAPER = "kara:preset=paper,window=128,buffer=16,budget=50,period=32"
+CHAINS = "--dataset chain --threads 1"
+
+# Every decoding policy on equal terms: the prompt's 191 entries and a share of the chain's 334.
+RETENTIONS = (0.2, 0.3, 0.4, 0.5, 0.6)
+_PROMPT, _TRACE = 191, 334
+_PROTECTING = ("snapkv", "keydiff", "chunkkv", "pyramidkv", "adakv")
+
+
+def decoding_policies(retention: float) -> list[str]:
+    """Those that know how to leave the prompt alone do; the others count it as any text."""
+    kept = round(retention * _TRACE)
+    bound = f"budget={kept},threshold={kept + 32},protect_prompt=true"
+    return [
+        *(f"{name}:trigger=threshold,{bound}" for name in _PROTECTING),
+        f"rkv:{bound}",
+        *(f"{name}:budget={_PROMPT + kept}" for name in ("streaming_llm", "h2o")),
+    ]
+
+
+def flags(policies: Iterable[str]) -> str:
+    return " ".join(f"--policy {policy}" for policy in policies)
+
+
+# Traces of the length that compression is for, on random weights: what is generated has no part in
+# what it costs.
+SNAPKV_LONG = "snapkv:trigger=threshold,budget=1025,threshold=1280"
+RKV_LONG = "rkv:budget=1025,threshold=1152,protect_prompt=true"
+WINDOW_LONG = "streaming_llm:budget=1152,period=32"
+LONG_POLICIES = ("none", "kara", "kara:ratio=0.2", SNAPKV_LONG, RKV_LONG, WINDOW_LONG)
+
+
+def long_answers(mean: int, count: int, shape: str = "4m", sigma: float = 0.7) -> str:
+    """Flags of log-normal answers; cut so that none takes the whole pool."""
+    cap = 8192 if mean <= 4000 else 16_384
+    return (
+        f"--shape {shape} --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
+        f"--output-len {mean} --random-output-sigma {sigma} --random-output-cap {cap} "
+        f"--num-prompts {count} --pool-share 0.25"
+    )
+
+
+GRADED = "--model kvserve/tiny-long --dataset long-chain-2000 --threads 1 --pool-share 0.25"
+SNAPKV_GRADED = "snapkv:trigger=threshold,budget=448,threshold=512"
+RKV_GRADED = "rkv:budget=448,threshold=512,protect_prompt=true"
+WINDOW_GRADED = "streaming_llm:budget=768,period=32"
+
+LONG = (
+    Measurement(
+        "long-graded",
+        "Long traces, graded: a pool of a quarter",
+        "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
+        "on the model that is trained for them. Budgets are such that everybody but `none` holds "
+        "about as many bytes as Kara's default.",
+        f"bench throughput {GRADED} --num-prompts 200 --repeat 1 "
+        + flags(("none", "kara", "kara:ratio=0.2", SNAPKV_GRADED, RKV_GRADED, WINDOW_GRADED)),
+        minutes=12,
+        plots=True,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-graded-turns",
+        "The same, `none` and Kara in turns",
+        "",
+        f"bench throughput {GRADED} --num-prompts 100 --repeat 3 {flags(('none', 'kara'))}",
+        minutes=6,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-3000",
+        "Answers of 3,000 tokens",
+        "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
+        "a sequence takes of it is the mean over the run, logged queries included.",
+        f"bench throughput {long_answers(3000, 24)} --repeat 3 {flags(LONG_POLICIES)}",
+        minutes=14,
+        plots=True,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-uniform",
+        "Answers of 1,500 to 4,500 tokens",
+        "Without the few very long answers of the log-normal ones, which run alone at the end.",
+        "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random "
+        "--input-len 128 --output-len 3000 --random-range-ratio 0.5 --num-prompts 24 "
+        f"--pool-share 0.25 --repeat 3 {flags(LONG_POLICIES[:2])}",
+        minutes=8,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-12000",
+        "Answers of 12,000 tokens",
+        "",
+        f"bench throughput {long_answers(12_000, 16, sigma=0.35)} --repeat 1 "
+        f"{flags(LONG_POLICIES[:4])}",
+        minutes=15,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-cache-dtypes",
+        "Answers of 3,000 tokens, the cache held in fewer bits",
+        "As many bytes hold more entries: what rounding gives without a policy, and beside one.",
+        f"bench throughput {long_answers(3000, 24)} --repeat 2 "
+        f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
+        minutes=8,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-pools",
+        "Which pools pay, with answers of 3,000 tokens",
+        "The same requests on pools from a seventh of the demand to all of it.",
+        f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')}"
+        f"--pool-shares 0.15 0.25 0.5 0.75 1.0 --repeat 1 {flags(LONG_POLICIES[1:3])}",
+        minutes=6,
+        plots=True,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-lengths",
+        "From which length on it pays",
+        "The mean length of answers, on a pool of a quarter of each length's own demand and on one "
+        "with room for everybody.",
+        "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
+        "--output-lens 500 1000 2000 4000 8000 --random-output-sigma 0.7 "
+        "--random-output-cap 16384 --num-prompts 12 --pool-shares 0.25 1.0 --repeat 1 "
+        f"{flags(LONG_POLICIES[1:3])}",
+        minutes=10,
+        plots=True,
+        in_pieces=True,
+    ),
+    Measurement(
+        "long-79m",
+        "Answers of 3,000 tokens from a model of 79 M parameters",
+        "",
+        f"bench throughput {long_answers(3000, 12, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
+        minutes=6,
+        in_pieces=True,
+    ),
+    Measurement(
+        "cpu-peers-long",
+        "vLLM's CPU build on the same long answers",
+        "As many bytes for keys and values, the same prompts and lengths, in turns.",
+        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
+        minutes=8,
+        module="bench.cpu_peers",
+    ),
+)
+SUITE = (
+    *LONG,
+    Measurement(
+        "quarter-pool",
+        "A pool of a quarter of the demand",
+        "The regime that compression is for: 100 chains of 30 sums want four times the blocks that "
+        "there are. Ratios are medians over turns, each beside the first row of the same turn.",
+        f"bench throughput {CHAINS} --num-prompts 100 --pool-share 0.25 --repeat 9 --policy none "
+        f"--policy {SNAPKV} --policy {KARA}",
+        minutes=3,
+    ),
+    Measurement(
+        "pool-sweep",
+        "Which pools pay: the crossover",
+        "The same traffic on pools from a fifth of the demand to more than all of it.",
+        f"bench sweep {CHAINS} --num-prompts 48 --pool-shares 0.2 0.35 0.5 0.75 1.0 1.5 "
+        f"--repeat 3 --policy {SNAPKV} --policy {KARA}",
+        minutes=4,
+        plots=True,
+    ),
+    Measurement(
+        "ample-pool",
+        "A pool with room for everybody",
+        "Where compression has nothing to give but less attention, and its events to cost.",
+        f"bench throughput {CHAINS} --num-prompts 100 --pool-share 2 --repeat 5 --policy none "
+        f"--policy {KARA}",
+        minutes=1.5,
+    ),
+    Measurement(
+        "shared-prefixes",
+        "Shared prompts, prefix caching off and on",
+        "100 prompts of 576 tokens, of which 512 are one of five; caching stays on under Kara.",
+        "bench throughput --dataset prefix_repetition --prefix-repetition-prefix-len 512 "
+        "--prefix-repetition-suffix-len 64 --prefix-repetition-num-prefixes 5 "
+        "--prefix-repetition-output-len 128 --num-prompts 100 --pool-share 0.5 --repeat 3 "
+        "--threads 1 --compare-prefix-caching --policy none "
+        "--policy kara:window=64,buffer=16,ratio=0.3",
+        minutes=1.5,
+    ),
+    Measurement(
+        "batch-sizes",
+        "More sequences at once",
+        "The shape of the Kara paper's Tables 2 and 3: one pool, 16 to 256 sequences allowed at "
+        "once. Up to 64 of them the pool has room for all; beyond, memory is what bounds.",
+        f"bench sweep {CHAINS} --num-prompts 256 --pool-shares 0.25 "
+        f"--max-num-seqs 16 32 64 128 256 --repeat 2 " + flags((SNAPKV, PAPER, KARA)),
+        minutes=12,
+        plots=True,
+    ),
+    Measurement(
+        "chain-accuracy",
+        "Accuracy against retention, reasoning step by step",
+        "Every policy that compresses while decoding, on chains of 30 sums: a prompt of about 191 "
+        "tokens, a trace of 334. All but Kara hold the prompt's count and 20 to 60 % of the "
+        "trace's (up to 32 entries more between events); Kara keeps as much of each full window. "
+        "StreamingLLM and H2O cannot leave the prompt alone, and count it in.",
+        "eval --tasks chain --num-samples 100 --threads 1 --retention "
+        f"{' '.join(map(str, RETENTIONS))} "
+        + flags((KARA, *(policy for r in RETENTIONS for policy in decoding_policies(r)))),
+        minutes=8,
+        plots=True,
+        equal_bytes=True,
+    ),
+    Measurement(
+        "kara-ablations",
+        "What Kara is made of",
+        "The two ablations of the Kara paper's Table 1 at its retention of 40 %: only the "
+        "buffer's queries score, and no Token2Chunk (`chunk_budget=0`). First with our scores, "
+        "then with the paper's (all heads' queries computed again, attention summed).",
+        "eval --tasks chain redundant-chain --num-samples 100 --threads 1 "
+        + flags(
+            KARA + ",ratio=0.4" + scores + ablation
+            for scores in ("", ",query_source=recompute,query_reduce=heads,query_aggregate=sum")
+            for ablation in ("", ",queries=buffer", ",chunk_budget=0")
+        ),
+        minutes=3,
+    ),
+    Measurement(
+        "needles",
+        "Needles by depth and length",
+        "One secret number among eight, at five depths of texts of 256 to 2,048 tokens, as in "
+        "ChunkKV's tables; policies cut the prompt, question included, to so many entries before "
+        "the answer.",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        + flags(
+            f"{name}:budget={budget}{more}"
+            for budget in (64, 128)
+            for name, more in (
+                *(("chunkkv", ""), ("pyramidkv", ""), ("snapkv", ""), ("keydiff", "")),
+                *(("h2o", ",decode_update=false"), ("streaming_llm", "")),
+            )
+        ),
+        minutes=4,
+        plots=True,
+    ),
+    Measurement(
+        "needles-codes",
+        "Needles under SpindleKV",
+        "The same grid; a ratio of the prompt's entries is left by eviction. SpindleKV then holds "
+        "them as codes, PyramidKV as they are: columns say at how many bytes.",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        + flags(
+            (
+                *(f"spindlekv:ratio={ratio}" for ratio in (1, 0.4, 0.2)),
+                *(f"pyramidkv:ratio={ratio}" for ratio in (0.4, 0.2)),
+            )
+        ),
+        minutes=4,
+        plots=True,
+    ),
+    Measurement(
+        "codes-accuracy",
+        "Codes beside eviction at as many bytes",
+        "SpindleKV without its eviction, and PyramidKV at the ratio that holds as many bytes of "
+        "blocks at the end: 0.57 on chains, 0.42 on needles, 0.95 on recall. Bytes are those of "
+        "all blocks that a request named, mean over requests. With `gqa=repeat` every query head "
+        "keeps as many entries for itself, and what any of them keeps is held.",
+        "eval --tasks chain needle-512 recall --num-samples 40 --threads 1 "
+        + flags(
+            (
+                *("spindlekv:ratio=1", "spindlekv:ratio=0.8", "spindlekv:ratio=0.8,gqa=repeat"),
+                *(f"pyramidkv:ratio={ratio}" for ratio in (0.95, 0.57, 0.42)),
+            )
+        ),
+        minutes=1,
+    ),
+    Measurement(
+        "codes",
+        "Codes read and rebuilt",
+        "Eight sequences of 1,024 random tokens that go on for 512: attention that reads codes "
+        "itself (direct) beside entries rebuilt in each step. `itl p50` is a decoding step; the "
+        "throughput has the events in it too, of which the one at a prompt's end compares all its "
+        "entries with each other. The paper decodes 17 to 18 % slower than the full cache "
+        "(4,096 + 1,000 tokens, 40 % of the cache, RTX 3090).",
+        "bench throughput --dataset random --input-len 1024 --output-len 512 --num-prompts 8 "
+        "--max-num-seqs 8 --threads 1 --repeat 3 --compare-code-attention "
+        + flags(("none", "spindlekv:ratio=1", "spindlekv:ratio=0.4")),
+        minutes=2,
+    ),
+    Measurement(
+        "kv-cache-dtypes",
+        "Decoding over a cache of fewer bits",
+        "What a decoding step gains where nothing is evicted: the same random entries, held as "
+        "float32, as bfloat16 and, under the bfloat16 model, as levels. Scheduler and prompts are "
+        "not in it.",
+        "--contexts 512 2048 8192 --batches 1 16 64 --threads 1 --memory 3",
+        minutes=8,
+        module="bench.kv_cache_dtypes",
+    ),
+    Measurement(
+        "kv-cache-accuracy",
+        "Accuracy against bytes, the cache held in fewer bits",
+        "The full cache and Kara, each with its entries held as they are computed (float32), as "
+        "`int8`, as `k8v4` and as `fp8`. Bytes of entries count scales.",
+        "eval --tasks chain redundant-chain needle-1024 --num-samples 100 --threads 1 --retention "
+        "0.5 0.3 0.2 --compare-kv-cache-dtypes auto int8 k8v4 fp8 "
+        f"--policy none --policy {KARA.partition(',ratio')[0]}",
+        minutes=25,
+        plots=True,
+        in_pieces=False,
+    ),
+    Measurement(
+        "latency",
+        "One batch from end to end",
+        "No pressure, no queue: what a policy adds to the time of eight requests.",
+        "bench latency --input-len 64 --output-len 256 --batch-size 8 --num-iters 10 "
+        f"--num-iters-warmup 2 --threads 1 --policy none --policy {SNAPKV} --policy {KARA}",
+        minutes=1,
+    ),
+    Measurement(
+        "cpu-peers",
+        "Other engines on the same CPU",
+        "Output tokens per second of kvserve (compiled attention in each layout of its cache, "
+        "torch's attention) and of its peers, each in an environment of its own "
+        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer. "
+        "transformers' continuous batching takes part if `--contestants` names it.",
+        "--repeat 3",
+        minutes=13,
+        module="bench.cpu_peers",
+    ),
+    Measurement(
+        "kvpress-accuracy",
+        "kvpress's presses on the same prompts",
+        "The same method in kvpress and here, keeping as many entries: at a prompt's end, and "
+        "while decoding every 32 steps. Every turn of a task is a prompt of its own.",
+        "--threads 1",
+        minutes=6,
+        module="bench.kvpress_accuracy",
+    ),
+    Measurement(
+        "repeatability",
+        "The same again",
+        "The first section's command three times over: what was decided must not change, ratios "
+        "of throughputs may spread by 5 %.",
+        "quarter-pool --times 3",
+        minutes=9,
+        module="bench.repeatability",
+    ),
+)

@@ -1,0 +1,44 @@
+"""Which positions each layer and KV head of one sequence holds, followed from plan to plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+
+
+class LanePositions:
+    """``lanes[layer][head]`` are positions in the order of the cache; ``seen`` tokens are in."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
+        self.seen = 0
+
+    def see(self, seen: int) -> None:
+        """Every lane holds the tokens that have come since."""
+        new = np.arange(self.seen, seen, dtype=np.int32)
+        self.lanes = [[np.concatenate([lane, new]) for lane in row] for row in self.lanes]
+        self.seen = seen
+
+    def see_longest(self, length: int) -> None:
+        """As many more tokens as make the longest lane ``length`` long."""
+        self.see(self.seen + length - max(len(lane) for row in self.lanes for lane in row))
+
+    def move(self, start: int, source: IntArray, counts: IntArray) -> None:
+        """Follow one event of a ``MovePlan``: ``source [L, Hkv, P]``, ``counts [L, Hkv]``."""
+        self.lanes = [
+            [
+                np.concatenate([lane[:start], lane[source[layer, head, : counts[layer, head]]]])
+                for head, lane in enumerate(row)
+            ]
+            for layer, row in enumerate(self.lanes)
+        ]
+
+    def padded(self) -> IntArray:
+        """[L, Hkv, n], with -1 behind what shorter lanes hold."""
+        longest = max(len(lane) for row in self.lanes for lane in row)
+        padded = np.full((len(self.lanes), len(self.lanes[0]), longest), -1, np.int32)
+        for layer, row in enumerate(self.lanes):
+            for head, lane in enumerate(row):
+                padded[layer, head, : len(lane)] = lane
+        return padded

@@ -1,0 +1,155 @@
+"""What events drop of sequences that asked for ``kv_trace``: positions, by layer and KV head.
+
+Plans come as they do for ``inspect``, while a step is launched; their numbers go to the host behind
+them and are read once that step is back, so nobody waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.engine.compression.lane_positions import LanePositions
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.device.transfer import HostCopy
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.log import RequestError
+from kvserve.outputs import KVTraceEvent
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+
+MOST_POSITIONS = 2**21
+"""Positions, times layers and KV heads, that all traced sequences of an engine may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMove:
+    """One event of one sequence on its way to the host; no plan: the sequence begins (anew)."""
+
+    seq_id: int
+    reason: str = "start"
+    longest: int = 0
+    blocks_released: int = 0
+    queries: int = 0
+    plan: HostCopy | None = None
+
+
+class KVTracer:
+    """Follows the sequences that were added, until they are dropped."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._layout = runner.cache.layout
+        self._lanes: dict[int, LanePositions] = {}
+        self._positions: dict[int, int] = {}
+        self._moves: list[TracedMove] = []
+
+    def check(self, tokens: int) -> None:
+        """``RequestError`` where a sequence of so many ``tokens`` cannot be followed now."""
+        if self._runner.group.size > 1:
+            raise RequestError(
+                "kv_trace follows positions on one rank only; use --tensor-parallel-size 1",
+                param="kv_trace",
+                code="kv_trace_not_allowed",
+            )
+        lanes = self._layout.num_layers * self._layout.num_kv_heads
+        most = MOST_POSITIONS // lanes
+        if tokens > most:
+            raise RequestError(
+                f"kv_trace follows at most {most} tokens of this model ({lanes} layers x KV "
+                f"heads), and prompt and answer may have {tokens}; lower max_tokens",
+                param="kv_trace",
+                code="kv_trace_not_allowed",
+            )
+        if sum(self._positions.values()) + lanes * tokens > MOST_POSITIONS:
+            raise RequestError(
+                "as many requests with kv_trace run as this server follows; try again later",
+                param="kv_trace",
+                code="too_many_traces",
+            )
+
+    def add(self, seq_id: int, tokens: int) -> None:
+        """Follow a sequence of at most ``tokens``, for which ``check`` found room."""
+        self._positions[seq_id] = tokens * self._layout.num_layers * self._layout.num_kv_heads
+        self._runner.compressor.on_moves = self._on_moves
+
+    def drop(self, seq_id: int) -> None:
+        """It has ended."""
+        if self._positions.pop(seq_id, None) is not None:
+            self._lanes.pop(seq_id, None)
+            if not self._positions:
+                self._runner.compressor.on_moves = None
+
+    def begin_step(self, output: SchedulerOutput) -> None:
+        """Who is given a row begins with what it computes; who comes back goes on."""
+        self._moves = []
+        if self._positions:
+            back = {task.row for task in output.swap_ins}
+            self._moves = [
+                TracedMove(new.seq_id)
+                for new in output.admitted.requests
+                if new.seq_id in self._positions and new.row not in back
+            ]
+
+    def take_moves(self) -> list[TracedMove]:
+        """Those of the step that has just been launched."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def read(self, moves: list[TracedMove]) -> list[tuple[int, KVTraceEvent]]:
+        """What the moves of a step that is back have dropped, each with its sequence."""
+        found = [
+            (move.seq_id, self._event(move)) for move in moves if move.seq_id in self._positions
+        ]
+        return [(seq_id, event) for seq_id, event in found if event is not None]
+
+    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+        size = self._layout.block_size
+        for e, seq_id in enumerate(task.seq_ids.tolist()):
+            if seq_id not in self._positions:
+                continue
+            released = -(-task.old_lens[:, e] // size) - -(-task.new_lens[:, e] // size)
+            numbers = [plan.src[e], plan.counts[e], plan.copy_start[e : e + 1]]
+            self._moves.append(
+                TracedMove(
+                    seq_id,
+                    "pressure" if task.early else "due",
+                    int(task.old_lens[:, e].max()),
+                    int(released.sum()),
+                    int(task.plan.windows[e] * task.plan.num_queries[e]),
+                    HostCopy(numbers, self._runner.batch.device),
+                )
+            )
+
+    def _event(self, move: TracedMove) -> KVTraceEvent | None:
+        layers, heads = self._layout.num_layers, self._layout.num_kv_heads
+        if move.plan is None:
+            self._lanes[move.seq_id] = LanePositions(layers, heads)
+            nothing: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(layers)]
+            return KVTraceEvent(move.reason, time.time(), 0, nothing)
+        held = self._lanes[move.seq_id]
+        held.see_longest(move.longest)
+        before = held.lanes
+        source, counts, start = move.plan.wait()
+        held.move(int(start[0]), source, counts)
+        dropped = [
+            [_runs(np.setdiff1d(*lanes, assume_unique=True)) for lanes in zip(*rows, strict=True)]
+            for rows in zip(before, held.lanes, strict=True)
+        ]
+        if not any(runs for row in dropped for runs in row):
+            return None
+        return KVTraceEvent(
+            move.reason, time.time(), held.seen, dropped, move.blocks_released, move.queries
+        )
+
+
+def _runs(positions: IntArray) -> list[int]:
+    """Ascending ``positions`` as first, end, first, end and so on."""
+    if not len(positions):
+        return []
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    firsts = positions[np.concatenate([[0], breaks])]
+    ends = positions[np.concatenate([breaks - 1, [len(positions) - 1]])] + 1
+    return [int(x) for x in np.stack([firsts, ends], axis=1).ravel()]

@@ -1,0 +1,59 @@
+"""What the pool looks like while somebody watches; nothing is computed while nobody does."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvserve.engine.core.engine_core import EngineCore
+from kvserve.outputs import PoolView
+from kvserve.scheduler.blocks.owners import block_owners, runs_of
+
+INTERVAL_S = 0.2
+MOST_CELLS = 16_384
+"""Cells of a view; in a larger pool each stands for several blocks."""
+
+
+class PoolWatch:
+    """Views of one core's pool, at most one each ``INTERVAL_S``, and none where nothing changed."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._on = False
+        self._next = 0.0
+        self._shown: tuple[int, ...] = ()
+
+    @property
+    def on(self) -> bool:
+        return self._on
+
+    @on.setter
+    def on(self, wanted: bool) -> None:
+        self._on, self._next, self._shown = wanted, 0.0, ()
+
+    @property
+    def due(self) -> bool:
+        if not self._on or time.monotonic() < self._next:
+            return False
+        return self._core.has_work or self._shown != self._state()
+
+    def view(self) -> PoolView:
+        """What blocks are held for now."""
+        core, scheduler = self._core, self._core.scheduler
+        self._next, self._shown = time.monotonic() + INTERVAL_S, self._state()
+        stats, blocks = core.stats(), scheduler.blocks
+        rows = [seq.row for seq in scheduler.running]
+        numbers = np.zeros(scheduler.rows.num_rows, np.int32)
+        numbers[rows] = np.arange(len(rows))
+        owners = block_owners(blocks, numbers)
+        step = max(1, -(-len(owners) // MOST_CELLS))
+        cells = runs_of(owners[::step]).ravel().tolist()
+        logged = blocks.log.held(len(numbers))[rows].tolist()
+        return PoolView(time.time(), stats, step, cells, logged)
+
+    def _state(self) -> tuple[int, ...]:
+        """What has changed where an engine at rest is not as it was."""
+        scheduler = self._core.scheduler
+        pool = scheduler.pool.num_free, scheduler.blocks.num_cached
+        return scheduler.num_steps, len(scheduler.waiting), *pool, int(self._core.has_work)

@@ -1,0 +1,32 @@
+"""Whose each block of the pool is, for people who look; nothing is scheduled by it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+
+FREE, CACHED, LOGGED, CODED, FIRST_ROW = range(5)
+"""What a block is held for: nothing, the prefix cache alone, queries, codes; then rows."""
+
+
+def block_owners(blocks: BlockManager, numbers: IntArray) -> IntArray:
+    """What each block from 1 on is held for: ``FIRST_ROW + numbers[row]`` where a row holds its
+    keys and values. ``numbers [rows]``; a block that rows share is the last one's.
+    """
+    owners: IntArray = np.where(blocks.pool.ref > 0, CACHED, FREE).astype(np.int32)
+    named, rows = blocks.kv.named_by_row(len(numbers))
+    owners[named] = FIRST_ROW + numbers[rows]
+    owners[blocks.log.named_by_row(len(numbers))[0]] = LOGGED
+    if blocks.codes is not None:
+        for table in (blocks.codes.index, blocks.codes.vectors):
+            owners[table.named_by_row(len(numbers))[0]] = CODED
+    return owners[1:]
+
+
+def runs_of(labels: IntArray) -> IntArray:
+    """``labels [n]`` as runs ``[m, 2]``: a label, and how often it comes in a row."""
+    starts = np.flatnonzero(np.diff(labels, prepend=-1))
+    lengths = np.diff(starts, append=len(labels))
+    return np.stack([labels[starts], lengths], axis=1)

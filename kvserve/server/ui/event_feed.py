@@ -1,0 +1,123 @@
+"""``/v1/kv/events``: the pool and the running requests, a few times a second, for any readers.
+
+What is new is encoded once, for all of them. A reader that is slow finds the newest when it comes
+back; nothing queues up for it. Without readers nothing is looked at, let alone computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from typing import Any
+
+import orjson
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvserve.outputs import EngineStats, PoolView, RequestStats
+from kvserve.server.openai.responses import kv_stats
+from kvserve.server.state.server_state import ServerState
+
+INTERVAL_S = 0.2
+_PATIENCE = 10
+"""Looks for a first view of the pool; replicas have none."""
+_FIELDS = tuple(item.name for item in fields(RequestStats))
+_PING = b": ping\n\n"
+
+
+class EventFeed:
+    """The newest event, and whoever reads it; made for one event loop."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._readers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._newest: tuple[int, bytes] = 0, b""
+
+    def enter(self) -> None:
+        """One more reads; with the first one the engine begins to be looked at."""
+        self._readers += 1
+        if self._task is None:
+            self._state.engine.watch_pool(True)
+            self._task = asyncio.create_task(self._look())
+
+    def leave(self) -> None:
+        self._readers -= 1
+        if not self._readers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+            self._newest = self._newest[0], b""
+            self._state.engine.watch_pool(False)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """What is newest whenever it is asked for, until the server ends."""
+        told, quiet = -1, time.monotonic()
+        while not self._over:
+            number, event = self._newest
+            if event and number != told:
+                told, quiet = number, time.monotonic()
+                yield event
+            elif time.monotonic() - quiet > self._state.options.ping_interval:
+                quiet = time.monotonic()
+                yield _PING
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _look(self) -> None:
+        """Encode what is new, first of all what the blocks are held for, if that comes."""
+        seen: Any = None
+        for _ in range(_PATIENCE):
+            if self._state.engine.pool is None:
+                await asyncio.sleep(INTERVAL_S / 4)
+        while True:
+            engine = self._state.engine
+            now: Any = engine.pool or engine.stats
+            if now is not seen and self._state.ready:
+                seen = now
+                self._newest = self._newest[0] + 1, encode_event(engine.stats, engine.pool)
+            await asyncio.sleep(INTERVAL_S)
+
+    @property
+    def _over(self) -> bool:
+        return self._state.draining or self._state.engine.dead_error is not None
+
+
+class FeedResponse(StreamingResponse):
+    """A stream that leaves the feed whatever ends it, a client that never reads among them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: EventFeed) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(feed.events(), headers=headers)
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._feed.enter()
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._feed.leave()
+
+
+def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:
+    """One event: ``kv_stats``, further totals, and the pool's cells where they are known."""
+    if pool is not None:
+        stats = pool.stats
+    body = {
+        "time": time.time() if pool is None else pool.time,
+        **kv_stats(stats),
+        "prompt_tokens_total": stats.prompt_tokens_total,
+        "generation_tokens_total": stats.generation_tokens_total,
+        "swaps_total": stats.swaps_total,
+        "steps_total": stats.steps_total,
+        "cells": None,
+    }
+    if pool is not None:
+        body["cells"] = {"blocks_per_cell": pool.blocks_per_cell, "runs": pool.cells}
+        body["requests"] = [
+            {**{name: getattr(request, name) for name in _FIELDS}, "log_blocks": blocks}
+            for request, blocks in zip(stats.requests, pool.log_blocks, strict=True)
+        ]
+    return b"event: pool\ndata: %b\n\n" % orjson.dumps(body)

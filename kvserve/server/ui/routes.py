@@ -1,0 +1,64 @@
+"""The live page and the API's documentation, from files of this package; the event stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from kvserve.server.state.options import ServerOptions
+from kvserve.server.state.server_state import ServerState
+from kvserve.server.ui.event_feed import EventFeed, FeedResponse
+
+_PAGE = Path(__file__).parent / "page"
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    # Nothing but this server's own files runs, and nothing leaves for elsewhere.
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_files(options: ServerOptions) -> dict[str, Path]:
+    """Which file is served under which path: what is in it anybody may see, with a key or not."""
+    pages = {"/": "index.html"} if options.ui else {}
+    if options.docs:
+        pages |= {"/docs": "docs.html", "/redoc": "docs.html"}
+    files = sorted(_PAGE.iterdir()) if pages else []
+    parts = {f"/ui/{path.name}": path for path in files if path.suffix != ".html"}
+    return {**{path: _PAGE / name for path, name in pages.items()}, **parts}
+
+
+def make_router(state: ServerState) -> APIRouter:
+    """Routes of the page and its stream. The stream never ends, so no document lists it among
+    what clients may call for an answer."""
+    router = APIRouter(tags=["page"])
+    feed = EventFeed(state)
+
+    async def events(request: Request) -> Response:
+        state.check_health()
+        return FeedResponse(feed)
+
+    router.add_api_route("/v1/kv/events", events, include_in_schema=False)
+    for path, file in page_files(state.options).items():
+        _add_file(router, path, file)
+    return router
+
+
+def _add_file(router: APIRouter, path: str, file: Path) -> None:
+    content, kind = file.read_bytes(), _TYPES[file.suffix]
+
+    async def send() -> Response:
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    router.add_api_route(path, send, methods=["GET", "HEAD"], include_in_schema=False)

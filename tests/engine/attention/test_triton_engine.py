@@ -1,0 +1,131 @@
+"""An engine on the Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.cache import entry_store, query_log
+from kvserve.engine.policies import kara, scoring
+from kvserve.engine.sampling import sampler
+from kvserve.kernels.compact_kv import compact_kv_triton
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.int4_log import gather_int4_triton
+from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.scores.window_scores import window_scores_triton
+from tests.checkpoints import random_prompts, write_checkpoint
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+KARA = {
+    "name": "kara",
+    "window": 8,
+    "buffer": 2,
+    "ratio": 0.5,
+    "chunk_budget": 1,
+    "max_chunk": 3,
+    "period": 2,
+}
+SPINDLE = {
+    **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
+    **{"theta_k": 0.6, "theta_v": 0.5},
+}
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
+PROMPTS = random_prompts([3, 13])
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, two KV heads of two query heads each."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint("llama", tmp_path_factory.mktemp("tiny"), **shape)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Kernels that ran. What looks at the device to choose one would choose torch's on a CPU."""
+    names: set[str] = set()
+    launch = Kernel.launch
+
+    def record(kernel: Kernel, *args: Any, **options: Any) -> None:
+        names.add(kernel.source.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", record)
+    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
+    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
+    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
+    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
+    monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
+    monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
+    monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
+    return names
+
+
+def generate(
+    directory: Path, backend: str, layout: str, policy: Any = KARA, **settings: Any
+) -> list[list[int]]:
+    """Tokens of two sequences, one greedy, one drawn, whose caches are compacted."""
+    llm = LLM(
+        str(directory),
+        policy=policy,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        kv_layout=layout,
+        block_size=8,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        num_gpu_blocks_override=64,
+        **settings,
+    )
+    outputs = llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
+    assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
+    assert any(output.kv_cache_details.compactions for output in outputs)
+    assert any(output.kv_cache_details.coded_entries for output in outputs) == (
+        policy["name"] == "spindlekv"
+    )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("layout", ["model", pytest.param("layer", marks=pytest.mark.slow), "head"])
+def test_tokens_equal_those_of_torch(
+    tiny_dir: Path, layout: str, request: pytest.FixtureRequest
+) -> None:
+    """Chunks over held context mixed with decodes, and an event of each sequence; decodes as in a
+    graph, padded, with bounds that are the same for all steps."""
+    expected = generate(tiny_dir, "torch", layout)
+    launched = request.getfixturevalue("launched")
+    assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
+    kernels = {"_store", "_attend", "_merge", "_gather", "_log_sums", "_shares", "_compact"}
+    kernels |= {"_store_int4", "_gather_int4"}
+    assert launched == kernels | {"_choose", "_narrow", "_draw"}
+
+
+@pytest.mark.parametrize(
+    ("gqa", "other", "settings"),
+    [
+        ("mean", "torch", {"cudagraph_capture_sizes": (2,)}),
+        ("mean", "torch", {"code_attention": "rebuild"}),
+        pytest.param("repeat", "cpu", {"cudagraph_capture_sizes": (2,)}, marks=needs_compiler),
+    ],
+    ids=["direct", "rebuild", "repeat"],
+)
+def test_rows_of_codes_give_the_tokens_of_others(
+    tiny_dir: Path, gqa: str, other: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """The kernels read codes, decodes as in a graph; or what was rebuilt, as torch's attention."""
+    policy = {**SPINDLE, "gqa": gqa}
+    expected = generate(tiny_dir, other, "head", policy)
+    launched = request.getfixturevalue("launched")
+    assert generate(tiny_dir, "triton", "head", policy, **settings) == expected
+    assert {"_store", "_attend"} < launched

@@ -1,0 +1,87 @@
+"""The query log: what it holds, and what one-byte numbers cost and save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.core.startup_table import log_row
+from kvserve.kernels.entry_format import entry_format
+from kvserve.scheduler.layout import KVLayout
+from tests.checkpoints import random_prompts
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
+
+
+def test_how_many_tokens_a_block_logs() -> None:
+    auto, int8 = entry_format("auto", 4), entry_format("int8", 4)
+    for log, form, tokens in (
+        (LogForm(2), auto, 8),  # a group's mean: half of a token's keys and values
+        (LogForm(2, "fp8"), auto, 32),  # in one byte instead of four
+        (LogForm(8), auto, 2),
+        (LogForm(2), int8, 2),  # 160 bytes a layer: 32 are left over
+        (LogForm(8, "int4"), auto, 8),  # 512 bytes a layer, and 4 + 4 a vector
+        (LogForm(6, "int4"), auto, 10),  # some bytes are left over
+        (LogForm(8, "int4"), int8, 2),
+    ):
+        assert log.block_tokens(LAYOUT, form, 4) == tokens
+    for log, form in ((LogForm(32), auto), (LogForm(128, "int4"), auto), (LogForm(8), int8)):
+        with pytest.raises(ValueError, match=f"whole queries of {log.heads} heads"):
+            log.block_tokens(LAYOUT, form, 4)
+
+
+@pytest.mark.parametrize(
+    ("form", "refused"),
+    [
+        (LogForm(8, "int4"), ""),
+        (LogForm(8), "; requests for kara are refused unless they log so too"),
+        (LogForm(8, "fp8"), "; requests for kara are refused unless they log so too"),
+    ],
+)
+def test_the_start_up_table_names_whom_the_log_turns_away(form: LogForm, refused: str) -> None:
+    """As docs/compatibility.md has it: the number of heads and the type of the numbers count."""
+    assert log_row(form)[2] == "--policy.query_reduce, --policy.query_dtype" + refused
+    means = log_row(LogForm(2, "model", "group_mean"))[2]
+    assert "requests for " in means and all(name in means for name in ("kara", "snapkv", "rkv"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_entries_come_back_within_their_precision(dtype: torch.dtype) -> None:
+    cache = KVCache(LAYOUT, 5, LogForm(2, "fp8"), dtype, "cpu")
+    log = cache.query_log
+    assert isinstance(log.blocks, Tensor) and log.blocks.numel() == cache.kv.nbytes
+    query = torch.randn(1000, 8, dtype=dtype) * 3
+    query[0] = 1e4  # beyond e4m3: held at its largest number, not NaN
+    tokens = log.block_tokens * 4
+    slots = (torch.arange(1000) % tokens + log.block_tokens)[None]
+    parts = []
+    for part in query.view(-1, 2, 8).split(tokens):
+        log.store(1, slots[:, : len(part)], part, None)
+        found = log.read(slots[:, None, : len(part)].expand(1, 2, -1), torch.tensor([1]))
+        parts.append(found[0].float().transpose(0, 1).flatten(0, 1))
+    back = torch.cat(parts)
+    torch.testing.assert_close(back[1:], query[1:].float(), rtol=2**-4, atol=2**-9)
+    assert (back[0] == 448).all()
+
+
+def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
+    peaks, tokens = {}, {}
+    for dtype in ("model", "fp8"):
+        fields = {"window": 100, "buffer": 4, "ratio": 0.5, "period": 20, "query_dtype": dtype}
+        fields["query_reduce"] = "group_mean"
+        policy = {"name": "kara", **fields}
+        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
+        params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+        (output,) = llm.generate(random_prompts([4]), params, use_tqdm=False)
+        assert output.kv_cache_details.compactions == 1
+        peaks[dtype] = output.kv_cache_details.peak_blocks
+        tokens[dtype] = output.outputs[0].token_ids
+    # At the event, beside 7 blocks of keys and values: 104 positions in blocks of 32, or of 128.
+    assert peaks == {"model": 7 + 4, "fp8": 7 + 1}
+    assert tokens["model"][:100] == tokens["fp8"][:100]

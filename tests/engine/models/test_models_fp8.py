@@ -1,0 +1,128 @@
+"""FP8 weights as they are stored. A CPU multiplies them by the operator that a GPU would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.models import loader
+from kvserve.engine.models.fp8 import FP8, can_multiply, multiply
+from tests.checkpoints import random_prompts
+from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
+from tests.engine.recorder import Recorder
+
+MATRICES = "qkv", "out", "gate_up", "down"
+
+
+@pytest.fixture
+def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine passes for one that multiplies FP8."""
+    monkeypatch.setattr(loader, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(loader, "select_product", lambda *_: ("torch", ""))
+
+
+def make_llm(path: Path, **settings: Any) -> LLM:
+    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, **settings}
+    return LLM(str(path), **settings)
+
+
+def weights_row(llm: LLM) -> tuple[str, ...]:
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    return row
+
+
+@pytest.mark.usefixtures("multiplies")
+@pytest.mark.parametrize(
+    ("kind", "per_channel"),
+    [("llama", False), ("qwen2", True), ("internlm2", False), ("internlm2", True)],
+)
+def test_weights_are_held_as_they_are_stored(
+    kind: str, per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fp8_config("channel" if per_channel else "tensor")
+    plain = make_llm(quantize(kind, tmp_path, config, per_channel), dtype="float32")
+    held = make_llm(tmp_path)
+    models = [llm.engine.core.runner.model for llm in (held, plain)]
+    for layer, meant in zip(*(model.decoder_layers for model in models), strict=True):
+        for name in MATRICES:
+            values, scales = getattr(layer, name), getattr(layer, f"{name}_scales")
+            assert values.dtype is FP8 and scales.shape == (len(values), 1)
+            torch.testing.assert_close(
+                values.float() * scales, getattr(meant, name).data, atol=0.0, rtol=1e-6
+            )
+    recorders = [Recorder(llm) for llm in (held, plain)]
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    for recorder in recorders:
+        recorder.llm.generate(random_prompts([40]), params, use_tqdm=False)
+    found, expected = (recorder.logits[0][0] for recorder in recorders)
+    assert F.cosine_similarity(found, expected, dim=0) > 0.9  # random weights amplify what is lost
+    assert weights_row(held)[1:] == (
+        "FP8 in the layers",
+        "as stored; activations are rounded to FP8 too, at a scale per token",
+    )
+
+
+def test_products_are_those_of_the_rounded_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([[1e-3], [1.0], [50.0], [1e4], [0.0]])
+    x = (torch.randn(5, 64, generator=generator) * sizes).bfloat16()
+    weight = torch.randn(32, 64, generator=generator).to(FP8)
+    scales = torch.rand(32, 1, generator=generator)
+    x[2, 3] = 1000.0  # beside it, small numbers lose digits
+
+    def rounded(row: Tensor) -> np.ndarray[Any, Any]:
+        scale = max(float(row.abs().max()), 1e-12) / 448
+        numbers: np.ndarray[Any, Any] = (row.double() / scale).to(FP8).double().numpy() * scale
+        return numbers
+
+    expected = np.stack([rounded(row) for row in x]) @ (weight.double() * scales.double()).T.numpy()
+    found = multiply(x, weight, scales)
+    assert found.dtype is torch.bfloat16 and not found[4].any()
+    error = np.abs(found.double().numpy() - expected)
+    assert (error <= 2**-8 * np.abs(expected).max(axis=1, keepdims=True)).all()
+
+
+@pytest.mark.usefixtures("multiplies")
+@pytest.mark.parametrize("change", ["static", "none", "mixed", "awq", "float32"])
+def test_others_are_dequantised(change: str, tmp_path: Path) -> None:
+    """Activations that are to be rounded otherwise, or not at all; and other dtypes."""
+    config = AWQ if change == "awq" else fp8_config()
+    if change in ("static", "none"):
+        group: Any = config["config_groups"]
+        group["group_0"]["input_activations"] = {"dynamic": False} if change == "static" else None
+    quantize("llama", tmp_path, config)
+    if change == "mixed":
+        _store_as_float(tmp_path, "model.layers.0.mlp.down_proj.weight")
+    llm = make_llm(tmp_path, dtype="float32" if change == "float32" else "bfloat16")
+    assert not llm.engine.core.runner.model.fp8
+    assert "dequantised when read" in weights_row(llm)[2]
+
+
+@pytest.mark.usefixtures("multiplies")
+def test_random_weights_of_an_fp8_model(tmp_path: Path) -> None:
+    quantize("llama", tmp_path, fp8_config())
+    llm = make_llm(tmp_path, load_format="dummy")
+    assert weights_row(llm)[1] == "random FP8"
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate(random_prompts([12]), params, use_tqdm=False)
+    assert len(set(output.outputs[0].token_ids)) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_does_not(dtype: torch.dtype) -> None:
+    assert not can_multiply(dtype, "cpu", 64)
+
+
+def _store_as_float(directory: Path, name: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale").float()
+    del tensors[name.replace("weight", "input_scale")]
+    save_file(tensors, directory / "model.safetensors")

@@ -1,0 +1,223 @@
+"""Two ranks give what one gives: tokens, kept entries, errors. On a CPU, over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.config import ModelConfig
+from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import read_spec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.log import ConfigError, EngineDeadError
+from kvserve.outputs import RequestOutput
+from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
+
+KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1}
+REQUESTS: list[dict[str, Any]] = [
+    {"kv_policy": "none"},
+    {"kv_policy": KARA},
+    {"kv_policy": {**KARA, "query_source": "recompute"}},
+    {"kv_policy": {"name": "snapkv", "budget": 24, "window": 6, "attention": "absolute"}},
+    {"kv_policy": {"name": "pyramidkv", "budget": 20, "trigger": "threshold", "threshold": 30}},
+    {"kv_policy": {"name": "dynamickv", "budget": 20, "interval": 2}},
+    {"kv_policy": {"name": "windowkv", "budget": 40, "window": 4, "chunk_size": 4}},
+    {"kv_policy": {"name": "chunkkv", "budget": 24, "chunk_size": 6}},
+    {"kv_policy": {"name": "pyramidinfer", "min_context": 6, "decay": 0.2, "period": 8}},
+    {"kv_policy": {"name": "h2o", "budget": 30}},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 1.0},
+    {"kv_policy": "none", "prompt_logprobs": 2, "logprobs": 2},
+]
+PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 37, 45])
+
+
+@contextmanager
+def started(directory: Path, ranks: int, **settings: Any) -> Iterator[LLM]:
+    llm = LLM(
+        str(directory),
+        policy={"name": "snapkv", "budget": 24, "window": 6, "query_dtype": "int4"},
+        dtype="float32",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=ranks,
+        kv_layout="layer",
+        **settings,
+    )
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def generate(llm: LLM) -> list[RequestOutput]:
+    """All requests at once; they do not fit the pool."""
+    settings = {"temperature": 0.0, "max_tokens": 50, "ignore_eos": True}
+    params = [SamplingParams(**{**settings, **request}) for request in REQUESTS]
+    return llm.generate(PROMPTS, params, use_tqdm=False)
+
+
+class Kept:
+    """Which entries every event keeps in the first layer group's first KV head of each layer."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.plans: list[Tensor] = []
+        llm.engine.core.runner.compressor.on_moves = self._on_moves
+
+    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+        self.plans.append(plan.src[:, :, :1].masked_fill(~plan.exists[:, :, :1], -1))
+
+
+def test_two_ranks_generate_and_keep_what_one_does(tmp_path: Path) -> None:
+    # Weights this large leave no near ties that another order of summation could turn; 129 tokens
+    # are shared out as 65 and 64.
+    directory = write_checkpoint("llama", tmp_path, vocab_size=129)
+    results = []
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 70, "async_scheduling": True}
+    # As on GPUs: steps overlap, and two ranks decode by padded ones.
+    for ranks, sizes in ((1, ()), (2, (3, 9))):
+        with started(directory, ranks, cudagraph_capture_sizes=sizes, **settings) as llm:
+            kept = Kept(llm)
+            results.append((generate(llm), kept.plans))
+            stats = llm.stats()
+            assert stats.preemptions_total > 0 and stats.swaps_total > 0
+    (expected, kept_of_one), (found, kept_of_two) = results
+    for request, one, two in zip(REQUESTS, expected, found, strict=True):
+        assert two.outputs[0].token_ids == one.outputs[0].token_ids, request
+        assert two.kv_cache_details == one.kv_cache_details, request
+        events = one.kv_cache_details.compactions if one.kv_cache_details else 0
+        assert (events > 0) == (request.get("kv_policy") != "none"), request
+        assert _numbers(two) == pytest.approx(_numbers(one), abs=1e-4)
+    assert len(_numbers(expected[-1])) > 100
+    assert len(kept_of_one) == len(kept_of_two) > 50
+    assert all(torch.equal(a, b) for a, b in zip(kept_of_one, kept_of_two, strict=True))
+
+
+def _numbers(output: RequestOutput) -> list[float]:
+    """Log-probabilities of the prompt and of what was generated."""
+    entries = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    return [entry[token].logprob for entry in entries if entry for token in sorted(entry)]
+
+
+def test_ranks_that_hold_different_entries_end_the_engine(llama_dir: Path) -> None:
+    with started(llama_dir, 2) as llm:
+        assert "tensor parallel" in str(llm.engine.core.info.summary)
+        runner = llm.engine.core.runner
+        launch = runner.launch
+
+        def drift(output: SchedulerOutput) -> LaunchedStep:
+            runner.batch.last_token.fill_(3)
+            return launch(output)
+
+        runner.launch = drift  # type: ignore[method-assign]
+        with pytest.raises(EngineDeadError, match="no longer hold the same entries"):
+            generate(llm)
+        with pytest.raises(EngineDeadError):
+            generate(llm)
+
+
+def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
+    with started(llama_dir, 2) as llm:
+        (process,) = llm.engine.core.executor._others._processes
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        llm.engine.add_request("a", PROMPTS[0], params)
+        llm.engine.step()
+        os.kill(process.pid, signal.SIGKILL)
+        since = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"rank 1 ended \(exit code -9\)"):
+            while True:
+                llm.engine.step()
+        assert time.monotonic() - since < 20
+        with pytest.raises(EngineDeadError, match="rank 1 ended"):
+            generate(llm)
+
+
+def test_an_interrupted_step_ends_the_engine(llama_dir: Path) -> None:
+    """The other rank is in the middle of a step that this one will never finish."""
+    with started(llama_dir, 2) as llm:
+        (process,) = llm.engine.core.executor._others._processes
+        runner = llm.engine.core.runner
+
+        def interrupted(output: SchedulerOutput) -> LaunchedStep:
+            raise KeyboardInterrupt
+
+        runner.launch = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+        assert process.poll() is not None
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            generate(llm)
+
+
+def test_a_rank_that_cannot_load_its_part_says_why(llama_dir: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama_dir / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((llama_dir / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"up_proj.weight in .* holds NaN"), started(tmp_path, 2):
+        pass
+
+
+# ---- loading ------------------------------------------------------------------------------------
+
+
+def load(directory: Path, rank: int, size: int) -> Transformer:
+    spec, group = read_spec(directory), RankGroup(rank, size)
+    return load_model(directory, ModelConfig(), spec, torch.float32, "cpu", group)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-mha-tied", "internlm2", "qwen2", "fp8", "awq"])
+def test_each_rank_reads_its_part_and_no_more(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind in ("fp8", "awq"):
+        quantize("llama", tmp_path, AWQ if kind == "awq" else fp8_config("channel"), True)
+    else:
+        write_checkpoint(kind, tmp_path)
+    read = [0]
+    pieces = Checkpoint.pieces
+
+    def counted(self: Checkpoint, *args: Any) -> Iterator[tuple[slice, Tensor]]:
+        for place, values in pieces(self, *args):
+            read[0] += values.numel() if values.dim() > 1 else 0
+            yield place, values
+
+    monkeypatch.setattr(Checkpoint, "pieces", counted)
+    # Packed weights can only be multiplied with.
+    monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *args: ("torch", ""))
+    whole = load(tmp_path, 0, 1)
+    total, read[0] = read[0], 0
+    parts = [load(tmp_path, rank, 2) for rank in range(2)]
+    assert read[0] == total > 0
+    spec = whole.spec
+    for index, layer in enumerate(whole.decoder_layers):
+        halves = [part.decoder_layers[index] for part in parts]
+        rows = torch.tensor([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]) * spec.head_dim
+        for name in ("qkv", "qkv_bias"):
+            if (matrix := getattr(layer, name)) is not None:
+                of_ranks = [getattr(half, name).split((rows // 2).tolist()) for half in halves]
+                joined = [torch.cat(pair) for pair in zip(*of_ranks, strict=True)]
+                assert torch.equal(torch.cat(joined), matrix)
+        gates, ups = zip(*(half.gate_up.chunk(2) for half in halves), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), layer.gate_up)
+        for name in ("out", "down"):
+            columns = torch.cat([getattr(half, name) for half in halves], dim=1)
+            assert torch.equal(columns, getattr(layer, name))
+        assert all(torch.equal(half.post_norm, layer.post_norm) for half in halves)
+    for name in ("embedding", "head"):
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))

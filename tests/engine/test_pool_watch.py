@@ -1,0 +1,97 @@
+"""What a watched pool shows: every block once, as the counts say; nothing while nobody looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.core import pool_watch
+from kvserve.engine.core.pool_watch import PoolWatch
+from kvserve.outputs import PoolView
+from kvserve.scheduler.blocks.owners import runs_of
+from tests.checkpoints import random_prompts
+
+PROMPTS = random_prompts([37, 30, 44, 21], seed=5)
+KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, **settings}
+    return LLM(str(directory), policy=policy, **settings)
+
+
+def owners(view: PoolView) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for owner, count in zip(view.cells[::2], view.cells[1::2], strict=True):
+        counts[owner] += count
+    return counts
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KARA,
+        {"name": "adakv", "budget": 20, "window": 4},
+        {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False},
+    ],
+    ids=lambda policy: policy["name"],
+)
+def test_every_block_is_shown_once(llama_dir: Path, policy: Any) -> None:
+    llm = make_llm(llama_dir, policy, num_gpu_blocks_override=2000)
+    core, engine = llm.engine.core, llm.engine
+    watch, seen = PoolWatch(core), Counter[int]()
+    step, views = core.step, list[PoolView]()
+
+    def watched() -> Any:
+        outputs = step()
+        views.append(watch.view())
+        return outputs
+
+    core.step = watched  # type: ignore[method-assign]
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for view in views:
+        counts, stats = owners(view), view.stats
+        assert sum(counts.values()) == stats.blocks_total
+        assert (counts[0], counts[1]) == (stats.blocks_free, stats.blocks_cached)
+        in_use = stats.blocks_total - stats.blocks_free - stats.blocks_cached
+        assert sum(counts.values()) - counts[0] - counts[1] == in_use
+        for index, request in enumerate(stats.requests):
+            held = counts[4 + index] + view.log_blocks[index]
+            assert held <= request.blocks or counts[3]
+        seen += counts
+    kinds = {"kara": {2, 4, 7}, "adakv": {4, 7}, "spindlekv": {3, 4}}[policy["name"]]
+    assert kinds <= set(seen) and engine is llm.engine
+
+
+def test_a_large_pool_is_shown_in_fewer_cells(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_watch, "MOST_CELLS", 10)
+    core = make_llm(llama_dir, "none", num_gpu_blocks_override=60).engine.core
+    view = PoolWatch(core).view()
+    assert view.blocks_per_cell == 6 and view.cells == [0, 10]
+
+
+def test_views_come_only_while_watched_and_something_changes(llama_dir: Path) -> None:
+    watch = PoolWatch(make_llm(llama_dir, "none").engine.core)
+    assert not watch.due
+    watch.on = True
+    assert watch.due
+    watch.view()
+    watch._next = 0.0
+    assert not watch.due, "the engine rests as it did"
+    watch.on = True
+    assert watch.due, "a new reader wants to see it"
+    watch.on = False
+    assert not watch.due
+
+
+def test_runs() -> None:
+    assert runs_of(np.array([0, 0, 4, 5, 5, 0])).tolist() == [[0, 2], [4, 1], [5, 2], [0, 1]]
+    assert runs_of(np.zeros(0, np.int32)).tolist() == []

@@ -1,0 +1,120 @@
+"""Every Triton kernel compiles without a GPU and stays within registers and shared memory.
+
+``python tests/kernels/compile_kernels.py --write`` makes what they need now the budget.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+
+HERE = Path(__file__).parents[1]
+BUDGETS: dict[str, dict[str, dict[str, dict[str, int]]]]
+BUDGETS = json.loads((HERE / "budget.json").read_text())
+if triton.__version__ not in BUDGETS:
+    reason = f"{HERE.name}/budget.json knows Triton {', '.join(BUDGETS)}, not {triton.__version__}"
+    pytest.skip(reason, allow_module_level=True)
+BUDGET = BUDGETS[triton.__version__]
+# Together they launch every kernel.
+NAMES = [
+    *("compact_kv", "store_kv", "gather_keys", "decode/split", "decode/codes", "prefill"),
+    *("window_scores", "token_to_chunk", "sample_tokens"),
+    *("rms_norm", "rotate", "silu_and_mul", "quantize_rows"),
+    *("store_queries/int4", "gather_queries/int4", "window_scores/int4"),
+    *("store_levels", "gather_levels", "move_levels"),
+]
+
+
+def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> Any:
+    """In a process of its own: the interpreter's kernels, which tests run, cannot be compiled.
+
+    ``triton_at``: a folder with another Triton than the installed one.
+    """
+    without = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if triton_at is not None:
+        without["PYTHONPATH"] = os.pathsep.join([str(triton_at), without.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_kernels.py"), *arguments, "--ptx", str(tmp_path)],
+        env=without | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_within_budget(costs: Any, version: str = triton.__version__) -> None:
+    budget = BUDGETS[version]
+    over = [
+        f"{name} {arch}: {what} {count}, budget {budget[name][arch][what]}"
+        for name, archs in costs.items()
+        for arch, cost in archs.items()
+        for what, count in cost.items()
+        if count > budget[name][arch][what]
+    ]
+    assert not over, "\n".join(over)
+
+
+def test_nothing_is_allowed_to_spill() -> None:
+    spilling = [
+        (version, name)
+        for version, costs in BUDGETS.items()
+        for name, archs in costs.items()
+        if any(cost["spilled"] for cost in archs.values())
+    ]
+    assert not spilling
+
+
+def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
+    costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES)
+    assert {name.partition(":")[2] for name in costs} == {name.partition(":")[2] for name in BUDGET}
+    assert_within_budget(costs)
+    # A tile of the compaction is read before any of it is written, and 16 bytes at a time.
+    compact = ptx(tmp_path, "compact_kv", "compact")
+    accesses = re.findall(r"(ld\.global\.v4|bar\.sync|st\.global)", compact)
+    loads = accesses.index("bar.sync")
+    assert loads and accesses == ["ld.global.v4"] * loads + ["bar.sync"] + ["st.global"] * loads
+    for variant, kernel in (("window_scores", "log_sums"), ("window_scores", "shares")):
+        scores = ptx(tmp_path, variant, kernel)
+        assert "cp.async.cg.shared.global" in scores and "mma" in scores
+    # Entries are loaded while earlier ones are multiplied: what a tile waits for leaves others, of
+    # keys and of values, under way.
+    for variant in ("decode-split", "prefill"):
+        code = ptx(tmp_path, variant, "attend")
+        before = re.split(r"mma(?:_async)?\.sync\.aligned\.m", code)[0]
+        under_way = re.findall(r"cp\.async\.wait_group\s+(\d+);", before)
+        assert under_way and int(under_way[-1]) >= 4, variant
+    # Sampling divides as torch does, and takes no logarithm that is wrong near 1.
+    draw = ptx(tmp_path, "sample_tokens", "draw")
+    assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", "narrow")
+    assert "div.rn.f32" in draw and "lg2.approx" not in draw
+
+
+def ptx(folder: Path, variant: str, kernel: str) -> str:
+    return (folder / f"{variant}-{kernel}-sm_90.ptx").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+@pytest.mark.parametrize("version", list(BUDGETS))
+def test_all_variants(tmp_path: Path, version: str, arch: str) -> None:
+    folder = None
+    if version != triton.__version__:
+        folder = HERE.parents[1] / f".triton-{version}"
+        if not folder.is_dir():
+            pytest.skip(f"pip install --target {folder.name} --no-deps triton=={version}")
+    costs = compiled(tmp_path, "--arch", arch, triton_at=folder)
+    budget = BUDGETS[version]
+    assert set(costs) == {name for name, archs in budget.items() if f"sm_{arch}" in archs}
+    assert_within_budget(costs, version)

@@ -1,0 +1,224 @@
+"""``kvserve serve`` as a process with a fake engine: start-up, signals, exit status."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvserve.server.cli.runner import table
+from kvserve.server.http.http_protocol import MAX_HEAD
+from tests.server.conftest import wait_until
+
+CODE = """
+import sys
+from kvserve.server.cli import commands as cli
+from kvserve.server.cli import runner
+from tests.server.fake_engine import FakeEngine
+runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
+cli.main(sys.argv[2:])
+"""
+
+
+class Process:
+    """The command in a process of its own; its stderr is read as it comes."""
+
+    def __init__(self, engine: dict[str, Any], *argv: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", CODE, repr(engine), *argv],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.lines.extend(iter(self.popen.stderr.readline, ""))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None, 20)
+        match = re.search(r"http://[^\s]+", self.text)
+        assert match, self.text
+        return match[0]
+
+    def wait(self) -> int:
+        status = self.popen.wait(15)
+        self._reader.join(5)
+        return status
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Process]]:
+    processes = []
+
+    def start(*argv: str, **engine: Any) -> Process:
+        processes.append(Process(engine, "--model", "m", *argv))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Process]:
+    process = Process({}, "--model", "m", "--port", "0")
+    yield process
+    process.popen.kill()
+    process.popen.wait()
+
+
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    return thread, results
+
+
+def test_start_up_and_drain(run: Callable[..., Process]) -> None:
+    process = run("--port", "0", "--served-model-name", "a", "b")
+    url = process.url
+    assert httpx.get(f"{url}/health").status_code == 200
+    table_text = process.text
+    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
+        assert part in table_text
+
+    body = {"prompt": "SLOW", "max_tokens": 150}
+    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+    stream_body = {**body, "stream": True}
+    streaming, streamed = in_thread(
+        lambda: httpx.post(f"{url}/v1/completions", json=stream_body, timeout=30)
+    )
+    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
+    process.popen.send_signal(signal.SIGTERM)
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    refused = httpx.post(f"{url}/v1/completions", json=body)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    thread.join()
+    streaming.join()
+    assert results[0].json()["usage"]["completion_tokens"] == 150
+    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
+    assert process.wait() == 0
+    assert "Traceback" not in process.text
+    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
+    assert "/health" not in process.text
+
+
+def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) -> None:
+    process = run("--port", "0", "--shutdown-timeout", "0.2")
+    url = process.url
+    body = {"prompt": "STUCK", "max_tokens": 40}
+    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
+    stream = {"prompt": "SLOW", "max_tokens": 400, "stream": True}
+    streaming, streamed = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=stream))
+    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
+    process.popen.send_signal(signal.SIGINT)
+    thread.join()
+    streaming.join()
+    assert results[0].status_code == 503
+    assert results[0].json()["error"]["code"] == "draining"
+    assert '"code":"draining"' in streamed[0].text and streamed[0].text.endswith("[DONE]\n\n")
+    assert process.wait() == 0
+    assert "Traceback" not in process.text
+
+
+def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
+    process = run("--port", "0")
+    url = process.url
+    body = {"prompt": "STUCK", "max_tokens": 40}
+    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
+    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 1)
+    process.popen.send_signal(signal.SIGTERM)
+    wait_until(lambda: "again to stop at once" in process.text)
+    process.popen.send_signal(signal.SIGTERM)
+    thread.join()
+    assert results[0].status_code == 503
+    assert process.wait() == 0
+
+
+def test_health_while_loading(run: Callable[..., Process]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = run("--port", str(port), start_delay=30.0)
+
+    def status() -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+        except httpx.ConnectError:
+            return 0
+
+    wait_until(lambda: status() == 503, 20)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert "Traceback" not in process.text
+
+
+def test_errors_at_the_start(run: Callable[..., Process]) -> None:
+    message = "model-00002-of-00003.safetensors is missing"
+    process = run("--port", "0", start_error=message)
+    assert process.wait() == 1
+    assert process.text.splitlines()[1:] == [f"kvserve serve: error: {message}"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = run("--port", str(taken.getsockname()[1]))
+        assert process.wait() == 1
+    assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 2
+    process = run("--port", "0", "--ssl-keyfile", "/none", "--ssl-certfile", "/none")
+    assert process.wait() == 1
+    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        # One byte too many: what is left unread when a server closes may cost its answer.
+        ((b"GET /health HTTP/1.1\r\n" + b"X-Filler: a\r\n" * MAX_HEAD)[: MAX_HEAD + 1], 431),
+        ((b"GET /health HTTP/1.1\r\nX-Filler: " + b"a" * MAX_HEAD)[: MAX_HEAD + 1], 431),
+        ((b"GET /" + b"a" * MAX_HEAD)[: MAX_HEAD + 1], 431),
+        (b"HALLO\r\n\r\n", 400),
+        (b"POST /health HTTP/1.1\r\nContent-Length: 90000\r\n\r\n" + b"a" * 90_000, 405),
+    ],
+)
+def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
+    address = plain.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=5) as client:
+        client.sendall(data)
+        answer = b""
+        while not answer.endswith(b"}}") and (part := client.recv(10_000)):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 %d " % status) and b'{"error":{"message":"' in answer
+    assert httpx.get(f"{plain.url}/health").status_code == 200
+
+
+def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:
+    process = run("--port", "0")
+    response = httpx.post(f"{process.url}/v1/completions", json={"prompt": "DIE"})
+    assert response.status_code == 500
+    assert httpx.get(f"{process.url}/health").status_code == 503
+    assert process.wait() == 1
+    assert "the engine stopped: out of memory" in process.text
+    assert "Traceback" not in process.text
+
+
+def test_table() -> None:
+    assert table(("feature", "state", "why"), [("a", "on", ""), ("long name", "off", "x")]) == (
+        "feature    state  why\na          on\nlong name  off    x"
+    )

@@ -1,0 +1,204 @@
+"""Kind starts and ends: something is said at once, flags are read before a model is, and whoever
+is told to stop while it loads stops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvserve.config import EngineConfig
+from kvserve.engine.runner import memory
+from kvserve.log import ConfigError
+from tests.server.cli.test_runner import Process
+from tests.server.conftest import wait_until
+
+SMALL = ("--model", "kvserve/tiny", "--port", "0", "--num-gpu-blocks-override", "200")
+
+
+def start(*argv: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvserve", *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
+    )
+
+
+def test_the_first_line_comes_before_anything_is_loaded() -> None:
+    """Before torch, which takes seconds: the modules that are loaded by then say so."""
+    code = (
+        "import logging, sys\n"
+        "class Look(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        print(record.getMessage(), 'torch' in sys.modules, 'fastapi' in sys.modules)\n"
+        "        sys.stdout.flush(); import os; os._exit(0)\n"
+        "logging.getLogger('kvserve').addHandler(Look())\n"
+        "from kvserve.server.cli.commands import main\n"
+        "main(['--model', 'kvserve/tiny', '--port', '0'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert re.match(r"kvserve \S+ starts with kvserve/tiny .*False False", done.stdout), done
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--allow-request-policy", "listed", "--request-policies", "kara", "no"), "'no'"),
+        (("--read-timeout", "0"), "--read-timeout"),
+        (("--max-connections", "0"), "--max-connections"),
+        (("--chat-template", "/nowhere/at/all"), "--chat-template"),
+    ],
+)
+def test_flags_are_read_before_a_model_is_loaded(flags: tuple[str, ...], named: str) -> None:
+    """The engine would take half an hour."""
+    process = Process({"start_delay": 1800.0}, "--model", "m", "--port", "0", *flags)
+    try:
+        assert process.popen.wait(120) in (1, 2)
+        wait_until(lambda: named in process.text)
+    finally:
+        process.popen.kill()
+
+
+def test_the_tokenizer_is_looked_at_before_a_model_is_loaded() -> None:
+    command = [sys.executable, "-c", CODE_WITHOUT_THINKING, "--reasoning-parser", "qwen3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "--reasoning-parser" in done.stderr, done.stderr
+
+
+CODE_WITHOUT_THINKING = """
+import sys
+from kvserve.server.cli import commands, runner
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
+FakeTokenizer.encode = lambda self, text, add_special_tokens=True: [5, 6]
+runner.make_engine = lambda config: FakeEngine(start_delay=1800.0)
+commands.main(["--model", "m", "--port", "0", *sys.argv[1:]])
+"""
+
+
+def test_sigterm_while_it_loads_ends_it() -> None:
+    process = Process({"start_delay": 1800.0}, "--model", "m", "--port", "0")
+    try:
+        wait_until(lambda: "starts with" in process.text, 120)
+        time.sleep(3)  # imports take as long as they like: both before and in the loop it ends
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+        assert "stopped before" in process.text and "Traceback" not in process.text
+    finally:
+        process.popen.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"kv_cache_memory": 2**40}, "--kv-cache-memory"),
+        ({"num_gpu_blocks_override": 2**30}, "--num-gpu-blocks-override"),
+        ({"kv_cache_memory": 2**33, "tensor_parallel_size": 4}, "--kv-cache-memory"),
+    ],
+)
+def test_a_pool_beyond_the_memory_is_refused(settings: dict[str, Any], flag: str) -> None:
+    """The system gives any address; the process dies once it writes there."""
+    config = EngineConfig.from_flat(**settings)
+    with pytest.raises(ConfigError, match=f"{flag}.*GiB"):
+        memory.check_pool(config, 16384, 24 * 2**30)
+    memory.check_pool(EngineConfig.from_flat(kv_cache_memory=2**30), 16384, 24 * 2**30)
+
+
+def test_the_memory_of_a_container_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("2147483648\n")
+    (tmp_path / "memory.current").write_text("147483648\n")
+    assert memory._left_in_group(tmp_path) == 2_000_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._left_in_group(tmp_path) > 2**60
+
+
+# ---- the real command ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_tib_is_refused_by_the_command() -> None:
+    process = start(*SMALL[:4], "--kv-cache-memory", "1TiB")
+    _, text = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "--kv-cache-memory" in text and "1024.0 GiB" in text and "Traceback" not in text
+
+
+def _without_compiler(folder: Path) -> dict[str, str]:
+    """A PATH that has Python and nothing else."""
+    (folder / "bin").mkdir()
+    os.symlink(sys.executable, folder / "bin" / "python3")
+    return {"PATH": str(folder / "bin"), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def _unwritable(folder: Path) -> dict[str, str]:
+    """A cache folder that is a file, which not even root can write in."""
+    (folder / "cache").write_text("")
+    return {"XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder)}
+
+
+def _cold(folder: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (_without_compiler, r"attention backend cpu is not there: no g\+\+ found"),
+        (_unwritable, r"compiling paged_attention.cpp with g\+\+ into \S*kvserve-\d+, once"),
+        (_cold, r"compiling linear.cpp with g\+\+ into \S*cache/kvserve, once"),
+    ],
+    ids=["no compiler", "unwritable cache", "cold cache"],
+)
+def test_it_starts_and_says_what_it_does(
+    environment: Callable[[Path], dict[str, str]], said: str, tmp_path: Path
+) -> None:
+    assert shutil.which("g++"), "the machine of the tests has a compiler"
+    process = start(*SMALL, **environment(tmp_path))
+    lines: list[str] = []
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"http://[^\s]+", line):
+                break
+        text = "".join(lines)
+        assert found, text
+        assert re.search(said, text), text
+        body = {"prompt": "Hello", "max_tokens": 3}
+        assert httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60).status_code == 200
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_sigterm_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
+    """No process, no unfinished file."""
+    process = start(*SMALL, **_cold(tmp_path))
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "compiling" in line:
+            break
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(60) == 0
+    left = list((tmp_path / "cache" / "kvserve").iterdir())
+    assert all(re.fullmatch(r"\w+-[0-9a-f]{16}\.so", file.name) for file in left), left
+    mine = str(tmp_path).encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                assert mine not in (folder / "cmdline").read_bytes()
+            except OSError:
+                continue

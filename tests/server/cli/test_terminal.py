@@ -1,0 +1,84 @@
+"""``kvserve chat`` and ``kvserve complete`` against a server."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import threading
+
+import pytest
+
+from kvserve.server.cli import commands as cli
+from tests.server.conftest import RunningServer, StartServer, wait_until
+from tests.server.fake_engine import FakeEngine
+
+
+def run(server: RunningServer, *argv: str) -> int:
+    return cli.run([*argv, "--url", f"{server.url}/v1"])
+
+
+def test_one_answer(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-tokens", "3", "--kv-policy", '{"name": "kara", "window": 64}', "--stats")
+    assert run(server, "complete", "-q", "hi", *options) == 0
+    out, err = capsys.readouterr()
+    assert out == "0 1 2 \n"
+    assert "policy kara" in err and "3 + 3 tokens" in err
+    assert server.engine.seen[-1][1].kv_policy == {"name": "kara", "window": 64}
+
+
+def test_a_conversation(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"one\n\n{'x' * 900}\ntwo\n"))
+    argv = ("chat", "--system-prompt", "be brief", "--max-tokens", "2", "--temperature", "0")
+    assert run(server, *argv) == 0
+    out, err = capsys.readouterr()
+    assert out == "0 1 \n0 1 \n"
+    assert err.startswith("error: ") and "context" in err
+    assert server.engine.tokenizer is not None
+    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
+    assert text == "<system>be brief<user>one<assistant>0 1 <user>two<assistant>"
+
+
+def test_an_answer_that_is_stopped(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("SLOW\ntwo\n"))
+
+    def interrupt() -> None:
+        wait_until(lambda: bool(server.state.generations), 30)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
+    try:
+        thread.start()
+        assert run(server, "chat", "--max-tokens", "100") == 0
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    out, err = capsys.readouterr()
+    assert "stopped" in err and out.endswith("99 \n")
+    wait_until(lambda: not server.state.generations)
+    assert len(server.engine.aborted) == 1
+    assert server.engine.tokenizer is not None
+    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
+    assert text == "<user>two<assistant>"
+
+
+def test_errors(
+    server: RunningServer, start_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "a"]) == 1
+    assert "--url" in capsys.readouterr().err
+    assert cli.run(["chat", "--url", server.url, "-q", "a", "--max-tokens", "1"]) == 0
+    assert run(server, "chat", "-q", "a", "--kv-policy", "{") == 1
+    assert "--kv-policy" in capsys.readouterr().err
+    assert run(server, "complete", "-q", "a", "--model-name", "gpt-9") == 1
+    assert "gpt-9" in capsys.readouterr().err
+    keyed = start_server(FakeEngine(), api_keys=("k",))
+    assert run(keyed, "chat", "-q", "a") == 1
+    assert "API key" in capsys.readouterr().err
+    assert run(keyed, "chat", "-q", "a", "--api-key", "k", "--max-tokens", "1") == 0
+    assert run(keyed, "chat", "-q", "DIE", "--api-key", "k") == 1

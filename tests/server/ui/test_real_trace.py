@@ -1,0 +1,71 @@
+"""``kv_trace`` and ``/v1/kv/events`` of a server with an engine process and the shipped model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import wait_until
+from tests.server.real_server import Server
+
+KARA = ("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server(*KARA, "--allow-kv-trace", "--num-gpu-blocks-override", "300")
+    yield server
+    server.stop()
+
+
+def test_what_was_dropped_is_what_usage_says(server: Server) -> None:
+    answer = server.complete(max_tokens=300, ignore_eos=True, kv_trace=True).json()
+    (choice,), details = answer["choices"], answer["usage"]["kv_cache_details"]
+    start, *events = choice["kv_trace"]
+    layers, heads = len(start["dropped"]), len(start["dropped"][0])
+    assert (start["reason"], layers, heads) == ("start", 4, 2)
+    assert len(events) == details["compactions"] > 2
+    runs = [runs for event in events for row in event["dropped"] for runs in row]
+    dropped = sum(sum(lane[1::2]) - sum(lane[::2]) for lane in runs)
+    assert layers * heads * details["logical_tokens"] - dropped == details["held_entries"]
+    assert sum(event["blocks_released"] for event in events) == details["blocks_released"]
+    assert all(event["queries"] for event in events)
+
+
+def test_more_than_is_followed_at_once_is_refused(server: Server) -> None:
+    body: dict[str, Any] = {"max_tokens": 4000, "ignore_eos": True, "kv_trace": True, "n": 80}
+    answer = server.complete(**body)
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "too_many_traces"
+    assert answer.headers["Retry-After"]
+    wait_until(server.idle, 30)
+
+
+def test_the_stream_shows_the_request_that_runs(server: Server) -> None:
+    asked = threading.Thread(target=server.complete, kwargs={"max_tokens": 800, "ignore_eos": True})
+    asked.start()
+    seen: list[dict[str, Any]] = []
+    with server.http.stream("GET", "/v1/kv/events") as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            seen.append(json.loads(line.removeprefix("data: ")))
+            if len(seen) > 200 or (not asked.is_alive() and not seen[-1]["requests"]):
+                break
+    asked.join()
+    assert seen[0]["cells"], "the first event came before there was a view"
+    running = [event for event in seen if event["requests"] and event["cells"]]
+    assert running
+    for event in running:
+        runs = event["cells"]["runs"]
+        counts = dict.fromkeys(range(5), 0)
+        for owner, count in zip(runs[::2], runs[1::2], strict=True):
+            counts[owner] += count
+        (request,) = event["requests"]
+        assert sum(counts.values()) == event["blocks_total"] == 300
+        assert counts[0] == event["blocks_free"] and counts[1] == event["blocks_cached"]
+        assert counts[4] + counts[2] == request["blocks"] and counts[2] == request["log_blocks"]
+    assert any(event["requests"][0]["compactions"] for event in running)

@@ -1,0 +1,113 @@
+"""The live page's files and the API's pages: from this package alone, and open without a key."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import kvserve
+from kvserve.benchmarks.datasets.tasks import make_samples
+from tests.server.conftest import RunningServer, StartServer
+
+PAGE = Path(kvserve.__file__).parent / "server" / "ui" / "page"
+SCRIPTS = sorted(PAGE.glob("*.js"))
+PAGES = ("/", "/docs", "/redoc")
+
+
+class Links(HTMLParser):
+    """What a page loads or leads to, its ids, and what is written into attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.inline: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("src", "href"):
+                self.links.append(value or "")
+            elif name == "id":
+                self.ids.append(value or "")
+            elif name == "style" or name.startswith("on"):
+                self.inline.append(f"{tag} {name}")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_pages_and_all_they_load_come_from_this_server(server: RunningServer, path: str) -> None:
+    answer = server.http.get(path)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    page = Links(answer.text)
+    assert page.links and not page.inline
+    assert len(page.ids) == len(set(page.ids))
+    for link in page.links:
+        assert ":" not in link and not link.startswith("/"), "a proxy may publish it under a prefix"
+        assert server.http.get(f"/{link}").status_code == 200
+
+
+def test_scripts_load_only_each_other_and_write_no_markup(server: RunningServer) -> None:
+    for script in SCRIPTS:
+        text = script.read_text()
+        answer = server.http.get(f"/ui/{script.name}")
+        assert answer.text == text and answer.headers["content-type"].startswith("text/javascript")
+        for name in re.findall(r'from "(.*?)"', text):
+            assert (PAGE / name.removeprefix("./")).is_file() and name.startswith("./")
+        for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert danger not in text, f"{script.name}: {danger}"
+        for place in re.findall(r'"(https?://[^"]*)"', text):
+            assert place == "http://www.w3.org/2000/svg"
+
+
+def test_every_element_that_a_script_asks_for_is_there() -> None:
+    ids = {name: set(Links((PAGE / name).read_text()).ids) for name in ("index.html", "docs.html")}
+    for script in SCRIPTS:
+        wanted = set(re.findall(r'\$\("([\w-]+)"\)', script.read_text()))
+        pages = ["docs.html"] if script.name == "docs.js" else ["index.html"]
+        for page in pages:
+            assert wanted <= ids[page], f"{script.name}: {wanted - ids[page]}"
+
+
+def test_files_are_few_and_short() -> None:
+    files = list(PAGE.iterdir())
+    assert len(files) <= 20
+    for file in files:
+        assert len(file.read_text().splitlines()) <= 350, file.name
+
+
+def test_no_ui_and_no_docs(start_server: StartServer) -> None:
+    bare = start_server(ui=False, docs=False)
+    for path in (*PAGES, "/ui/app.js", "/ui/style.css", "/openapi.json"):
+        assert bare.http.get(path).status_code == 404
+    docs_alone = start_server(ui=False)
+    assert docs_alone.http.get("/").status_code == 404
+    assert docs_alone.http.get("/docs").status_code == 200
+    assert docs_alone.http.get("/ui/docs.js").status_code == 200
+    assert docs_alone.http.get("/ui/../routes.py").status_code == 404
+
+
+def test_the_examples_are_the_tasks(server: RunningServer) -> None:
+    examples = json.loads(server.http.get("/ui/examples.json").text)
+    assert [example["task"] for example in examples] == ["chain", "needle-512", "long-chain-1000"]
+    for example in examples:
+        (sample,) = make_samples(example["task"], 1, 0)
+        assert example["prompt"] == sample.turns[0]
+
+
+def test_nothing_of_the_page_changes_the_server_without_the_key(
+    start_server: StartServer,
+) -> None:
+    server = start_server(api_keys=("k",))
+    for path in ("/", "/ui/app.js", "/docs"):
+        assert server.http.get(path).status_code == 200
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert server.http.request(method, path).status_code == 405
+    for path in ("/v1/kv/events", "/server_info", "/v1/kv/policies", "/openapi.json"):
+        assert server.http.get(path).status_code == 401
+    for path in ("/v1/chat/completions", "/tokenize", "/reset_prefix_cache", "/abort_requests"):
+        assert server.http.post(path, json={}).status_code == 401
