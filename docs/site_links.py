@@ -15,7 +15,7 @@ from typing import Any
 log = logging.getLogger("mkdocs.hooks.site_links")
 
 _ROOT = Path(__file__).resolve().parents[1]
-_FENCE = re.compile(r"^(\s*)(```|~~~).*?^\1\2\s*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 

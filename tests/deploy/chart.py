@@ -1,7 +1,7 @@
 """The chart of deploy/helm as manifests: what its templates use of Helm's language, and no more.
 
-Actions with trimming, ``if``/``else``, ``define``/``include``, fields and pipelines of the functions
-below. A template that uses anything else is an error here, not a silent difference.
+Actions with trimming, ``if``/``else``, ``define``/``include``, fields and pipelines of the
+functions below. A template that uses anything else is an error here, not a silent difference.
 """
 
 from __future__ import annotations
