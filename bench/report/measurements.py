@@ -227,7 +227,7 @@ SUITE = (
         "eval --tasks chain redundant-chain --num-samples 100 --threads 1 "
         + flags(
             KARA + ",ratio=0.4" + scores + ablation
-            for scores in ("", ",query_source=recompute,query_reduce=heads,query_aggregate=sum")
+            for scores in ("", ",query_source=recompute,query_aggregate=sum,group_aggregate=mean")
             for ablation in ("", ",queries=buffer", ",chunk_budget=0")
         ),
         minutes=3,
