@@ -6,12 +6,12 @@ from pathlib import Path
 
 # What replaces a flag's values, where the command has that flag; a flag never given is not added.
 _VALUES = {
-    "--num-prompts": ["2"],
+    "--num-prompts": ["1"],
     "--num-samples": ["1"],
     "--repeat": ["1"],
     "--pool-share": ["1"],
     "--pool-shares": ["1"],
-    "--max-num-seqs": ["2"],
+    "--max-num-seqs": ["1"],
     "--output-len": ["40"],
     "--output-lens": ["24", "40"],
     "--input-len": ["32"],
