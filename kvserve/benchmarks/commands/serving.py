@@ -260,5 +260,5 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
 async def _first_model(client: ServingClient) -> str:
     models = await client.get("/v1/models")
     if not models or not models.get("data"):
-        raise ConfigError("--model: the server's /v1/models names none; give one")
+        raise ConfigError("--model: the server's /v1/models lists no model; name one")
     return str(models["data"][0]["id"])
