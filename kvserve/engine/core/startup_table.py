@@ -69,16 +69,6 @@ def plan_rows(
     ]
 
 
-def policy_state(policy: Policy) -> str:
-    """Its name and the fields that differ from their defaults: ``kara, window 128, buffer 16``."""
-    given = [
-        f"{item.name} {getattr(policy, item.name)}"
-        for item in fields(policy)  # type: ignore[arg-type]
-        if getattr(policy, item.name) != item.default
-    ]
-    return ", ".join([policy.name, *given])
-
-
 def _entries_row(plan: RankPlan) -> Row:
     """What a token's entry is stored as, and how many bytes it takes."""
     dim, lanes = plan.spec.head_dim, plan.spec.num_layers * plan.layout.num_kv_heads
@@ -176,6 +166,16 @@ def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
     if defaults.left_out:
         reason = f"generation_config.json, but {_listed(defaults.left_out)} is out of range"
     return "sampling defaults", _listed(defaults.sampling) or "none", reason
+
+
+def policy_state(policy: Policy) -> str:
+    """Its name and the fields that differ from their defaults: ``kara, window 128, buffer 16``."""
+    given = [
+        f"{item.name} {getattr(policy, item.name)}"
+        for item in fields(policy)  # type: ignore[arg-type]
+        if getattr(policy, item.name) != item.default
+    ]
+    return ", ".join([policy.name, *given])
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
