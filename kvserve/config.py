@@ -116,8 +116,8 @@ class CacheConfig:
     )
     kv_layout: str = setting(
         "auto",
-        "whose cache lengths may differ: nobody's (model), those of layers (layer) or of KV heads "
-        "(head); auto is what --policy needs",
+        "where cache lengths may differ: nowhere (model), between layers (layer), or also between "
+        "KV heads (head); auto is what --policy needs",
         choices=("auto", "model", "layer", "head"),
     )
     kv_cache_dtype: str = setting(

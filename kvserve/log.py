@@ -45,7 +45,7 @@ class RequestError(ValueError):
 
 
 class SequenceError(RuntimeError):
-    """Something failed over these sequences alone: they end, and nobody else has to."""
+    """A failure that concerns these sequences alone: only they end."""
 
     def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
         super().__init__(message)

@@ -177,8 +177,8 @@ class DrainingServer(uvicorn.Server):
 async def _tell_while_loading(
     state: ServerState, serving: asyncio.Task[None], loading: asyncio.Task[None]
 ) -> None:
-    """Until the model is loaded, or nobody wants it any more; says every ten seconds that it is
-    still loading, and what is wrong with the tokenizer as soon as there is one."""
+    """Wait until the model is loaded or the server is stopped. Log every ten seconds that it is
+    still loading; check the tokenizer as soon as there is one."""
     started, tasks = time.monotonic(), (serving, loading)
     told, checked = 1, False
     while not (serving.done() or loading.done()):
@@ -193,7 +193,7 @@ async def _tell_while_loading(
 
 
 def _connections_that_fit(wanted: int) -> int:
-    """As many as the process may have open files for, some aside; asks for the most it may."""
+    """At most as many connections as open files allow; raises the limit where that is allowed."""
     try:
         import resource
     except ImportError:
