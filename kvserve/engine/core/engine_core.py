@@ -110,9 +110,8 @@ class EngineCore:
         return [self._finished(seq) for seq in known]
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; what running sequences hold stays theirs."""
-        if self.scheduler.blocks.prefix_cache is not None:
-            self.scheduler.blocks.prefix_cache.clear()
+        """Forget every cached block and continuation; what running sequences hold stays theirs."""
+        self.scheduler.blocks.idle.clear()
 
     def step(self) -> StepOutputs:
         """Wait for a step and report its tokens; where steps overlap, start the next one first."""
