@@ -22,7 +22,8 @@ class KVCacheDetails:
     ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks that
     held its entries at its end, ``log_bytes`` those of its logged queries. Of its entries
     ``coded_entries`` were held as codes, with ``codebook_entries`` vectors for their keys and
-    values. Choices of one request are summed.
+    values. ``resumed_tokens`` were held already by what an earlier turn had left. Choices of one
+    request are summed.
     """
 
     policy: str = "none"
@@ -37,6 +38,7 @@ class KVCacheDetails:
     log_bytes: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
+    resumed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,10 @@ class CompactionCounts:
 class EngineStats:
     """The engine's state and counters (totals since start).
 
-    ``blocks_cached`` are those that only the prefix cache names: they make room when needed. The
+    ``blocks_cached`` are those that only the prefix cache and continuations name: they make room
+    when needed. ``continuations`` name ``continuation_blocks``, shared ones among them; of the
+    sequences that could have gone on from one, ``resumed_total`` did, from ``resumed_tokens_total``
+    tokens, and ``continuation_misses`` did not, each with its cause. The
     pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
@@ -182,6 +187,11 @@ class EngineStats:
     coded_entries: int = 0
     codebook_entries: int = 0
     compaction_counts: tuple[CompactionCounts, ...] = ()
+    continuations: int = 0
+    continuation_blocks: int = 0
+    resumed_total: int = 0
+    resumed_tokens_total: int = 0
+    continuation_misses: tuple[tuple[str, int], ...] = ()
     iterations: tuple[int, ...] = ()
     iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()

@@ -37,7 +37,7 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self._column_of: IntArray = np.full(num_blocks, -1, np.int32)
         self.clock = 0
-        """Counts uses of what is held for later: prefix columns and continuations go by one clock."""
+        """Counts uses of what is held for later: prefix columns and continuations go by it."""
         self.only_cached: IntArray = np.zeros(0, np.int32)
         """Of each column of the prefix cache, the blocks that nobody else names.
 
@@ -85,7 +85,7 @@ class BlockPool:
         return set(self._column_of[blocks].tolist()) - {-1}
 
     def count_idle(self, kept: IntArray) -> int:
-        """Blocks named by ``kept [num_blocks]`` references, and by nobody else but the prefix cache."""
+        """Blocks that ``kept [num_blocks]`` references name, and only the prefix cache beside."""
         named: IntArray = np.flatnonzero(kept)
         others = kept[named] + (self._column_of[named] >= 0)
         return int(np.count_nonzero(self.ref[named] == others))

@@ -163,8 +163,8 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class BegunTurns:
-    """Rows that are computed again and have come to where a later turn of their conversation begins:
-    queries are logged from ``log_from [n]`` on. ``rows [n]`` are those before everything else."""
+    """Rows that are computed again and have come to where a later turn of their conversation
+    begins: queries are logged from ``log_from [n]`` on. ``rows [n]`` are those before all else."""
 
     rows: IntArray
     log_from: IntArray

@@ -103,5 +103,5 @@ class Sequence:
         return max(due, self.replay_until) if position < self.replay_until else due
 
     def next_stop(self, event: int, turn: int = 0) -> int:
-        """Where a row stops next that has begun ``turn`` turns: at its next event, or another turn."""
+        """Where a row stops next that has begun ``turn`` turns: at its event, or another turn."""
         return event if turn >= len(self.turns) else min(event, self.turns[turn].start)

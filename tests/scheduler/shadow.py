@@ -400,7 +400,9 @@ class ShadowRunner:
         for position in range(first, last):
             for lane in self.lanes:
                 logged = self.log_memory[self._query_slot(row, lane, position)]
-                assert logged == (self._logger(row, position), position), "a needed query is not in the log"
+                assert logged == (self._logger(row, position), position), (
+                    "a needed query is not in the log"
+                )
 
     def _slot(self, row: int, lane: Lane, index: int) -> Slot:
         column = index // self.size

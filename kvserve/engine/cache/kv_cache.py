@@ -30,7 +30,7 @@ from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import BlockCopies, SwapTask
+from kvserve.scheduler.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most that blocks take at once on their way to host memory or back, on the device and pinned."""
@@ -109,9 +109,12 @@ class KVCache:
             self.query_log.store(place, batch.query_slots[group], q, shares)
 
     def swap(
-        self, outs: tuple[SwapTask, ...], copies: BlockCopies, ins: tuple[SwapTask, ...]
+        self,
+        outs: tuple[SwapTask, ...],
+        ins: tuple[SwapTask, ...],
+        copies: BlockCopies = NO_COPIES,
     ) -> None:
-        """Copy blocks to host memory, then others to where rows write on in them, then blocks back.
+        """Copy blocks to host memory and others on the device, then blocks back.
 
         Logged queries are blocks like others.
         """

@@ -1,7 +1,7 @@
 """Conversations that go on: rows that sequences leave behind, and rows that begin with those.
 
-A row that is left is parked as in ``swap_space``, but by reference and not for its own sequence: for
-all whose prompts begin with its tokens.
+A row that is left is parked as in ``swap_space``, but by reference and not for its own sequence:
+for all whose prompts begin with its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from kvserve.scheduler.trigger import RowState
 @dataclass(frozen=True, slots=True)
 class NextTurn:
     """How a sequence goes on: it stops next at ``due``, computes up to ``target`` at once, and logs
-    from ``log_from`` on; ``blocks`` are wanted for that. The ``row`` may be gone from the store when it is shared."""
+    from ``log_from`` on; ``blocks`` are wanted for that. The ``row`` may have left the store by the
+    time it is shared.
+    """
 
     resumption: Resumption
     row: SavedRow

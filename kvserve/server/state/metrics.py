@@ -226,6 +226,8 @@ class Metrics:
         yield counter("kv_swaps", "Preemptions to host memory", lambda s: s.swaps_total)
         yield gauge("kv_coded_entries", "Entries held as codes", lambda s: s.coded_entries)
         yield gauge("kv_codebook_entries", "Vectors coded with", lambda s: s.codebook_entries)
+        if self._config.cache.continuations == "on":
+            yield from self._continuation_families(engines)
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -240,6 +242,27 @@ class Metrics:
         )
         yield self._counter_by(
             "kv_blocks_released", "Released blocks by policy", ("policy",), released
+        )
+
+    def _continuation_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge("kv_continuations", "Rows kept for next turns", lambda s: s.continuations)
+        yield gauge(
+            "kv_continuation_blocks",
+            "Blocks they name, shared ones among them",
+            lambda s: s.continuation_blocks,
+        )
+        yield counter("kv_resumed", "Sequences that went on from one", lambda s: s.resumed_total)
+        yield counter(
+            "kv_resumed_tokens", "Tokens they went on from", lambda s: s.resumed_tokens_total
+        )
+        missed: Counts = {
+            (engine, cause): count
+            for engine, stats in engines.items()
+            for cause, count in stats.continuation_misses
+        }
+        yield self._counter_by(
+            "kv_continuation_misses", "Sequences that found none, and why", ("cause",), missed
         )
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
