@@ -65,8 +65,8 @@ class Dataset:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = False) -> None:
-    """``--dataset``, ``--num-prompts`` and the flags of every dataset; ``timed``: of those that take
-    a running server, too."""
+    """``--dataset``, ``--num-prompts`` and the flags of every dataset; ``timed``: of those too that
+    take a running server."""
     datasets = {
         name: each for name, each in DATASETS.items() if timed or not (each.timed or each.client)
     }

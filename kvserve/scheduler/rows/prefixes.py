@@ -23,7 +23,7 @@ class Prefixes:
         return self._blocks.match(hashes[: max(limit, 0) // self._size])
 
     def hashes(self, seq: Sequence, token_ids: IntArray, known: list[bytes]) -> list[bytes]:
-        """Those of all columns of ``token_ids``, with which ``seq`` begins; ``known`` ones first."""
+        """Those of all columns of ``token_ids``, with which ``seq`` begins; some are ``known``."""
         seq.column_hashes = column_hashes(token_ids, self._size, known, seq.cache_seed)
         return seq.column_hashes
 

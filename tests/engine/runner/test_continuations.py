@@ -18,12 +18,13 @@ from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import make_policy, policy_class
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.sampling.sampler import SampledTokens
+from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import RowState
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
-from tests.engine.runner.test_cuda_graph import SIZES, make_llm, make_plain
+from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -51,6 +52,9 @@ def goes_on(spec: dict[str, Any]) -> bool:
     rows = RowState(*(np.array([n]) for n in (37, 80, 60, 70)))
     prompt, first = make_policy(spec).event_trigger.next_turn(rows, np.array([120]))
     return bool(prompt[0] == 37 and first[0] == 70)
+
+
+PROMPT = random_prompts([37], seed=7)[0]
 
 
 @dataclass
@@ -156,3 +160,94 @@ def test_turns_are_one_sequence(
     stats = llm.stats()
     assert stats.resumed_total == 3 * len(policies)
     check_integrity(llm)
+
+
+@pytest.mark.parametrize("swap_space", [0, 1 / 512])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        ("model", KARA),
+        ("model", {**KARA, "query_source": "recompute", "protect_turns": True}),
+        ("model", {"name": "snapkv", "budget": 24, "window": 4}),
+        ("layer", UNEVEN_CASES["pyramidkv"]),
+    ],
+    ids=["kara", "protected", "snapkv", "pyramidkv"],
+)
+def test_followers_that_make_way(
+    llama_dir: Path, layout: str, policy: dict[str, Any], swap_space: float
+) -> None:
+    """Rows that lose their blocks now and then, parked or computed again with all their turns;
+    free blocks are spoilt at once. ``snapkv`` and ``pyramidkv`` cut each turn's prompt."""
+    settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on"}
+    ample = make_plain(llama_dir, policy, **settings)
+    expected = talk(ample, [policy] * 3, turns=3)
+    assert all(
+        details.compactions > turn for each in expected for turn, details in enumerate(each.details)
+    )
+    llm = make_llm(
+        llama_dir, policy, **settings, swap_space=swap_space, async_scheduling=True, max_num_seqs=8
+    )
+    watch(llm)
+    preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(1), 0.08)
+    got = talk(llm, [policy] * 3, turns=3)
+    assert [each.tokens for each in got] == [each.tokens for each in expected]
+    stats = llm.stats()
+    assert stats.preemptions_total > 3 and bool(stats.swaps_total) == bool(swap_space)
+    assert stats.resumed_total == 6
+    check_integrity(llm)
+
+
+def test_a_later_prompt_is_cut_at_its_end(llama_dir: Path) -> None:
+    """What ``snapkv`` holds of a conversation is what it would hold of all of it as one prompt."""
+    for spec, held in (
+        ({"name": "snapkv", "budget": 24, "window": 4}, lambda seen: 24),
+        ({"name": "snapkv", "ratio": "2/5", "window": 4}, lambda seen: seen * 2 // 5),
+        ({"name": "rkv", "budget": 24, "threshold": 200, "window": 4}, lambda seen: 24),
+    ):
+        llm = make_llm(llama_dir, spec, continuations="on")
+        [each] = talk(llm, [spec])
+        for turn, ((start, answer), details) in enumerate(
+            zip(each.answers, each.details, strict=True)
+        ):
+            if TURNS[turn] >= 4 + 1:
+                assert details.held_tokens == held(start) + len(answer) - 1, (spec, turn)
+
+
+def test_who_shares_what(llama_dir: Path) -> None:
+    """Salts, policies, refusals: by what a request says, and what is counted and told."""
+    llm = make_llm(llama_dir, KARA, continuations="on")
+    [first] = llm.generate([PROMPT], [params(30, cache_salt="a")], use_tqdm=False)
+    asked = [*PROMPT, *first.outputs[0].token_ids, 5, 6, 7]
+
+    def ask(**fields: Any) -> tuple[int, int]:
+        [output] = llm.generate([asked], [params(4, **fields)], use_tqdm=False)
+        return output.num_cached_tokens, output.kv_cache_details.resumed_tokens
+
+    seen = len(asked) - 4
+    assert ask() == (0, 0) and ask(cache_salt="b") == (0, 0)
+    cached, resumed = ask(cache_salt="a", kv_resume=False)
+    assert 0 < cached < len(PROMPT) and not resumed
+    assert ask(cache_salt="a", kv_policy={**KARA, "window": 24})[1] == 0
+    assert ask(cache_salt="a", kv_policy={"name": "h2o", "budget": 24})[1] == 0
+    assert ask(cache_salt="a", kv_policy="none")[1] == 0
+    assert ask(cache_salt="a") == (seen, seen)
+    misses = {cause: n for cause, n in llm.stats().continuation_misses if n}
+    assert misses == {"new": 3, "refused": 1, "policy": 1, "unsupported": 1}
+    llm.engine.core.reset_prefix_cache()
+    assert ask(cache_salt="a") == (0, 0) and llm.stats().continuations == 1
+    for field in ({"cache_salt": ""}, {"cache_salt": 3}):
+        with pytest.raises(RequestError, match="cache_salt"):
+            params(4, **field)
+
+
+def test_flags(llama_dir: Path) -> None:
+    for settings, named in (
+        ({"continuations": "maybe"}, "--continuations"),
+        ({"continuation_memory": 2**20}, "--continuation-memory"),
+        ({"continuations": "on", "continuation_memory": 0}, "--continuation-memory"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            make_llm(llama_dir, KARA, **settings)
+    llm = make_llm(llama_dir, "none", continuations="on", continuation_memory=2**20)
+    rows = {name: (state, why) for name, state, why in llm.engine.core.info.summary}
+    assert rows["continuations"][0] == "on" and "prefix cache" in rows["continuations"][1]
