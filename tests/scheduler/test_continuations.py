@@ -56,7 +56,7 @@ class Talks:
         assert self.scheduler.conversations is not None
         return self.scheduler.conversations.store
 
-    def turn(self, tokens: IntArray | list[int], output: int = 10, policy: int = KARA,
+    def turn(self, tokens: Any, output: int = 10, policy: int = KARA,
              **fields: Any) -> Sequence:  # fmt: skip
         """A request that is answered whole."""
         seq = self.sequence(tokens, output, policy, **fields)
@@ -64,15 +64,18 @@ class Talks:
         self.loop.drain()
         return seq
 
-    def sequence(
-        self, tokens: IntArray | list[int], output: int, policy: int = KARA, **fields: Any
-    ) -> Sequence:
+    def sequence(self, tokens: Any, output: int, policy: int = KARA, **fields: Any) -> Sequence:
         self._ids += 1
         seq = make(self._ids, np.array(tokens, np.int32), len(tokens), len(tokens) + output, policy)
         seq.continues_as = policy
         for name, value in fields.items():
             setattr(seq, name, value)
         return seq
+
+
+def state(*numbers: int) -> RowState:
+    prompt, computed, held, first = (np.array([n]) for n in numbers)
+    return RowState(prompt, computed, held, first)
 
 
 def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) -> Sequence:
@@ -112,7 +115,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
     """Every trigger to which a later prompt is more of the same: each entry has seen the same."""
     compared = 0
     for policy in policies_of(layout):
-        rows = RowState(*(np.array([n]) for n in (21, 60, 50, 40)))
+        rows = state(21, 60, 50, 40)
         known = TRIGGERS[policy].next_turn(rows, np.array([90]))
         if policy in NOT_COMPARED or [int(x[0]) for x in known] != [21, 40]:
             continue
@@ -197,7 +200,7 @@ def test_others_never_take_it(prefix_caching: bool) -> None:
 def test_columns_are_salted() -> None:
     """``none`` goes by the prefix cache, and that by the salt."""
     talks = Talks()
-    fields = {"policy": 0, "continues_as": None}
+    fields: dict[str, Any] = {"policy": 0, "continues_as": None}
     found = [
         talks.turn(range(2, 32), cache_seed=salted_seed(salt), **fields).num_cached_tokens
         for salt in ("a", "b", "a")

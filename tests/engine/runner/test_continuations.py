@@ -49,7 +49,9 @@ def continuing(directory: Path, layout: str) -> list[dict[str, Any]]:
 
 def goes_on(spec: dict[str, Any]) -> bool:
     """Whether a later prompt means to a policy what generated text does."""
-    rows = RowState(*(np.array([n]) for n in (37, 80, 60, 70)))
+    numbers = (np.array([n]) for n in (37, 80, 60, 70))
+    known, computed, held, first = numbers
+    rows = RowState(known, computed, held, first)
     prompt, first = make_policy(spec).event_trigger.next_turn(rows, np.array([120]))
     return bool(prompt[0] == 37 and first[0] == 70)
 
@@ -235,9 +237,9 @@ def test_who_shares_what(llama_dir: Path) -> None:
     assert misses == {"new": 3, "refused": 1, "policy": 1, "unsupported": 1}
     llm.engine.core.reset_prefix_cache()
     assert ask(cache_salt="a") == (0, 0) and llm.stats().continuations == 1
-    for field in ({"cache_salt": ""}, {"cache_salt": 3}):
+    for salt in ("", 3):
         with pytest.raises(RequestError, match="cache_salt"):
-            params(4, **field)
+            params(4, cache_salt=salt)
 
 
 def test_flags(llama_dir: Path) -> None:
