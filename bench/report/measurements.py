@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from bench.report.measurement import Measurement
@@ -9,6 +10,8 @@ from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
 KARA = "kara:window=128,buffer=16"
 SNAPKV = "snapkv:trigger=threshold,budget=192,threshold=224"
+DEFAULT_KARA = "kara:window=128"
+OLD_KARA = KARA + ",query_reduce=group_mean,query_dtype=model,query_aggregate=max,chunk_budget=16"
 PAPER = "kara:preset=paper,window=128,buffer=16,budget=50,period=32"
 CHAINS = "--dataset chain --threads 1"
 
@@ -27,6 +30,11 @@ def decoding_policies(retention: float) -> list[str]:
         f"rkv:{bound}",
         *(f"{name}:budget={_PROMPT + kept}" for name in ("streaming_llm", "h2o")),
     ]
+
+
+def paper_policies(retention: float) -> str:
+    """The paper's preset, which counts entries, at a share of a window's older ones."""
+    return PAPER.replace("budget=50", f"budget={16 + math.ceil(retention * 112)}")
 
 
 def flags(policies: Iterable[str]) -> str:
@@ -209,12 +217,16 @@ SUITE = (
         "Accuracy against retention, reasoning step by step",
         "Every policy that compresses while decoding, on chains of 30 sums: a prompt of about 191 "
         "tokens, a trace of 334. All but Kara hold the prompt's count and 20 to 60 % of the "
-        "trace's (up to 32 entries more between events); Kara keeps as much of each full window. "
+        "trace's (up to 32 entries more between events); Kara keeps as much of each full window: "
+        "its default, the default it had before (group means, the largest over the window, "
+        "Token2Chunk) and the paper's preset. "
         "StreamingLLM and H2O cannot leave the prompt alone, and count it in.",
         "eval --tasks chain --num-samples 100 --threads 1 --retention "
         f"{' '.join(map(str, RETENTIONS))} "
-        + flags((KARA, *(policy for r in RETENTIONS for policy in decoding_policies(r)))),
-        minutes=8,
+        + flags((DEFAULT_KARA, OLD_KARA, *map(paper_policies, RETENTIONS)))
+        + " "
+        + flags(policy for r in RETENTIONS for policy in decoding_policies(r)),
+        minutes=20,
         plots=True,
         equal_bytes=True,
     ),
@@ -227,7 +239,7 @@ SUITE = (
         "eval --tasks chain redundant-chain --num-samples 100 --threads 1 "
         + flags(
             KARA + ",ratio=0.4" + scores + ablation
-            for scores in ("", ",query_source=recompute,query_reduce=heads,query_aggregate=sum")
+            for scores in ("", ",query_source=recompute,query_aggregate=sum,group_aggregate=mean")
             for ablation in ("", ",queries=buffer", ",chunk_budget=0")
         ),
         minutes=3,

@@ -225,9 +225,11 @@ class Traffic:
         body = {**self._body(), "max_tokens": 300, "request_id": name}
         sent = asyncio.ensure_future(http.post(f"{self.url}/v1/completions", json=body))
         await asyncio.sleep(0.3)
-        ended = await http.post(f"{self.url}/abort_requests", json={"request_ids": [name]})
+        try:
+            ended = await http.post(f"{self.url}/abort_requests", json={"request_ids": [name]})
+        finally:
+            answer = await sent
         self._judge("abort", ended.status_code, ended.text)
-        answer = await sent
         self._judge("aborted", answer.status_code, answer.text, may=(499,))
 
     async def _faulty(self, http: httpx.AsyncClient) -> None:

@@ -93,9 +93,10 @@ def redundant_chain(rng: random.Random, length: int, pool: Sequence[str]) -> Sam
 
 
 def long_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
-    most = min(len(pool) - 10, (length - 10) // 54)
-    lines = rng.randint(max(1, most * 3 // 4), most)
-    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), ambiguous=True)
+    given = rng.randint(2, 10 if length > 300 else 4)
+    most = min(len(pool) - given, (length - 10 - 3 * given) // 54)
+    lines = rng.randint(max(1, most * 3 // 4), max(1, most))
+    return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), given=given)
 
 
 def copy(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:

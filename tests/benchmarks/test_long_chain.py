@@ -123,13 +123,6 @@ def test_a_line_is_told_by_its_names(task: str) -> None:
         assert len(set(recalled)) == len(recalled)
 
 
-def test_training_draws_ambiguous_programs_too() -> None:
-    sample = long_chain(random.Random(1), 30, held_out=False, ambiguous=True)
-    leads = [operands[0] for operands in sums_of(sample).values()]
-    assert len(set(leads)) < len(leads)
-    assert sample.answers[0] == work_out(sample)
-
-
 @pytest.mark.parametrize("task", SIZES)
 def test_a_window_of_recent_tokens_misses_values(task: str) -> None:
     """A quarter of the trace, kept as its latest tokens, lacks four values of a sample and more."""

@@ -66,7 +66,11 @@ def test_against_a_loop(aggregate: str, group_aggregate: str, first: int, step: 
                 }[aggregate]
             )
         pooled = torch.stack(heads)
-        expected[h] = pooled.amax(0) if group_aggregate == "max" else pooled.mean(0)
+        expected[h] = {
+            "mean": pooled.mean(0),
+            "max": pooled.amax(0),
+            "rms": pooled.square().mean(0).sqrt(),
+        }[group_aggregate]
     seen = Seen(shares, n, first, step, later)
     found = window_scores_torch(q, keys[:, before:], SCALE, aggregate, group_aggregate, seen)
     torch.testing.assert_close(found, expected)

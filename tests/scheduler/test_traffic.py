@@ -68,4 +68,4 @@ def test_steps_that_are_scheduled_before_tokens_are_known() -> None:
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_a_million_random_operations(seed: int, overlaps: bool) -> None:
-    Traffic(seed, overlaps=overlaps).run(10_000)
+    Traffic(seed, overlaps=overlaps).run(5_000)

@@ -67,14 +67,12 @@ def long_chain(
     task: str = "long-chain",
     names: tuple[str, ...] = ALL_NAMES,
     given: int = 2,
-    ambiguous: bool = False,
 ) -> Sample:
     """A program of that many lines over `given` values, worked out paragraph by paragraph."""
     drawn = draw_names(rng, lines + given, held_out, names)
     values = {name: rng.randrange(10) for name in drawn[:given]}
     stated = [f"{name}{value};" for name, value in values.items()]
-    draw = draw_ambiguous if ambiguous else draw_program
-    program = draw(rng, drawn[:given], drawn[given:])
+    program = draw_program(rng, drawn[:given], drawn[given:])
     trace = [paragraph(line, values) for line in program]
     final = program[-1].name
     turn = f"Explain {' '.join(stated)} {' '.join(line.text() for line in program)} Find {final}"
@@ -111,27 +109,6 @@ def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list
         unled.append(name)
         unrecalled.append(name)
         head = name
-    return program
-
-
-def draw_ambiguous(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
-    """As `draw_program` does, but values lead and stand in recaps as often as they are drawn."""
-    mentioned = list(given)
-    head, program = mentioned[-1], []
-    for i, name in enumerate(names, start=1):
-        last = i == len(names)
-        if not last and len(mentioned) > RECAP_SIZE and rng.random() < RECAP_SHARE:
-            recalled = tuple(rng.sample(mentioned, RECAP_SIZE))
-            program.append(Line(name, recalled))
-            _mention(mentioned, recalled)
-            continue
-        other = _draw_old(rng, [n for n in mentioned if n != head])
-        dead = not last and rng.random() < DEAD_SHARE
-        program.append(Line(name, (other, head), dead))
-        _mention(mentioned, (other, head))
-        if not dead:
-            mentioned.append(name)
-            head = name
     return program
 
 

@@ -33,6 +33,7 @@ _PAPER: dict[str, object] = {
     "query_source": "recompute",
     "query_reduce": "heads",
     "query_aggregate": "sum",
+    "group_aggregate": "mean",
 }
 
 
@@ -104,8 +105,9 @@ class Kara(Policy):
         choices=AGGREGATES,
     )
     group_aggregate: str = argument(
-        "mean",
-        "over the query heads of a KV head, where all heads score",
+        "rms",
+        "over the query heads of a KV head, where all heads score; the root mean square lets what "
+        "one head looks for count for more than a mean does, and does not forget the others",
         choices=GROUP_AGGREGATES,
     )
     values: str = argument(

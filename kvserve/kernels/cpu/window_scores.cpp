@@ -24,7 +24,7 @@ extern "C" struct WindowScores {
   int64_t codes_strides[4], key_strides[4];
   int64_t outer, inner, num_heads, num_kv_heads, window, length, later, dim;
   int64_t first, step, span;  // query i's place is first + step * i
-  int64_t aggregate, largest, is_bf16, num_threads;
+  int64_t aggregate, pool, is_bf16, num_threads;
 };
 
 namespace {
@@ -35,6 +35,7 @@ constexpr int kVectors = kMaxLanes / 4;  // of a row of logits that are computed
 constexpr int kWidth = kVectors * W;
 constexpr int kLargestDim = 256;
 enum Aggregate { kSum, kSquares, kMax };
+enum class Pool { kMean, kMax, kRms };  // over a group's heads
 
 typedef Lanes<W> X;
 typedef X::F F;
@@ -82,6 +83,7 @@ class Kernel {
   void score(int64_t lane, float* keys) const {
     float* logits = keys + call_.dim * stride_;
     float *share = logits + kRows * stride_, *pooled = share + stride_;
+    const Pool pool = static_cast<Pool>(call_.pool);
     turn(lane, keys);
     std::fill(pooled, pooled + stride_, 0.0f);
     for (int member = 0; member < group_; ++member) {
@@ -98,11 +100,14 @@ class Kernel {
         }
       }
       for (int64_t j = 0; j < stride_; ++j)
-        pooled[j] = call_.largest ? std::max(pooled[j], share[j]) : pooled[j] + share[j];
+        pooled[j] = pool == Pool::kMax    ? std::max(pooled[j], share[j])
+                    : pool == Pool::kMean ? pooled[j] + share[j]
+                                          : pooled[j] + share[j] * share[j];
     }
-    const float factor = call_.largest ? 1.0f : 1.0f / group_;
+    const float factor = pool == Pool::kMax ? 1.0f : 1.0f / group_;
+    float* out = call_.out + lane * call_.length;
     for (int64_t j = 0; j < call_.length; ++j)
-      call_.out[lane * call_.length + j] = pooled[j] * factor;
+      out[j] = pool == Pool::kRms ? std::sqrt(pooled[j] * factor) : pooled[j] * factor;
   }
 
   // Keys [n + later, D] -> [D, stride]; what fills up the last vectors is zero.

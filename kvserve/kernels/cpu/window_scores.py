@@ -13,10 +13,11 @@ from kvserve.kernels.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
 _AGGREGATES = ("sum", "sum_squares", "max")
+_GROUP_AGGREGATES = ("mean", "max", "rms")
 _POINTERS = ("codes", "scales", "shares", "keys", "out")
 _NUMBERS = (
     *("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "later", "dim"),
-    *("first", "step", "span", "aggregate", "largest", "is_bf16", "num_threads"),
+    *("first", "step", "span", "aggregate", "pool", "is_bf16", "num_threads"),
 )
 _LARGEST_DIM = 256
 
@@ -80,7 +81,7 @@ def window_scores(
         dim,
         *((0, 1, 1) if seen is None else (seen.first, seen.step, seen.span)),
         _AGGREGATES.index(aggregate),
-        group_aggregate == "max",
+        _GROUP_AGGREGATES.index(group_aggregate),
         key.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )

@@ -134,4 +134,6 @@ def logits_of(query: Queries, key: Tensor, scale: float) -> Tensor:
 def over_group(x: Tensor, reduction: str, dim: int) -> Tensor:
     if reduction == "max":
         return x.amax(dim)
+    if reduction == "rms":
+        return x.square().mean(dim).sqrt()
     return x.sum(dim) if reduction == "sum" else x.mean(dim)

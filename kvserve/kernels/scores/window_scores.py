@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 AGGREGATES = ("sum", "sum_squares", "max")
-GROUP_AGGREGATES = ("mean", "max")
+GROUP_AGGREGATES = ("mean", "max", "rms")
 
 
 def window_scores(
@@ -136,7 +136,7 @@ def window_scores_triton(
         *k.stride()[:4],
         length,
         AGGREGATE=AGGREGATES.index(aggregate),
-        LARGEST=group_aggregate == "max",
+        POOL=GROUP_AGGREGATES.index(group_aggregate),
         **options,
     )
     return out
@@ -308,7 +308,7 @@ def _shares(
     TILE: tl.constexpr,
     INT4: tl.constexpr,
     AGGREGATE: tl.constexpr,
-    LARGEST: tl.constexpr,
+    POOL: tl.constexpr,
 ):
     lane = tl.program_id(0).to(tl.int64)
     event, head = lane // HEADS, lane % HEADS
@@ -339,10 +339,14 @@ def _shares(
                 share += tl.sum(probs * probs, axis=0)
             else:
                 share = tl.maximum(share, tl.max(probs, axis=0))
-        if LARGEST:
+        if POOL == 0:
+            pooled += share
+        elif POOL == 1:
             pooled = tl.maximum(pooled, share)
         else:
-            pooled += share
-    if not LARGEST:
+            pooled += share * share
+    if POOL != 1:
         pooled = pooled / GROUP
+    if POOL == 2:
+        pooled = tl.sqrt(pooled)
     tl.store(out + lane * length + place, pooled, mask=place < length)

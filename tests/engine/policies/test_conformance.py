@@ -79,10 +79,19 @@ def generate(recorder: Recorder, requests: Sequence[tuple[list[int], Any]]) -> l
 class Lab:
     """One checkpoint, and every run on it that several tests look at."""
 
-    def __init__(self, directory: Path, layout: str, form: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layout: str,
+        form: str,
+        cases: Sequence[Case] = CASES,
+        log: str = "auto",
+    ) -> None:
         self.directory = directory
         self.layout = layout
         self.form = form
+        self.cases = {case.label: case for case in cases}
+        self.log = log
         self.alone = cache(self._alone)
         self.dense = cache(self._dense)
         self.preempted = cache(self._preempted)
@@ -90,7 +99,7 @@ class Lab:
 
     def engine(self, **settings: Any) -> Recorder:
         """All heads' queries are logged, so that requests may choose any of the cases."""
-        policy = {"name": "snapkv", "budget": 64}
+        policy = {"name": "snapkv", "budget": 64, "query_dtype": self.log}
         settings = {
             **{"max_num_seqs": 40, "dtype": "float32", "kv_layout": self.layout},
             **{"kv_cache_dtype": self.form, **settings},
@@ -112,7 +121,7 @@ class Lab:
         return self.engine(enable_prefix_caching=False)
 
     def _alone(self, label: str, roomy: bool = False) -> Run:
-        case = CASES[LABELS.index(label)]
+        case = self.cases[label]
         spec = {**case.spec, **(case.roomy if roomy else {})}
         (run,) = generate(self._one, [(IDS, spec)])
         return run
@@ -136,22 +145,23 @@ class Lab:
         Every second one has the same prompt, so the prefix cache has them share its blocks.
         """
         engine = self.engine(block_size=self.small_blocks, max_num_batched_tokens=43)
-        mates = [(ids, case.spec) for ids, case in zip(MATES * 9, CASES, strict=False)]
-        mine = [(IDS, case.spec) for case in CASES]
+        cases = self.cases.values()
+        mates = [(ids, case.spec) for ids, case in zip(MATES * 9, cases, strict=False)]
+        mine = [(IDS, case.spec) for case in cases]
         requests = [one for pair in zip(mates, mine, strict=True) for one in pair]
         runs = generate(engine, requests)[1::2]
         assert any(run.cached for run in runs)
-        return dict(zip(LABELS, runs, strict=True))
+        return dict(zip(self.cases, runs, strict=True))
 
     def _preempted(self, swap_space: int) -> dict[str, Run]:
         """All cases at once, and now and then the newest makes way."""
         engine = self.engine(swap_space=swap_space)
         scheduler = engine.llm.engine.core.scheduler
         preempt_now_and_then(scheduler, np.random.default_rng(0), 0.1)
-        runs = generate(engine, [(IDS, case.spec) for case in CASES])
+        runs = generate(engine, [(IDS, case.spec) for case in self.cases.values()])
         assert scheduler.num_preemptions > 5
         assert (scheduler.num_swaps > 2) == bool(swap_space)
-        return dict(zip(LABELS, runs, strict=True))
+        return dict(zip(self.cases, runs, strict=True))
 
     def _chunked(self, chunk: int, hits: bool) -> dict[str, Run]:
         """One case after the other, in chunks of a given size, without and with a cached prompt."""
@@ -164,7 +174,9 @@ class Lab:
         )
         if hits:
             generate(engine, [(IDS, "none")])
-        runs = {case.label: generate(engine, [(IDS, case.spec)])[0] for case in CASES}
+        runs = {
+            label: generate(engine, [(IDS, case.spec)])[0] for label, case in self.cases.items()
+        }
         assert any(run.cached for run in runs.values()) == hits
         return runs
 

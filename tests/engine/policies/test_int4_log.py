@@ -1,0 +1,125 @@
+"""Policies over queries logged in 4 bits, on the real engine: true scores, and the same scores
+however a sequence is computed."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import write_checkpoint
+from tests.engine.policies.cases import PROMPT, Case
+from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+
+_KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
+_THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
+CASES = [
+    Case("kara", _KARA, [(57, 48), (77, 59)]),
+    Case("kara", {**_KARA, "values": "fitted"}, []),
+    Case("kara", {**_KARA, "values": "fitted", "group_aggregate": "max"}, []),
+    Case("kara", {**_KARA, "group_aggregate": "rms", "query_stride": 2, "buffer": 0}, []),
+    Case("snapkv", {"budget": 14, "threshold": 22, "window": 4, **_THRESHOLD}, []),
+    Case("snapkv", {"budget": 18, "window": 5, "query_dtype": "int4"}, []),
+    Case(
+        "rkv",
+        {"budget": 24, "threshold": 40, "query_dtype": "int4", "attention": "absolute"},
+        [],
+    ),
+]
+LABELS = [case.label for case in CASES]
+EACH = pytest.mark.parametrize("label", LABELS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["model", pytest.param("head", marks=pytest.mark.slow)],
+)
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Four query heads for each KV head."""
+    checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return Lab(checkpoint, request.param, "auto", CASES, "int4")
+
+
+def test_scores_are_the_attention_of_the_true_queries(lab: Lab) -> None:
+    """Absolute attention, query by query: over all that a head held when the query ran, and over
+    what came after it. Without what the head held before the window, scores would be several times
+    as large."""
+    run = lab.alone(LABELS[0])
+    assert [(event.seen, event.held.shape[2]) for event in run.events] == CASES[0].events
+    for (absolute, within), choice in zip(expected_scores(lab, run), run.choices, strict=True):
+        torch.testing.assert_close(choice.scores[0], absolute, rtol=0.05, atol=1e-3)
+        assert (within / absolute).median() > 2
+
+
+def expected_scores(lab: Lab, run: Run) -> list[tuple[Tensor, Tensor]]:
+    """[L, Hkv, n] of each event, of absolute attention and of that within the window."""
+    dense, (first, _) = lab.dense(LABELS[0]), CASES[0].events[0]
+    layers, kv_heads, _, dim = dense.keys.shape
+    queries = dense.queries.unflatten(1, (kv_heads, -1)) * dim**-0.5
+    held, found = np.tile(np.arange(first), (layers, kv_heads, 1)), []
+    held_then, last_seen = held, 0
+    for event, choice in zip(run.events, run.choices, strict=True):
+        start, length = int(choice.plan.region_start[0]), int(choice.plan.window_len[0])
+        scores = torch.zeros(2, layers, kv_heads, length)
+        for layer, head in np.ndindex(layers, kv_heads):
+            now, then = (torch.from_numpy(x[layer, head]).long() for x in (held, held_then))
+            window = now[start : start + _KARA["window"]]
+            of_heads = torch.zeros(2, queries.shape[2], length)
+            for member, place in product(range(queries.shape[2]), window.tolist()):
+                # The window's first queries ran before the last event.
+                seen = then if place < last_seen else now
+                query, keys = queries[layer, head, member, place], dense.keys[layer, head]
+                of_heads[:, member] += probabilities(query, keys, place, seen, window, length) ** 2
+            scores[:, layer, head] = of_heads.square().mean(1).sqrt()
+        found.append((scores[0], scores[1]))
+        held_then, last_seen = held, event.seen
+        new = np.arange(event.seen, run.details.logical_tokens)
+        held = np.concatenate([event.held, np.tile(new, (layers, kv_heads, 1))], axis=2)
+    return found
+
+
+def probabilities(
+    query: Tensor, keys: Tensor, place: int, seen: Tensor, window: Tensor, length: int
+) -> Tensor:
+    """What a query gives the window's first ``length`` entries, absolute and within the window.
+
+    The log has its numbers in 4 bits, and which share of its attention the newest entries got from
+    it as it was; what it gave all that it saw follows from both.
+    """
+    step = (query.abs().max() / 7).half().float()
+    exact, rounded = ((keys @ x).double().exp() for x in (query, (query / step).round() * step))
+    seen = seen[seen <= place]
+    recent = seen[seen >= place - (place - int(window[0])) % length]
+    share = exact[recent].sum() / exact[seen].sum()
+    own, later = rounded[window].sum(), rounded[window[window > place]].sum()
+    total = torch.maximum(rounded[recent].sum() / share + later, own)
+    return rounded[window[:length]] / torch.stack([total, own])[:, None]
+
+
+@EACH
+def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, label: str) -> None:
+    same(lab.alone(label), lab.crowd[label])
+
+
+@EACH
+@pytest.mark.parametrize("swap_space", [0, 1])
+def test_a_preempted_sequence_ends_up_the_same(lab: Lab, label: str, swap_space: int) -> None:
+    same(lab.alone(label), lab.preempted(swap_space)[label])
+
+
+@EACH
+@pytest.mark.parametrize("hits", [False, True])
+def test_neither_chunks_nor_hits_matter(lab: Lab, label: str, hits: bool) -> None:
+    same(lab.alone(label), lab.chunked(16, hits)[label])
+
+
+def test_a_window_never_reached_changes_nothing(lab: Lab) -> None:
+    engine = lab.engine()
+    (full,) = generate(engine, [(IDS, "none")])
+    (run,) = generate(engine, [(IDS, {"name": "kara", "window": 200, "query_dtype": "int4"})])
+    assert run.details.compactions == 0 and len(run.tokens) + PROMPT > 60
+    assert run.tokens == full.tokens and torch.equal(run.logits, full.logits)
