@@ -30,12 +30,13 @@ TORCH_DONE := $(VENV)/.torch-installed
 RUN_DONE := $(VENV)/.kvserve-installed
 DEV_DONE := $(VENV)/.kvserve-dev-installed
 CLIENTS := .venv-acceptance
+SITE := .venv-docs
 # Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
 OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long soak acceptance lint format docs bench gpu-check bench-gpu peers clean distclean
+.PHONY: help venv install dev run test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -70,11 +71,16 @@ format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(RUN_DONE) ## write docs/policies.md and docs/compatibility.md
+docs: $(RUN_DONE) ## write docs/policies.md, docs/compatibility.md and docs/reference
 	$(BIN)/kvserve policies --markdown > docs/policies.md.new
 	mv docs/policies.md.new docs/policies.md
 	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
 	mv docs/compatibility.md.new docs/compatibility.md
+	$(BIN)/python -m kvserve.server.reference docs/reference
+
+# In an environment of its own: what builds pages has no business beside torch.
+docs-site: $(SITE)/.installed ## build the docs as a site in build/site, strict and offline (ARGS)
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
 # With matplotlib there, a plot too.
 bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (TASK, BENCH_POLICY, ARGS)
@@ -96,7 +102,7 @@ clean: ## remove caches and build outputs
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments
-	rm -rf $(VENV) $(CLIENTS) $(OTHER_TRITON) .peers
+	rm -rf $(VENV) $(CLIENTS) $(SITE) $(OTHER_TRITON) .peers
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -124,6 +130,11 @@ $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
 	$(call install-torch,$(CLIENTS)/bin/python)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@
+
+$(SITE)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv $(SITE)
+	$(SITE)/bin/python -m pip --disable-pip-version-check install '$(shell sed -n 's/^docs = \["\(.*\)"\].*/\1/p' pyproject.toml)'
 	@touch $@
 
 $(OTHER_TRITON)/triton: | $(BIN)/python

@@ -69,20 +69,23 @@ class ModelConfig:
         None, "where hub models are kept (default: the cache that HF_HOME names)"
     )
     hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
-    skip_tokenizer_init: bool = setting(False, "token ids in, token ids out")
+    skip_tokenizer_init: bool = setting(
+        False, "load no tokenizer: requests and answers are token ids"
+    )
     trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
     generation_config: str = setting(
         "auto",
-        "where default sampling settings come from: the checkpoint (auto) or nowhere (none)",
+        "where default sampling settings come from: the checkpoint's generation_config.json (auto) "
+        "or nowhere (none)",
         choices=("auto", "none"),
     )
     quantization: str | None = setting(
         None,
-        "how the weights are quantised; config.json says so itself, and this only has to agree",
+        "how the weights are quantised; config.json decides, and a value given here must agree",
         choices=("compressed-tensors", "awq"),
         aliases=("-q",),
     )
-    seed: int = setting(0, "seed of dummy weights and of requests that bring none")
+    seed: int = setting(0, "seed of random weights, and of requests that have no seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +111,8 @@ class CacheConfig:
     )
     swap_space: float | None = setting(
         None,
-        "GiB of host memory for compressed sequences that have to make way (default: as much as "
-        "the pool, at most 4; 0: they are computed again)",
+        "GiB of host memory for preempted sequences whose cache was compressed (default: as much "
+        "as the pool, at most 4; 0: they are computed again)",
     )
     continuations: str = setting(
         "off",
@@ -124,14 +127,15 @@ class CacheConfig:
     )
     kv_layout: str = setting(
         "auto",
-        "which lengths may differ; auto is what --policy needs",
+        "whose cache lengths may differ: nobody's (model), those of layers (layer) or of KV heads "
+        "(head); auto is what --policy needs",
         choices=("auto", "model", "layer", "head"),
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "what keys and values are stored as: numbers of the model's dtype (auto), or levels with a "
-        "scale for each token and head, of 8 bits (int8; fp8: e4m3) or keys of 8 and values of 4 "
-        "(k8v4)",
+        "how keys and values are stored: as numbers of the model's dtype (auto), or quantised with "
+        "a scale for each token and head: 8 bits (int8, or e4m3 as fp8), or 8 bits for keys and 4 "
+        "for values (k8v4)",
         choices=KV_CACHE_DTYPES,
     )
 
@@ -149,18 +153,19 @@ class SchedulerConfig:
     )
     async_scheduling: bool | None = setting(
         None,
-        "prepare a step while the one before it runs; a sequence that stops then computes a token "
-        "in vain (default: on a GPU)",
+        "prepare the next step while the current one runs; a sequence that ends by a stop token "
+        "then computes one token too many (default: on for a GPU)",
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "who goes first: the oldest, or the lowest priority number and then the oldest",
+        "which request runs first: the oldest (fcfs), or the one with the lowest priority number, "
+        "then the oldest (priority)",
         choices=("fcfs", "priority"),
     )
     max_num_observed_tokens: int | None = setting(
         None,
-        "most tokens whose queries the compactions of one step observe; the others wait "
-        "(default: --max-num-batched-tokens)",
+        "most queries that the compactions of one step may score with; further compactions wait "
+        "for the next step (default: --max-num-batched-tokens)",
     )
 
 
@@ -170,7 +175,8 @@ class ParallelConfig:
 
     tensor_parallel_size: int = setting(
         1,
-        "ranks that share one model: each a GPU, or a process where there is none",
+        "processes that share one model, each with a GPU of its own, or with CPU cores where there "
+        "is no GPU",
         aliases=("-tp", "--tp"),
     )
     data_parallel_size: int = setting(
@@ -180,8 +186,8 @@ class ParallelConfig:
     )
     autoscaling_config: Mapping[str, Any] = setting(
         {},
-        "Ray Serve's autoscaling of the replicas as JSON, as in '{\"max_replicas\": 4}'; they "
-        "start as --data-parallel-size",
+        "Ray Serve's autoscaling settings as JSON, as in '{\"max_replicas\": 4}'; "
+        "--data-parallel-size replicas start",
     )
 
 
@@ -195,7 +201,8 @@ class CompressionConfig:
     )
     allow_request_policy: str = setting(
         "all",
-        "what a request's kv_policy may override --policy with (none as policy always may)",
+        "which policies a request may choose by kv_policy: all, those of --request-policies "
+        "(listed), or none; the policy none is always allowed",
         choices=("all", "listed", "none"),
     )
     request_policies: tuple[str, ...] = setting(
@@ -203,13 +210,13 @@ class CompressionConfig:
     )
     task_classifier: str | None = setting(
         None,
-        "directory of a sequence classification checkpoint that names the task of windowkv's "
-        "prompts, label 0 being localization (default: the small one that ships)",
+        "directory of a sequence classifier that tells windowkv the task of a prompt; label 0 is "
+        "localization (default: the small one that ships)",
     )
     gate: str = setting(
         "off",
-        "on leaves out periodic compactions that, by the steps measured so far, would cost more "
-        "time than they save",
+        "on skips a periodic compaction that would cost more time than it saves, judged by the "
+        "steps measured so far",
         choices=("off", "on"),
     )
 
@@ -233,22 +240,22 @@ class EngineConfig:
     )
     code_attention: str = setting(
         "auto",
-        "how attention gets at entries that spindlekv holds as codes: it reads them (direct), or "
-        "each layer's are rebuilt in scratch blocks before it attends (rebuild); auto is direct "
-        "where the attention backend can",
+        "how attention reads the entries that spindlekv holds as codes: as codes (direct), or "
+        "rebuilt in scratch blocks layer by layer (rebuild); auto is direct where the attention "
+        "backend can",
         choices=("auto", "direct", "rebuild"),
     )
     grammar_backend: str = setting(
         "llguidance",
-        "what compiles JSON schemas and grammars for structured output",
+        "library that compiles JSON schemas and grammars for structured output",
         choices=("llguidance", "xgrammar"),
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(
         (),
-        "numbers of decoding sequences that a CUDA graph is captured for; others are padded to the "
-        "next (accepts 1k; default on a GPU: 1, 2, 4, 8, multiples of 16 up to 512; on a CPU none, "
-        "and sizes that are named run the same padded steps without a graph)",
+        "batch sizes to capture a CUDA graph of decoding for; a batch is padded to the next size "
+        "(accepts 1k; default on a GPU: 1, 2, 4, 8, multiples of 16 up to 512; a CPU has no "
+        "graphs, and runs the same padded steps for sizes given here)",
         aliases=("--cuda-graph-sizes",),
     )
 
@@ -335,7 +342,7 @@ def _validate(config: EngineConfig) -> None:
         ),
         (
             not (config.enforce_eager and config.cudagraph_capture_sizes),
-            "--enforce-eager leaves nothing to capture; drop --cudagraph-capture-sizes",
+            "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
         ),
         (config.parallel.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
         (config.parallel.data_parallel_size >= 1, "--data-parallel-size must be >= 1"),

@@ -7,117 +7,162 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log of a token's probability before any sampling setting, and its rank (1 = best)."""
+    """How probable a token was, before temperature, filters and penalties."""
 
     logprob: float
+    """Natural logarithm of its probability."""
     rank: int
+    """1 is the most probable token."""
     decoded_token: str = ""
+    """The token as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDetails:
-    """Proof of what the policy did to one request (``usage.kv_cache_details``).
+    """What the policy did to the cache of one request (``usage.kv_cache_details``).
 
-    ``held_tokens`` is the mean over layers and KV heads, rounded up; ``held_entries`` their sum;
-    ``evicted_tokens = logical_tokens - held_tokens``. ``held_bytes`` are those of all blocks that
-    held its entries at its end, ``log_bytes`` those of its logged queries. Of its entries
-    ``coded_entries`` were held as codes, with ``codebook_entries`` vectors for their keys and
-    values. ``resumed_tokens`` were held already by what an earlier turn had left. Choices of one
-    request are summed.
+    Counts are those at the request's end, unless a field says otherwise. The choices of one request
+    (``n`` above 1) are summed.
     """
 
     policy: str = "none"
+    """The policy's name; none is the full cache."""
     logical_tokens: int = 0
+    """Tokens of prompt and answer that the model has read."""
     held_tokens: int = 0
+    """Tokens that the cache still has: the mean over layers and KV heads, rounded up."""
     held_entries: int = 0
+    """The same as a sum over layers and KV heads."""
     evicted_tokens: int = 0
+    """``logical_tokens - held_tokens``."""
     compactions: int = 0
+    """Compression events so far; 0: the policy never had to act."""
     blocks_released: int = 0
+    """Blocks that went back to the pool while the request ran."""
     peak_blocks: int = 0
+    """Most blocks that the request had at once."""
     held_bytes: int = 0
+    """Bytes of all blocks that hold its entries."""
     log_bytes: int = 0
+    """Bytes of the blocks that hold its logged queries."""
     coded_entries: int = 0
+    """Entries that are held as codes (``spindlekv``)."""
     codebook_entries: int = 0
+    """Codebook vectors that stand for their keys and values."""
     resumed_tokens: int = 0
+    """Tokens that were held already, by what an earlier turn had left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """One event: ``reason`` is due, or pressure where it came early for want of blocks.
-
-    ``evicted_tokens`` and ``held_tokens`` (after it) are means over layers and KV heads.
-    """
+    """One compression event of a request. Token counts are means over layers and KV heads."""
 
     reason: str
+    """``due``, or ``pressure`` where it came early because blocks ran out."""
     time: float
+    """Seconds since the epoch."""
     evicted_tokens: int
+    """Tokens that left the cache."""
     held_tokens: int
+    """Tokens that are left in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVTraceEvent:
-    """One event of a request with ``kv_trace``: which of its positions left the cache.
-
-    ``dropped[layer][kv_head]`` are runs ``first, end, first, end, ...`` of the first ``seen``
-    positions. ``reason`` is that of ``Compaction``, or start: the cache is empty, and was not if
-    the sequence was preempted and begins anew. ``queries`` scored it (0: keys alone).
-    """
+    """One event of a request with ``kv_trace``: which of its positions left the cache."""
 
     reason: str
+    """``due`` or ``pressure``; ``start``: the cache is empty, because the request begins or because
+    it was preempted and begins again."""
     time: float
+    """Seconds since the epoch."""
     seen: int
+    """Positions that the cache had, or had had, when the event came."""
     dropped: list[list[list[int]]]
+    """``dropped[layer][kv_head]``: runs ``first, end, first, end, ...`` of dropped positions,
+    ``end`` excluded."""
     blocks_released: int = 0
+    """Blocks that went back to the pool."""
     queries: int = 0
+    """Queries that scored the event; 0: keys alone."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice. ``text`` and ``token_ids`` grow; ``logprobs[i]`` belongs to ``token_ids[i]``."""
+    """One choice of a request. It grows from step to step while the request runs.
+
+    Example: ``output.outputs[0].text`` is the answer, ``len(output.outputs[0].token_ids)`` its
+    length in tokens.
+    """
 
     index: int
+    """0 to ``n - 1``."""
     text: str = ""
+    """The text so far."""
     token_ids: list[int] = field(default_factory=list)
+    """The tokens so far."""
     logprobs: list[dict[int, Logprob]] | None = None
+    """For each token the most probable ones by token id, where ``logprobs`` was asked for."""
     finish_reason: str | None = None
+    """``stop``, ``length`` (``max_tokens``, the context, or a full pool), ``abort`` or ``error``;
+    ``None`` while it runs."""
     stop_reason: int | str | None = None
+    """The stop string or the stop token that ended it, if one did."""
     kv_trace: list[KVTraceEvent] | None = None
-    """Where the request asked for it; the first one is a start."""
+    """Events with the positions they dropped, where ``kv_trace`` was asked for. The first one is a
+    start."""
 
     @property
     def finished(self) -> bool:
+        """Whether ``finish_reason`` is known."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of one request after a step. The same object is updated from step to step."""
+    """One request: its choices so far, and what its cache held.
+
+    ``LLM.generate`` returns finished ones, ``AsyncEngine.generate`` yields the same object after
+    each step that changed it. Example: ``output.outputs[0].text``,
+    ``output.kv_cache_details.held_tokens``.
+    """
 
     request_id: str
+    """The id that it was given."""
     prompt: str | None
+    """The prompt's text; ``None`` where it came as token ids."""
     prompt_token_ids: list[int]
+    """The prompt's tokens."""
     outputs: list[CompletionOutput]
+    """One for each of ``n`` choices, by ``index``."""
     finished: bool = False
+    """Whether every choice has ended."""
     kv_cache_details: KVCacheDetails = field(default_factory=KVCacheDetails)
+    """What the policy did."""
     num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
     metrics: RequestMetrics | None = None
+    """When it arrived, began and ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token; the first has nothing before it that could predict it."""
+    """One for each prompt token, where asked for. The first is ``None``: nothing precedes it."""
     compactions: list[Compaction] = field(default_factory=list)
-    """Those so far, of all choices."""
+    """Its events so far, of all choices."""
     engine: str = "0"
-    """The replica that made it."""
+    """The replica that runs it."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds since the epoch, as the client of the engine saw them."""
+    """Times of one request in seconds since the epoch, as the engine's client saw them."""
 
     arrival_time: float
+    """When it was sent to the engine."""
     first_token_time: float | None = None
+    """When its first token came; ``None`` before."""
     finished_time: float | None = None
+    """When it ended; ``None`` before."""
     queued_seconds: float = 0.0
-    """Until the engine first gave it a row."""
+    """Seconds that it waited before the engine first worked on it."""
 
 
 @dataclass(frozen=True, slots=True)

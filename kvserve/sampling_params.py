@@ -81,41 +81,67 @@ def _value_text(kind: str, value: Any, field: str) -> str:
 class SamplingParams:
     """Sampling settings of one request; names and defaults are vLLM's.
 
-    ``max_tokens=None`` means "up to the model's context". ``kv_policy`` overrides the engine's
-    policy for this request: a name or ``{"name": ..., **fields}``. ``structured_outputs`` is
-    ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``, ``{"grammar": ...}`` or
-    ``{"json_object": True}``. Raises ``RequestError`` naming the field that is out of range.
+    Example: ``SamplingParams(temperature=0, max_tokens=400, kv_policy="none")``. Raises
+    ``RequestError``, whose ``param`` names the field that is out of range.
     """
 
     n: int = 1
+    """Choices, 1 to 128."""
     temperature: float = 1.0
+    """0 to 100; 0 is greedy."""
     top_p: float = 1.0
+    """Draw from the most probable tokens that together have this probability; above 0, at most
+    1."""
     top_k: int = 0
+    """Draw from the k most probable tokens; 0 and -1: from all."""
     min_p: float = 0.0
+    """Draw from tokens at least this probable, relative to the most probable one; 0 to 1."""
     max_tokens: int | None = 16
+    """Longest answer in tokens; ``None``: up to the model's context."""
     min_tokens: int = 0
+    """No stop before this many tokens."""
     stop: str | Sequence[str] | None = None
+    """Up to 128 strings that end the answer."""
     stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the answer."""
     include_stop_str_in_output: bool = False
+    """Leave the stop string in the text."""
     ignore_eos: bool = False
+    """Go on after the model's own end."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     seed: int | None = None
+    """Seed of the draw; ``None``: the engine's."""
     logprobs: int | None = None
+    """Log-probabilities of each token and of the most probable ones, 0 to 20 of them."""
     prompt_logprobs: int | None = None
+    """The same for the prompt; needs a policy that leaves the prompt whole until its end."""
     presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has; -2 to 2."""
     frequency_penalty: float = 0.0
+    """The same for each time that it has them; -2 to 2."""
     repetition_penalty: float = 1.0
+    """Divides or multiplies logits of tokens of prompt and answer; above 1 discourages them."""
     logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens; -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
+    """No other tokens are drawn."""
     bad_words: Sequence[str] | None = None
+    """Up to 128 strings that the answer may not contain."""
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None
+    """What the text must match: ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``,
+    ``{"grammar": ...}`` or ``{"json_object": True}``."""
     thinking_end: int | None = None
-    """The token that ends the model's reasoning: grammars and the budget go by it."""
+    """The token that ends the model's reasoning; grammars and the budget begin after it."""
     thinking_token_budget: int | None = None
+    """Most tokens of reasoning; then ``thinking_end`` is forced."""
     priority: int = 0
+    """Lower runs first; needs ``scheduling_policy="priority"``."""
     kv_policy: str | Mapping[str, Any] | None = None
+    """This request's policy in place of the engine's: a name, or ``{"name": ..., **fields}``;
+    ``"none"`` is the exact cache."""
     kv_trace: bool = False
-    """Report what each event drops: ``CompletionOutput.kv_trace``."""
+    """Report which positions each event drops: ``CompletionOutput.kv_trace``."""
     cache_salt: str | None = None
     """Only requests with the same one share cached prompts and continuations."""
     kv_resume: bool = True
@@ -141,8 +167,8 @@ class SamplingParams:
             )
         if self.thinking_token_budget is not None and self.thinking_end is None:
             raise RequestError(
-                "thinking_token_budget needs to know where the reasoning ends "
-                "(--reasoning-parser, or thinking_end offline)",
+                "thinking_token_budget: nothing says where the reasoning ends; start the server "
+                "with --reasoning-parser, or set thinking_end offline",
                 param="thinking_token_budget",
             )
         if parsed is not None:

@@ -29,6 +29,7 @@ FLOORS = {
         ("http",),
         ("replicas",),
         ("cli",),
+        ("reference",),
     ),
     "benchmarks": (
         ("setup",),

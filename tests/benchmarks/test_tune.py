@@ -112,7 +112,7 @@ def test_lengths_from_a_file_and_a_model_from_a_directory(tmp_path: Path, model_
         (("--output-len-mean", "90000", "--output-len-cap", "140000"), "--output-len-cap: 14"),
         (("--lengths", "/no/such.jsonl"), "--lengths: cannot read /no/such.jsonl"),
         (("--policy", "snapkv"), "--policy: policy snapkv: budget must be"),
-        (("--policy", "pyramidinfer"), "--policy: pyramidinfer prunes inside of a forward"),
+        (("--policy", "pyramidinfer"), "--policy: pyramidinfer prunes inside a forward"),
         (("--policy", "kara:windw=3"), "--policy: policy kara has no argument 'windw'"),
     ],
 )

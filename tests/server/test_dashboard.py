@@ -1,4 +1,4 @@
-"""The dashboard in ``deploy`` and docs/server.md name series that the server has."""
+"""The dashboard in ``deploy`` and the page of metrics name series that the server has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def test_every_series_exists(server: RunningServer) -> None:
     server.complete("a", max_tokens=3)
     text = server.http.get("/metrics").text
     served = {line.partition("{")[0] for line in text.splitlines() if not line.startswith("#")}
-    named = set(re.findall(r"kvserve:[a-z]\w+", (ROOT / "docs" / "server.md").read_text()))
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    named = set(re.findall(r"kvserve:[a-z]\w+", page))
     families = {re.sub("_(bucket|count|sum)$", "", name) for name in served if ":" in name}
     assert named == {name for name in families if name.startswith("kvserve:")}
     dashboard = json.loads((DASHBOARDS / "kvserve.json").read_text())

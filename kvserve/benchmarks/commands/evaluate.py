@@ -69,18 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lines of JSON as they are published; "
         + "; ".join(f"{name}: {each.help}" for name, each in FORMATS.items()),
     )
-    words = "limit of answers to --benchmark (default: the format's own)"
+    words = "longest answer to --benchmark, in tokens (default: the format's own)"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
     parser.add_argument(
         "--grid-lengths", nargs="+", type=at_least(256), default=_LENGTHS, metavar="N",
-        help=f"{NEEDLE_GRID}: tokens of a text (default: {' '.join(map(str, _LENGTHS))})",
+        help=f"{NEEDLE_GRID}: tokens of the texts (default: {' '.join(map(str, _LENGTHS))})",
     )  # fmt: skip
     parser.add_argument(
         "--grid-depths", nargs="+", type=number(0, 1, closed=True), default=_DEPTHS, metavar="X",
-        help=f"{NEEDLE_GRID}: 0 is its beginning (default: {' '.join(map(str, _DEPTHS))})",
+        help=f"{NEEDLE_GRID}: where the needle lies, 0 is the beginning "
+        f"(default: {' '.join(map(str, _DEPTHS))})",
     )  # fmt: skip
     add_retention_argument(parser)
-    words = f"per task; of {NEEDLE_GRID} per length and depth (default: 100)"
+    words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100)"
     parser.add_argument("--num-samples", type=at_least(1), default=100, help=words, metavar="N")
     parser.add_argument(
         "--max-num-seqs",

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=_COUNTS,
         metavar="N",
-        help=f"sequences that have their events together (default: {' '.join(map(str, _COUNTS))})",
+        help=f"sequences whose events come together (default: {' '.join(map(str, _COUNTS))})",
     )
     for name, tokens in (("input", 256), ("output", 192)):
         words, length = f"tokens of every {name} (default: {tokens})", at_least(2)

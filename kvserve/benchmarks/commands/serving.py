@@ -296,5 +296,5 @@ def _next_body(
 async def _first_model(client: ServingClient) -> str:
     models = await client.get("/v1/models")
     if not models or not models.get("data"):
-        raise ConfigError("--model: the server's /v1/models names none; give one")
+        raise ConfigError("--model: the server's /v1/models lists no model; name one")
     return str(models["data"][0]["id"])

@@ -43,20 +43,28 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-url", default=url, metavar="URL", help=f"the server (default: {url})"
     )
-    parser.add_argument("--endpoint", metavar="PATH", help="default: that of --backend")
-    parser.add_argument("--model", metavar="M", help="default: the first that the server names")
-    words = "directory or hub id (default: --model)"
+    parser.add_argument(
+        "--endpoint", metavar="PATH", help="path of the route (default: that of --backend)"
+    )
+    parser.add_argument(
+        "--model", metavar="M", help="served name of the model (default: the server's first)"
+    )
+    words = "tokenizer directory or hub id (default: --model)"
     parser.add_argument("--tokenizer", metavar="M", help=words)
-    words = "default: the environment's OPENAI_API_KEY"
+    words = "key to send (default: OPENAI_API_KEY of the environment)"
     parser.add_argument(
         "--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help=words
     )
     parser.add_argument(
-        "--temperature", type=number(0, closed=True), default=0.0, metavar="X", help="default: 0"
+        "--temperature",
+        type=number(0, closed=True),
+        default=0.0,
+        metavar="X",
+        help="0 is greedy (default: 0)",
     )
     words = 'further fields of every request, as in \'{"kv_policy": "none"}\''
     parser.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help=words)
-    words = "wait so long for the server (default: 60)"
+    words = "seconds to wait for the server (default: 60)"
     parser.add_argument(
         "--ready-check-timeout-sec", type=number(0, closed=True), default=60.0, help=words
     )
@@ -67,9 +75,9 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-rate", type=number(0), default=float("inf"), metavar="X", help=words
     )
-    words = "1: Poisson arrivals; less: bursts; more: even (default: 1)"
+    words = "1: Poisson arrivals; below: burstier; above: more even (default: 1)"
     parser.add_argument("--burstiness", type=number(0), default=1.0, metavar="X", help=words)
-    words = "most requests under way; others wait at the client"
+    words = "most requests at once; further ones wait at the client"
     parser.add_argument("--max-concurrency", type=at_least(1), metavar="N", help=words)
     words = "how the rate goes from --ramp-up-start-rps to --ramp-up-end-rps"
     parser.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help=words)
@@ -77,7 +85,13 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--ramp-up-{end}-rps", type=number(0), metavar="X", help="requests per second"
         )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="seed of prompts and arrivals (default: 0)",
+    )
     words = "random requests sent first, not counted (default: 0)"
     parser.add_argument("--num-warmups", type=at_least(0), default=0, metavar="N", help=words)
 
@@ -95,7 +109,7 @@ def _add_figures(parser: argparse.ArgumentParser) -> None:
         type=_percentiles,
         default=[99.0],
         metavar="LIST",
-        help="of those metrics (default: 99)",
+        help="percentiles of those metrics (default: 99)",
     )
     parser.add_argument(
         "--goodput",
@@ -104,7 +118,7 @@ def _add_figures(parser: argparse.ArgumentParser) -> None:
         action=_Mapping,
         default={},
         metavar="METRIC:MS",
-        help=f"limits that a good request keeps, of {', '.join(GOODPUT_METRICS)}",
+        help=f"limits that a request must keep to count as good: {', '.join(GOODPUT_METRICS)}",
     )
 
 

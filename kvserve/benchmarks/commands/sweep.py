@@ -54,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=number(0),
         metavar="X",
-        help="KV blocks as shares of what all requests want at once at full length, uncompressed "
+        help="pool sizes as shares of what all requests want at once at full length, uncompressed "
         f"(default: {' '.join(map(str, _SHARES))})",
     )
-    words = "KV blocks, absolute; beside --pool-shares if that is given too"
+    words = "pool sizes in blocks; in addition to --pool-shares where both are given"
     parser.add_argument("--pool-blocks", nargs="+", type=at_least(2), metavar="N", help=words)
-    words = "random: several mean lengths of answers, instead of --output-len's one"
+    words = "random: several mean lengths of answers, in place of --output-len"
     parser.add_argument("--output-lens", nargs="+", type=at_least(1), metavar="N", help=words)
     seqs = SchedulerConfig().max_num_seqs
     parser.add_argument(
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=[seqs],
         metavar="N",
-        help=f"most running at once (default: {seqs})",
+        help=f"most sequences running at once (default: {seqs})",
     )
     words = "draw throughput, running sequences and accuracy into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)

@@ -60,20 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-share",
         type=number(0),
         metavar="X",
-        help="KV blocks as a share of what all requests want at once at full length, uncompressed",
+        help="pool size as a share of what all requests want at once at full length, uncompressed",
     )
     seqs = SchedulerConfig().max_num_seqs
-    words = f"most running at once (default: {seqs})"
+    words = f"most sequences running at once (default: {seqs})"
     parser.add_argument("--max-num-seqs", type=at_least(1), default=seqs, metavar="N", help=words)
     parser.add_argument(
         "--compare-prefix-caching",
         action="store_true",
-        help="run every policy with prefix caching on and off, in turns",
+        help="run every policy with prefix caching on and off, alternating",
     )
     parser.add_argument(
         "--compare-code-attention",
         action="store_true",
-        help="run policies that hold codes twice, in turns: attention that reads them, and that "
+        help="run policies that hold codes twice, alternating: attention that reads them, and that "
         "has them rebuilt",
     )
     parser.add_argument(
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="DTYPE",
         choices=KV_CACHE_DTYPES,
-        help="run every policy with its cache held in each of these, in turns, on pools of as many "
+        help="run every policy with its cache held in each of these, alternating, pools of equal "
         f"bytes: some of {', '.join(KV_CACHE_DTYPES)} (needs --pool-share)",
     )
     parser.add_argument(

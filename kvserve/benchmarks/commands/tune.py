@@ -66,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "W, generated tokens per window (default: 256 512 768)"
     windows = [256, 512, 768]
     grid.add_argument("--window", nargs="+", type=count, default=windows, metavar="N", help=words)
-    words = "r, kept of a window's older tokens (default: 0.2 0.3 0.5)"
+    words = "r, share of a window's older tokens that is kept (default: 0.2 0.3 0.5)"
     ratios = [0.2, 0.3, 0.5]
     grid.add_argument(
         "--ratio", nargs="+", type=number(0, 1), default=ratios, metavar="X", help=words
     )
-    words = "decode steps between looks for full windows (default: 32 128)"
+    words = "decode steps between two checks for full windows (default: 32 128)"
     grid.add_argument("--period", nargs="+", type=count, default=[32, 128], metavar="N", help=words)
-    words = "of the windows' queries (default: log)"
+    words = "where the windows' queries come from (default: log)"
     sources = ("log", "recompute")
     grid.add_argument("--query-source", nargs="+", choices=sources, default=["log"], help=words)
     words = "U, newest tokens of a window, always kept (default: 32)"
@@ -103,7 +103,7 @@ def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
     check_complete(args, args.policy)
     for spec in args.policy:
         if isinstance(make_policy(spec.as_dict).event_trigger, Pruned):
-            args.fail(f"--policy: {spec.name} prunes inside of a forward, which is not simulated")
+            args.fail(f"--policy: {spec.name} prunes inside a forward, which is not simulated")
     return specs + [spec for spec in args.policy if spec not in specs]
 
 

@@ -75,16 +75,16 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = Fals
         "--dataset-name",
         choices=datasets,
         default="random",
-        help="token ids made up, prompts of a file, or a shipped task, graded (default: random)",
+        help="random token ids, prompts of a file, or a shipped task with grades (default: random)",
     )
-    words = "the file that holds the prompts"
+    words = "file with the prompts"
     parser.add_argument("--dataset-path", type=Path, metavar="FILE", help=words)
-    words = "conversations (default: 100)"
+    words = "prompts or conversations (default: 100)"
     parser.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help=words)
     parser.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="outputs have their full length (default: on where prompts are made up)",
+        help="generate up to the full output length (default: on for random prompts)",
     )
     for name, dataset in datasets.items():
         for option in dataset.options:
@@ -155,7 +155,9 @@ def _random(source: Source) -> Prompts:
 def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
     """Prompts of one length, answers as reasoning models give them: many short, few very long."""
     if source["random_range_ratio"]:
-        raise ConfigError("--random-range-ratio: lengths vary by --random-output-sigma already")
+        raise ConfigError(
+            "--random-range-ratio: --random-output-sigma varies lengths already; give one of them"
+        )
     rng = np.random.default_rng(source.seed)
     outputs = lognormal_lengths(rng, source.count, source["output_len"], sigma, cap)
     lengths = [(source["input_len"], length) for length in outputs.tolist()]
@@ -171,7 +173,7 @@ def _prefix_repetition(source: Source) -> Prompts:
         for _ in range(source["prefix_repetition_num_prefixes"])
     ]
     if len(prefixes) > source.count:
-        raise ConfigError("--prefix-repetition-num-prefixes: there are fewer --num-prompts")
+        raise ConfigError("--prefix-repetition-num-prefixes must not exceed --num-prompts")
     prompts = [
         prefixes[i % len(prefixes)] + rng.choices(vocab, k=suffix) for i in range(source.count)
     ]

@@ -96,27 +96,35 @@ def add_engine_arguments(
         type=policy_spec,
         action="append",
         metavar="SPEC",
-        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; --policy.FIELD VALUE sets a "
-        "field of the only one that has any"
+        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; if only one policy has fields, "
+        "--policy.FIELD VALUE sets them too"
         + (f" (default: {unless_given})" if unless_given else ""),
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=_DTYPES, help="auto is float32 on a CPU")
-    words = "what keys and values are stored as (default: auto, the model's dtype)"
+    words = "how keys and values are stored (default: auto, in the model's dtype)"
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
-    parser.add_argument("--max-model-len", type=count, metavar="N", help="longest sequence")
+    parser.add_argument(
+        "--max-model-len", type=count, metavar="N", help="longest sequence in tokens"
+    )
     parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
-    parser.add_argument("--max-num-batched-tokens", type=count, metavar="N", help="per step")
-    parser.add_argument("--gate", choices=("off", "on"), help="leave out events that cannot pay")
-    words = "GiB of host memory for sequences that make way"
+    parser.add_argument(
+        "--max-num-batched-tokens", type=count, metavar="N", help="most tokens in a step"
+    )
+    parser.add_argument("--gate", choices=("off", "on"), help="on: skip events that cannot pay")
+    words = "GiB of host memory for preempted sequences"
     parser.add_argument("--swap-space", type=float, metavar="GiB", help=words)
     parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        help="share what prompts begin with (default: on)",
+        help="reuse the cache of prompts that begin alike (default: on)",
     )
     parser.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="of prompts and dummy weights"
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="seed of prompts and random weights",
     )
     parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
     parser.set_defaults(fail=parser.error, default_policies=policies)
@@ -124,7 +132,11 @@ def add_engine_arguments(
 
 def add_pool_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--num-gpu-blocks-override", "--kv-blocks", type=at_least(2), metavar="N", help="KV blocks"
+        "--num-gpu-blocks-override",
+        "--kv-blocks",
+        type=at_least(2),
+        metavar="N",
+        help="KV blocks in the pool",
     )
 
 
@@ -134,8 +146,8 @@ def add_retention_argument(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=number(0, 1),
         metavar="X",
-        help="run each policy once per value, as its ratio; those without one, or with a budget, "
-        "run once as they are",
+        help="run each policy once per value, as its ratio; a policy without a ratio, or with a "
+        "budget, runs once as it is",
     )
 
 
@@ -145,7 +157,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON"
     )
     parser.add_argument(
-        "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write what is printed"
+        "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write the printed report"
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
 
@@ -168,10 +180,7 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
     if args.policy_args:
         targets = [i for i, spec in enumerate(specs) if spec.name != NO_COMPRESSION.name]
         if len(targets) != 1:
-            args.fail(
-                "--policy.FIELD: which policy? Write --policy NAME:FIELD=VALUE where there "
-                "are several"
-            )
+            args.fail("--policy.FIELD: several policies are given; write --policy NAME:FIELD=VALUE")
         try:
             specs[targets[0]] = specs[targets[0]].with_fields(**args.policy_args)
         except PolicyError as error:

@@ -79,24 +79,26 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="M", help="directory or hub id; config.json is enough")
     model.add_argument("--shape", choices=LARGE_SHAPES, help="the shape of a known model")
-    words = "rates it sustains; the next three replace some of them"
+    words = "card whose sustained rates are assumed; the next three flags replace single rates"
     parser.add_argument("--device", choices=DEVICES, required=True, help=words)
     for name, unit, reader, words in (
-        ("bandwidth", "TB/s", _above_zero, "of memory, as sustained"),
-        ("gemm-tflops", "X", _above_zero, "of matrix products, as sustained"),
-        ("event-overhead-ms", "MS", _from_zero, "fixed cost of a step's events"),
+        ("bandwidth", "TB/s", _above_zero, "memory bandwidth that the card sustains"),
+        ("gemm-tflops", "X", _above_zero, "TFLOP/s that matrix products sustain"),
+        ("event-overhead-ms", "MS", _from_zero, "fixed cost of the events of a step"),
     ):
         parser.add_argument(f"--{name}", type=reader, metavar=unit, help=words)
-    words = "what keys and values are stored as (default: auto, as they are computed)"
+    words = "how keys and values are stored (default: auto, as they are computed)"
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=words)
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--kv-cache-memory",
         type=_size,
         metavar="SIZE",
-        help="the pool, as in 40GiB (default: 0.9 of the device's memory less the weights)",
+        help="size of the pool, as in 40GiB (default: 0.9 of the device's memory less the weights)",
     )
-    pool.add_argument("--kv-cache-tokens", type=count, metavar="N", help="or in tokens")
+    pool.add_argument(
+        "--kv-cache-tokens", type=count, metavar="N", help="size of the pool in tokens"
+    )
     for name, value, words in (
         ("max-num-seqs", SchedulerConfig().max_num_seqs, "most running at once"),
         ("max-num-batched-tokens", SchedulerConfig().max_num_batched_tokens, "most in a step"),
@@ -109,18 +111,20 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_lengths(parser: argparse.ArgumentParser) -> None:
     count = at_least(1)
-    words = 'lines like {"prompt": 250, "output": 1800}, one per request, in place of what follows'
+    words = 'lines like {"prompt": 250, "output": 1800}, one per request; replaces the flags below'
     parser.add_argument("--lengths", type=Path, metavar="FILE.jsonl", help=words)
-    words = f"all there from the start (default: {_REQUESTS} times --max-num-seqs)"
+    words = f"requests, all there from the start (default: {_REQUESTS} times --max-num-seqs)"
     parser.add_argument("--num-requests", type=count, metavar="N", help=words)
     for name, (mean, cap) in _LENGTHS.items():
         words = f"tokens per {name}, log-normal (default: {mean})"
         parser.add_argument(f"--{name}-len-mean", type=count, default=mean, metavar="N", help=words)
         words = f"longest {name} (default: {cap})"
         parser.add_argument(f"--{name}-len-cap", type=count, default=cap, metavar="N", help=words)
-    words = f"spread of their logarithms (default: {_SIGMA}; 0: all alike)"
+    words = f"standard deviation of the lengths' logarithms (default: {_SIGMA}; 0: equal lengths)"
     parser.add_argument("--len-sigma", type=_from_zero, default=_SIGMA, metavar="X", help=words)
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of lengths")
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="seed of the lengths"
+    )
 
 
 def _from_zero(text: str) -> float:

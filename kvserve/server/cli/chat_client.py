@@ -10,7 +10,9 @@ from kvserve.server.cli.terminal import Json, Terminal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     terminal.add_arguments(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what the conversation opens with")
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="system message that begins the conversation"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

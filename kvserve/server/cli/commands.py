@@ -25,14 +25,14 @@ COMMANDS = {
     "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
     "chat": Command("kvserve.server.cli.chat_client", "talk to a running server"),
     "complete": Command(
-        "kvserve.server.cli.complete_client", "have a running server continue texts"
+        "kvserve.server.cli.complete_client", "let a running server continue texts"
     ),
     "top": Command("kvserve.server.cli.top", "watch the pool and the requests of a server"),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
     "bench serve": Command(
-        "kvserve.benchmarks.commands.serving", "send traffic to a server, and time it"
+        "kvserve.benchmarks.commands.serving", "send traffic to a server and time it"
     ),
     "bench throughput": Command(
         "kvserve.benchmarks.commands.throughput", "measure offline throughput"

@@ -17,9 +17,10 @@ from kvserve.sampling_params import StructuredOutput
 _INTRO = """\
 # Compatibility
 
-What goes with which policy, and which policies a request may choose on a server that runs another.
-Nothing here is kept by hand: `make docs` starts an engine for each row and asks it; a number is
-the reason it gives for refusing, listed below. What is refused is a 400 that says the same.
+Which features work with which policy, and which policies a request may choose on a server that
+runs another. Nothing here is kept by hand: `make docs` starts an engine for each row and asks it.
+A number stands for the engine's reason to refuse, listed below; a refused request gets it in a
+400.
 
 """
 _PROMPT = 600

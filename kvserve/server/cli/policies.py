@@ -14,17 +14,19 @@ _WIDTH = 98
 _INTRO = """\
 # Policies
 
-Which entries of the KV cache are kept. `--policy NAME --policy.FIELD VALUE` sets the server's
-policy; a request's `kv_policy` (a name, or `{"name": ..., fields}`) may override it. `kvserve
-policies` prints what follows for the terminal, `GET /v1/kv/policies` gives the fields as JSON
-Schema, and `kvserve inspect` shows what a policy keeps of a given text.
+A policy decides which entries of the KV cache stay. [Choose a policy](choose-a-policy.md) says
+which one to take, and when none; this page has all of them with their fields. `--policy NAME
+--policy.FIELD VALUE` sets the server's policy; a request's `kv_policy` (a name, or `{"name": ...,
+fields}`) may override it. `kvserve policies` prints the same in a terminal, `GET /v1/kv/policies`
+gives the fields as JSON Schema, and `kvserve inspect` shows which entries a policy keeps of a
+given text.
 
 An integer that counts tokens or entries is at most the server's context (`--max-model-len`).
 *Lengths*: whether all layers and KV heads hold equally many entries (`--kv-layout`).
 
-Where the papers leave a choice open, [choices.md](choices.md) says what was chosen.
+[Choices](choices.md) says what was chosen where a paper leaves something open.
 
-`make docs` makes this page from the policies themselves: edit those.
+`make docs` writes this page from the policies themselves: edit those.
 """
 _LENGTHS = {"model": "equal", "layer": "by layer", "head": "by KV head"}
 

@@ -78,7 +78,7 @@ def _tools(state: ServerState, body: ChatCompletionRequest) -> ToolSyntax | str 
     if options.tool_parser is None or not options.auto_tools:
         raise RequestError(
             'tools with tool_choice "auto" need a server with --enable-auto-tool-choice and '
-            '--tool-call-parser; "required" and a named function work without',
+            '--tool-call-parser; "required" and a named function work without these flags',
             param="tools",
             code="unsupported_field",
         )

@@ -116,7 +116,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     messages = [message.for_template() for message in request.messages]
     if request.chat_template is not None and not state.options.trust_request_chat_template:
         raise RequestError(
-            "chat_template: this server takes none from requests (--trust-request-chat-template)",
+            "chat_template: this server accepts none from requests (start it with "
+            "--trust-request-chat-template)",
             param="chat_template",
             code="unsupported_field",
         )
@@ -183,7 +184,7 @@ def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
     if "enable_thinking" in template:
         return {"enable_thinking": effort != "none"}
     raise RequestError(
-        "reasoning_effort is nothing that this model's chat template knows; leave it out",
+        "this model's chat template does not know reasoning_effort; leave it out",
         param="reasoning_effort",
         code="unsupported_field",
     )

@@ -31,19 +31,21 @@ class ServeSettings:
         None, "file with a Jinja chat template, instead of the tokenizer's"
     )
     trust_request_chat_template: bool = setting(
-        False, "let requests bring a chat_template, which may run as long as it likes"
+        False, "let requests send a chat_template; it is a program and may run for any time"
     )
     reasoning_parser: str | None = setting(
-        None, "tell reasoning from content in chat answers", choices=REASONING_PARSERS
+        None,
+        "format of the model's reasoning; chat answers then have it apart from content",
+        choices=REASONING_PARSERS,
     )
     tool_call_parser: str | None = setting(
         None, "how the model writes tool calls", choices=TOOL_PARSERS
     )
     enable_auto_tool_choice: bool = setting(
-        False, "let the model decide to call tools (needs --tool-call-parser)"
+        False, "let the model decide whether to call tools (needs --tool-call-parser)"
     )
     max_queued_requests: int = setting(
-        4096, "most sequences that wait beyond --max-num-seqs; further requests get a 429"
+        4096, "most sequences waiting beyond --max-num-seqs; further requests get a 429"
     )
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
     ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
@@ -57,14 +59,15 @@ class ServeSettings:
         (), "origins whose web pages may call the server (CORS; '*' is any)"
     )
     allow_credentials: bool = setting(False, "let those pages send cookies")
-    allowed_methods: tuple[str, ...] = setting(("*",), "methods that they may use")
-    allowed_headers: tuple[str, ...] = setting(("*",), "headers that they may send")
+    allowed_methods: tuple[str, ...] = setting(("*",), "HTTP methods that those pages may use")
+    allowed_headers: tuple[str, ...] = setting(("*",), "headers that those pages may send")
     max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
     read_timeout: float = setting(
-        30.0, "seconds that a client has to send a request's head, and again for its body"
+        30.0, "seconds in which a client must send a request's head, and again its body"
     )
     max_connections: int = setting(
-        4096, "most connections open at once; beyond, those that owe a request longest are closed"
+        4096,
+        "most connections open at once; then the one that was silent longest is closed",
     )
     docs: bool = setting(True, "serve the API's documentation at /docs")
     ui: bool = setting(True, "serve the live page at /")
@@ -72,7 +75,7 @@ class ServeSettings:
         False, "let requests ask which positions are dropped (kv_trace: true)"
     )
     otlp_traces_endpoint: str | None = setting(
-        None, "where OpenTelemetry spans go, one per request (extra otel)"
+        None, "endpoint for OpenTelemetry spans, one per request (extra otel)"
     )
     log_level: str = setting("info", "verbosity of kvserve's log", choices=_LEVELS)
     uvicorn_log_level: str = setting(

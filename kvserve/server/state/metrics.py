@@ -47,15 +47,18 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Time from arrival to the first token", _FIRST_TOKEN),
     "inter_token_latency_seconds": ("Time between two outputs of a request", _INTER_TOKEN),
     "e2e_request_latency_seconds": ("Time from arrival to the end", _LATENCY),
-    "request_queue_time_seconds": ("Time until the engine took it up", _LATENCY),
-    "request_prefill_time_seconds": ("Time from there to the first token", _LATENCY),
+    "request_queue_time_seconds": (
+        "Time from arrival to the first step that works on it",
+        _LATENCY,
+    ),
+    "request_prefill_time_seconds": ("Time from that step to the first token", _LATENCY),
     "request_decode_time_seconds": ("Time from the first token to the end", _LATENCY),
-    "request_inference_time_seconds": ("Time from being taken up to the end", _LATENCY),
-    "request_time_per_output_token_seconds": ("Mean time of a token after the first", _INTER_TOKEN),
+    "request_inference_time_seconds": ("Time from that step to the end", _LATENCY),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first", _INTER_TOKEN),
     "request_prompt_tokens": ("Prompt tokens per request", _TOKENS),
     "request_generation_tokens": ("Generated tokens per request", _TOKENS),
-    "request_params_n": ("The n parameter", (1, 2, 5, 10, 20)),
-    "request_params_max_tokens": ("The max_tokens parameter", _TOKENS),
+    "request_params_n": ("The n of requests", (1, 2, 5, 10, 20)),
+    "request_params_max_tokens": ("The max_tokens of requests", _TOKENS),
 }
 _LABELS = ("model_name", "engine")
 
@@ -81,7 +84,10 @@ class Metrics:
         self._prefix: dict[str, Counter[str]] = {}
         labels = ("handler", "method")
         self._http_requests = CounterMetric(
-            "http_requests", "Answers by route", (*labels, "status"), registry=None
+            "http_requests",
+            "Answers by route and class of status, without probes",
+            (*labels, "status"),
+            registry=None,
         )
         self._http_seconds = Histogram(
             "http_request_duration_seconds",
@@ -147,11 +153,16 @@ class Metrics:
         gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
         yield gauge("num_requests_running", "Requests in the batch", lambda s: s.num_running)
         yield gauge("num_requests_waiting", "Requests in the queue", lambda s: s.num_waiting)
-        yield gauge("kv_cache_usage_perc", "Blocks in use, 0 to 1", lambda s: s.kv_cache_usage)
+        help = "Share of blocks in use, 0 to 1; blocks that only the prefix cache holds are free"
+        yield gauge("kv_cache_usage_perc", help, lambda s: s.kv_cache_usage)
         yield counter("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens_total)
         yield counter("generation_tokens", "Tokens made", lambda s: s.generation_tokens_total)
-        yield counter("num_preemptions", "Preempted sequences", lambda s: s.preemptions_total)
-        for key, help in (("queries", "Tokens looked up"), ("hits", "Tokens found")):
+        help = "Times a running sequence was preempted"
+        yield counter("num_preemptions", help, lambda s: s.preemptions_total)
+        for key, help in (
+            ("queries", "Prompt tokens of finished requests"),
+            ("hits", "Those of them that the prefix cache had"),
+        ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
             yield self._counter_by(f"prefix_cache_{key}", help, (), found)
         yield self._iterations(engines)
@@ -166,7 +177,9 @@ class Metrics:
             "policy_args": json.dumps(dict(self._config.compression.policy_args)),
         }
         family = GaugeMetricFamily(
-            "kvserve:cache_config_info", "Settings of the cache", labels=(*_LABELS, *info)
+            "kvserve:cache_config_info",
+            "Always 1; the labels are settings",
+            labels=(*_LABELS, *info),
         )
         for engine, stats in engines.items():
             info["num_gpu_blocks"] = stats.blocks_total
@@ -191,7 +204,7 @@ class Metrics:
             for reason, count in counts.items()
         }
         yield self._counter_by(
-            "request_success", "Requests by how they ended", ("finished_reason",), ended
+            "request_success", "Finished requests by how they ended", ("finished_reason",), ended
         )
         for histogram in self._histograms.values():
             yield from _without_created(histogram.collect())
@@ -199,33 +212,39 @@ class Metrics:
     def _compression_families(self, engines: Engines) -> Iterator[Metric]:
         gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
         yield gauge("kv_tokens_logical", "Tokens of running requests", lambda s: s.tokens_logical)
-        yield gauge("kv_tokens_held", "Tokens that the cache still holds", lambda s: s.tokens_held)
+        help = "Those of them that the cache still holds, mean over layers and KV heads"
+        yield gauge("kv_tokens_held", help, lambda s: s.tokens_held)
         yield gauge(
             "kv_compression_ratio",
-            "Held over logical tokens",
+            "Held tokens over logical tokens of running requests",
             lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
         )
-        yield gauge("kv_pool_bytes", "Bytes of the pool's blocks", lambda s: s.bytes_total)
-        yield gauge("kv_held_bytes", "Bytes of blocks that requests name", lambda s: s.bytes_held)
+        help = "Bytes of all blocks, as --kv-cache-dtype stores them"
+        yield gauge("kv_pool_bytes", help, lambda s: s.bytes_total)
+        yield gauge("kv_held_bytes", "Bytes of blocks that requests hold", lambda s: s.bytes_held)
         yield gauge(
             "kv_admission_headroom_blocks",
-            "Blocks for new requests",
+            "Blocks that new requests can have",
             lambda s: s.blocks_free + s.blocks_cached,
         )
-        yield counter("kv_tokens_evicted", "Tokens evicted", lambda s: s.tokens_evicted_total)
+        help = "Tokens that compactions dropped"
+        yield counter("kv_tokens_evicted", help, lambda s: s.tokens_evicted_total)
         yield counter(
             "kv_compaction_seconds",
-            "Seconds spent compacting",
+            "Seconds that compactions took",
             lambda s: s.compaction_seconds_total,
         )
         yield gauge(
             "kv_scoring_workspace_bytes",
-            "Most bytes that scoring takes at once",
+            "Bytes beside the pool that scoring takes at most",
             lambda s: s.scoring_workspace_bytes,
         )
-        yield counter("kv_swaps", "Preemptions to host memory", lambda s: s.swaps_total)
-        yield gauge("kv_coded_entries", "Entries held as codes", lambda s: s.coded_entries)
-        yield gauge("kv_codebook_entries", "Vectors coded with", lambda s: s.codebook_entries)
+        help = "Preempted sequences whose blocks went to host memory"
+        yield counter("kv_swaps", help, lambda s: s.swaps_total)
+        help = "Entries of running requests that are held as codes"
+        yield gauge("kv_coded_entries", help, lambda s: s.coded_entries)
+        help = "Codebook vectors that stand for their keys and values"
+        yield gauge("kv_codebook_entries", help, lambda s: s.codebook_entries)
         if self._config.cache.continuations == "on":
             yield from self._continuation_families(engines)
         policy = self._config.compression.policy
@@ -238,10 +257,13 @@ class Metrics:
                 events[engine, counts.policy, counts.reason] += counts.events
                 released[engine, counts.policy] += counts.blocks_released
         yield self._counter_by(
-            "kv_compactions", "Compactions, due or for want of blocks", ("policy", "reason"), events
+            "kv_compactions",
+            "Compactions; reason is due, or pressure where one came early for want of blocks",
+            ("policy", "reason"),
+            events,
         )
         yield self._counter_by(
-            "kv_blocks_released", "Released blocks by policy", ("policy",), released
+            "kv_blocks_released", "Blocks that compactions freed", ("policy",), released
         )
 
     def _continuation_families(self, engines: Engines) -> Iterator[Metric]:

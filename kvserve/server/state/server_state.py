@@ -93,7 +93,7 @@ class ServerState:
         """That this server follows positions for those who ask."""
         if kv_trace and not self.options.allow_kv_trace:
             raise RequestError(
-                "kv_trace: this server follows no positions (--allow-kv-trace)",
+                "kv_trace: this server does not follow positions (start it with --allow-kv-trace)",
                 param="kv_trace",
                 code="kv_trace_not_allowed",
             )
@@ -118,7 +118,7 @@ class ServerState:
         most = self.config.scheduler.max_num_seqs + self.options.max_queued
         if count > most:
             raise RequestError(
-                f"prompt: {count} sequences at once are more than this server queues ({most})",
+                f"prompt: {count} sequences at once, and this server queues at most {most}",
                 param="prompt",
             )
         if count + sum(generation.num_sequences for generation in self.generations) > most:
@@ -145,7 +145,7 @@ class ServerState:
         ids = [] if tokenizer is None else tokenizer.encode(CLOSE, add_special_tokens=False)
         if len(ids) != 1:
             raise ConfigError(
-                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer, and is {len(ids)}"
+                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer; it is {len(ids)}"
             )
         return ReasoningParser(name, ids[0])
 

@@ -209,7 +209,7 @@ def test_the_startup_table_says_what_is_captured(
     ("settings", "message"),
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
-        ({"enforce_eager": True}, "--enforce-eager leaves nothing to capture"),
+        ({"enforce_eager": True}, "--enforce-eager captures no graphs"),
         (
             {"policy": "spindlekv", "block_size": 16, "code_attention": "rebuild"},
             "codes are rebuilt in each step",

@@ -1,0 +1,4 @@
+{{- define "kvserve.labels" -}}
+app.kubernetes.io/name: kvserve
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""The generated pages of the docs: ``python -m kvserve.server.reference FOLDER``."""
