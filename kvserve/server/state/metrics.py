@@ -245,8 +245,7 @@ class Metrics:
         yield gauge("kv_coded_entries", help, lambda s: s.coded_entries)
         help = "Codebook vectors that stand for their keys and values"
         yield gauge("kv_codebook_entries", help, lambda s: s.codebook_entries)
-        if self._config.cache.continuations == "on":
-            yield from self._continuation_families(engines)
+        yield from self._continuation_families(engines)
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -268,15 +267,21 @@ class Metrics:
 
     def _continuation_families(self, engines: Engines) -> Iterator[Metric]:
         gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
-        yield gauge("kv_continuations", "Rows kept for next turns", lambda s: s.continuations)
+        yield gauge(
+            "kv_continuations", "Rows kept for conversations that go on", lambda s: s.continuations
+        )
         yield gauge(
             "kv_continuation_blocks",
-            "Blocks they name, shared ones among them",
+            "Blocks that rows kept for next turns name, shared ones among them",
             lambda s: s.continuation_blocks,
         )
-        yield counter("kv_resumed", "Sequences that went on from one", lambda s: s.resumed_total)
         yield counter(
-            "kv_resumed_tokens", "Tokens they went on from", lambda s: s.resumed_tokens_total
+            "kv_resumed", "Sequences that went on from a kept row", lambda s: s.resumed_total
+        )
+        yield counter(
+            "kv_resumed_tokens",
+            "Tokens that sequences went on from",
+            lambda s: s.resumed_tokens_total,
         )
         missed: Counts = {
             (engine, cause): count
@@ -284,7 +289,10 @@ class Metrics:
             for cause, count in stats.continuation_misses
         }
         yield self._counter_by(
-            "kv_continuation_misses", "Sequences that found none, and why", ("cause",), missed
+            "kv_continuation_misses",
+            "Sequences that could not go on from a row, and why",
+            ("cause",),
+            missed,
         )
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
