@@ -166,6 +166,17 @@ def test_turns_are_one_sequence(
     check_integrity(llm)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "k8v4"])
+def test_logs_in_fewer_bits(llama_dir: Path, dtype: str) -> None:
+    """Kara as it comes, whose queries are logged in 4 bits, over entries in fewer bits or not."""
+    settings: dict[str, Any] = {"block_size": 16, "kv_cache_dtype": dtype}
+    llm = make_llm(llama_dir, KARA, **settings, continuations="on", max_num_batched_tokens=41)
+    [each] = talk(llm, [KARA])
+    expected, got = in_one(make_plain(llama_dir, KARA, **settings), each), each.details[-1]
+    assert (got.held_entries, got.compactions) == (expected.held_entries, expected.compactions)
+    assert got.compactions > 3 and got.resumed_tokens
+
+
 @pytest.mark.parametrize("swap_space", [0, 1 / 512])
 @pytest.mark.parametrize(
     ("layout", "policy"),
