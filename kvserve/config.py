@@ -114,6 +114,17 @@ class CacheConfig:
         "GiB of host memory for preempted sequences whose cache was compressed (default: as much "
         "as the pool, at most 4; 0: they are computed again)",
     )
+    continuations: str = setting(
+        "off",
+        "keep what a compressed sequence held when it ends, and go on from it where a prompt "
+        "begins with its tokens under the same policy",
+        choices=("off", "on"),
+    )
+    continuation_memory: int | None = setting(
+        None,
+        "most bytes of the pool, of each rank, that --continuations on may name (accepts 512MiB, "
+        "2GiB; default: all that is free)",
+    )
     kv_layout: str = setting(
         "auto",
         "where cache lengths may differ: nowhere (model), between layers (layer), or also between "
@@ -292,6 +303,15 @@ def _validate(config: EngineConfig) -> None:
         (
             cache.kv_cache_memory is None or cache.kv_cache_memory > 0,
             "--kv-cache-memory must be above 0",
+        ),
+        (
+            cache.continuations in ("off", "on"),
+            f"--continuations: {cache.continuations!r} is not off or on",
+        ),
+        (
+            cache.continuation_memory is None
+            or (cache.continuations == "on" and cache.continuation_memory > 0),
+            "--continuation-memory must be above 0, and goes with --continuations on",
         ),
         (
             0.0 < cache.gpu_memory_utilization <= 1.0,

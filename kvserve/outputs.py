@@ -49,6 +49,8 @@ class KVCacheDetails:
     """Entries that are held as codes (``spindlekv``)."""
     codebook_entries: int = 0
     """Codebook vectors that stand for their keys and values."""
+    resumed_tokens: int = 0
+    """Tokens that were held already, by what an earlier turn had left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,10 @@ class CompactionCounts:
 class EngineStats:
     """The engine's state and counters (totals since start).
 
-    ``blocks_cached`` are those that only the prefix cache names: they make room when needed. The
+    ``blocks_cached`` are those that only the prefix cache and continuations name: they make room
+    when needed. ``continuations`` name ``continuation_blocks``, shared ones among them; of the
+    sequences that could have gone on from one, ``resumed_total`` did, from ``resumed_tokens_total``
+    tokens, and ``continuation_misses`` did not, each with its cause. The
     pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
     compactions came early, because blocks ran out; ``skipped_compactions_total`` did not pay.
@@ -227,6 +232,11 @@ class EngineStats:
     coded_entries: int = 0
     codebook_entries: int = 0
     compaction_counts: tuple[CompactionCounts, ...] = ()
+    continuations: int = 0
+    continuation_blocks: int = 0
+    resumed_total: int = 0
+    resumed_tokens_total: int = 0
+    continuation_misses: tuple[tuple[str, int], ...] = ()
     iterations: tuple[int, ...] = ()
     iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()

@@ -142,6 +142,11 @@ class SamplingParams:
     ``"none"`` is the exact cache."""
     kv_trace: bool = False
     """Report which positions each event drops: ``CompletionOutput.kv_trace``."""
+    cache_salt: str | None = None
+    """Only requests with the same one share cached prompts and continuations."""
+    kv_resume: bool = True
+    """Go on from what an earlier turn left (``--continuations on``), if its tokens are the prompt's
+    first."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
 
@@ -209,6 +214,7 @@ class SamplingParams:
                 budget is None or 0 <= budget < _MAX_INT,
                 "between 0 and 2147483647",
             ),
+            ("cache_salt", _is_salt(self.cache_salt), "a string of 1 to 1000 characters"),
             ("priority", -_MAX_INT <= self.priority < _MAX_INT, "a 32-bit integer"),
         )
 
@@ -234,6 +240,10 @@ def _in_range(logprobs: int | None) -> bool:
 
 def _token_ids(ids: Sequence[int]) -> bool:
     return all(0 <= token < _MAX_INT for token in ids)
+
+
+def _is_salt(salt: object) -> bool:
+    return salt is None or (isinstance(salt, str) and 1 <= len(salt) <= 1000)
 
 
 def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:

@@ -47,13 +47,16 @@ class NewSequence:
     thinking_end: int | None = None
     thinking_token_budget: int | None = None
     kv_trace: bool = False
+    cache_salt: str | None = None
+    kv_resume: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:
     """How a sequence ended: ``reason`` is stop, length or abort.
 
-    ``num_cached_tokens`` of its tokens were found in the prefix cache.
+    ``num_cached_tokens`` of its tokens were found in the prefix cache, or held by what it went on
+    from.
     """
 
     seq_id: int

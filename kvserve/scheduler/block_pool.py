@@ -36,6 +36,8 @@ class BlockPool:
         self._free: IntArray = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks - 1
         self._column_of: IntArray = np.full(num_blocks, -1, np.int32)
+        self.clock = 0
+        """Counts uses of what is held for later: prefix columns and continuations go by it."""
         self.only_cached: IntArray = np.zeros(0, np.int32)
         """Of each column of the prefix cache, the blocks that nobody else names.
 
@@ -81,6 +83,12 @@ class BlockPool:
     def columns_of(self, blocks: IntArray) -> set[int]:
         """The columns of the prefix cache that name any of the blocks."""
         return set(self._column_of[blocks].tolist()) - {-1}
+
+    def count_idle(self, kept: IntArray) -> int:
+        """Blocks that ``kept [num_blocks]`` references name, and only the prefix cache beside."""
+        named: IntArray = np.flatnonzero(kept)
+        others = kept[named] + (self._column_of[named] >= 0)
+        return int(np.count_nonzero(self.ref[named] == others))
 
     def _count_only_cached(self, blocks: IntArray, sign: int) -> None:
         """Count those of the blocks whose one reference is the cache's."""

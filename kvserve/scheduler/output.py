@@ -154,6 +154,27 @@ class SwapTask:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Contents of the blocks ``sources [n]`` go to ``copies [n]``, pair by pair."""
+
+    sources: IntArray
+    copies: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurns:
+    """Rows that are computed again and have come to where a later turn of their conversation
+    begins: queries are logged from ``log_from [n]`` on. ``rows [n]`` are those before all else."""
+
+    rows: IntArray
+    log_from: IntArray
+
+
+NO_TURNS = BegunTurns(np.zeros(0, np.int32), np.zeros(0, np.int32))
+NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """A sequence that was given ``row``: what the runner has to know of it, once.
 
@@ -215,6 +236,7 @@ NO_CHUNKS = PrefillBatch(*(np.zeros(0, np.int32) for _ in range(4)))
 class SchedulerOutput:
     """One step. Decoding rows are ``[0, num_decoding)``, one token each, from ``last_token``."""
 
+    turns: BegunTurns
     compactions: tuple[CompactionTask, ...]
     observations: tuple[ObservationTask, ...]
     """Events whose counts the next step needs; their rows sit this one out."""
@@ -222,6 +244,9 @@ class SchedulerOutput:
     discarded: tuple[int, ...]
     """Places of rows in host memory that will not come back."""
     swap_outs: tuple[SwapTask, ...]
+    copies: BlockCopies
+    """Of rows that go on from what others have left. After ``swap_outs``, before ``swap_ins``: what
+    is copied may have come free since."""
     swap_ins: tuple[SwapTask, ...]
     admitted: NewRows
     table_update: TableUpdate

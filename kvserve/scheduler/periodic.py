@@ -19,7 +19,8 @@ class Periodic:
     uncompressed token and all pending windows are taken at once. ``keep`` of the first
     ``window - buffer`` tokens survive each window; the ``buffer`` opens the next one. Without
     ``protect_prompt`` the prompt's windows are taken at its end. ``logs`` is off where queries are
-    recomputed instead.
+    recomputed instead. Where a conversation goes on, so do its windows, over later prompts too;
+    with ``protect_turns`` these are left alone, and so is what no window has taken before them.
     """
 
     window: int
@@ -28,6 +29,7 @@ class Periodic:
     period: int
     protect_prompt: bool = True
     logs: bool = True
+    protect_turns: bool = False
 
     @property
     def compressible(self) -> int:
@@ -45,6 +47,11 @@ class Periodic:
     @property
     def optional_period(self) -> int:
         return self.period
+
+    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
+        if self.protect_turns:
+            return num_prompt, num_prompt
+        return rows.num_prompt, rows.first_uncompressed_pos
 
     def can_compress_early(self, rows: RowState) -> IntArray:
         return np.asarray(self.pending_windows(rows.num_computed - rows.first_uncompressed_pos) > 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.continuations import Resumption, Turn
+from kvserve.scheduler.blocks.prefix_cache import SEED
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.trigger import NO_EVENT, Trigger
 
@@ -41,12 +43,25 @@ class Sequence:
     num_shareable: int = NO_EVENT
     """Leading tokens whose entries depend on the tokens before them alone; a prefix cache may hold
     no others."""
+    cache_seed: bytes = SEED
+    """What the hashes of its tokens begin with: only equal ones share cached columns."""
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     priority: int = 0
     arrival: int = 0
+    continues_as: Hashable = None
+    """What a continuation and who goes on from it agree in beside tokens. ``None``: it leaves none
+    and takes none."""
+    refuses: str | None = None
+    """Why it takes no continuation (one of ``MISSES``), if that is known beforehand."""
+    resumed: Resumption | None = None
+    """What it has gone on from."""
+    turns: tuple[Turn, ...] = ()
+    """Those behind its conversation's first one, as far as it has gone on from others."""
+    first_prompt_tokens: int = -1
+    """Its conversation's first prompt."""
     events: list[int] = field(default_factory=list)
-    """Logical positions of its events so far."""
+    """Logical positions of its events so far, those of earlier turns among them."""
     replay_until: int = 0
     """Tokens computed when it lost its cache: up to there exactly ``events`` happen again."""
     awaits_token: bool = False
@@ -66,14 +81,27 @@ class Sequence:
     blocks_released: int = 0
     peak_blocks: int = 0
 
+    def __post_init__(self) -> None:
+        if self.first_prompt_tokens < 0:
+            self.first_prompt_tokens = self.num_prompt_tokens
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
     @property
     def num_tokens(self) -> int:
         """Known tokens of a waiting sequence (after a preemption the generated ones count too)."""
         return len(self.token_ids)
 
-    def next_event(self, position: int, due: int) -> int:
-        """Where the next event behind ``position`` comes, if its trigger would say ``due``."""
-        if position >= self.replay_until:
-            return due
-        later = bisect_right(self.events, position)
-        return self.events[later] if later < len(self.events) else max(due, self.replay_until)
+    def next_event(self, position: int, due: int, done: int = 0) -> int:
+        """Where the next event of a row at ``position`` comes that has had ``done`` of them, if its
+        trigger would say ``due``.
+        """
+        if done < len(self.events):
+            return self.events[done]
+        return max(due, self.replay_until) if position < self.replay_until else due
+
+    def next_stop(self, event: int, turn: int = 0) -> int:
+        """Where a row stops next that has begun ``turn`` turns: at its event, or another turn."""
+        return event if turn >= len(self.turns) else min(event, self.turns[turn].start)

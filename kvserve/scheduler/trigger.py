@@ -115,6 +115,14 @@ class Trigger(Protocol):
         """The events of rows that are due."""
         ...
 
+    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
+        """What ``num_prompt`` and ``first_uncompressed_pos`` of rows become that hold a
+        conversation, and whose next prompt ends at ``num_prompt [n]``.
+
+        Without a change that prompt is treated as if it had been generated.
+        """
+        ...
+
     def can_compress_early(self, rows: RowState) -> IntArray:
         """Which decoding rows an optional event would find something to take of: bool [n]."""
         ...
@@ -132,12 +140,13 @@ class Budget:
     least: int = 1
     nearest: bool = False
 
-    def of(self, n: IntArray) -> IntArray:
-        """min(n, budget), elementwise."""
+    def of(self, n: IntArray, seen: IntArray | None = None) -> IntArray:
+        """min(n, budget), elementwise; a ratio is one of the ``seen`` tokens of which n are held
+        (default: n)."""
         if self.ratio is None:
             return np.minimum(n, self.tokens or 0)
         top, bottom = self.ratio.numerator, self.ratio.denominator
-        wide = np.asarray(n, np.int64)
+        wide = np.asarray(n if seen is None else seen, np.int64)
         kept = (2 * top * wide + bottom) // (2 * bottom) if self.nearest else top * wide // bottom
         return np.minimum(n, np.maximum(kept, self.least))
 
@@ -152,9 +161,9 @@ class WholeChunks(Budget):
     chunk: int = 1
     window: int = 0
 
-    def of(self, n: IntArray) -> IntArray:
+    def of(self, n: IntArray, seen: IntArray | None = None) -> IntArray:
         tail = n - (n - self.window) // self.chunk * self.chunk
-        chunks = np.maximum((super().of(n) - tail) // self.chunk, 1)
+        chunks = np.maximum((super().of(n, seen) - tail) // self.chunk, 1)
         return np.where(n < self.window + self.chunk, n, np.minimum(n, chunks * self.chunk + tail))
 
 
@@ -163,6 +172,9 @@ class OnDate:
 
     optional_period: ClassVar[int] = 0
     log_span: ClassVar[int] = ONE_WINDOW
+
+    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
+        return rows.num_prompt, rows.first_uncompressed_pos
 
     def can_compress_early(self, rows: RowState) -> IntArray:
         return np.zeros(len(rows.num_prompt), bool)
@@ -190,7 +202,11 @@ class Never(OnDate):
 
 @dataclass(frozen=True)
 class AtPrefillEnd(OnDate):
-    """Once, when the prompt is in: the whole row is cut to its budget, if it is longer."""
+    """Once, when the prompt is in: the whole row is cut to its budget, if it is longer.
+
+    Where a conversation goes on, so at the end of each turn's prompt, unless that is shorter than
+    the queries that it takes.
+    """
 
     logs: ClassVar[bool] = True
     budget: Budget
@@ -200,16 +216,23 @@ class AtPrefillEnd(OnDate):
         return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
-        due = (rows.first_uncompressed_pos == 0) & (
-            self.budget.of(rows.num_prompt) < rows.num_prompt
-        )
+        held = rows.kv_len + rows.num_prompt - rows.num_computed  # at the prompt's end
+        due = (rows.first_uncompressed_pos == 0) & (self.budget.of(held, rows.num_prompt) < held)
         return np.where(due, rows.num_prompt, NO_EVENT).astype(np.int32)
+
+    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
+        cut = num_prompt - rows.num_computed >= self.num_queries
+        first_uncompressed_pos = np.where(cut, 0, rows.first_uncompressed_pos)
+        return np.where(cut, num_prompt, rows.num_prompt), first_uncompressed_pos
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EvictionSpec:
-        return _whole_row(rows, np.zeros_like(rows.kv_len), self.budget.of, self.num_queries)
+        def keep(n: IntArray) -> IntArray:
+            return self.budget.of(n, rows.num_computed)
+
+        return _whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -253,7 +276,8 @@ class Bounded(OnDate):
 
     With ``block`` it is cut every ``block`` of its tokens too, so that later ones attend to the
     survivors alone and never more than ``keep + block`` entries are held. Without ``limit``
-    generated text stays.
+    generated text stays. Where a conversation goes on, each turn's prompt is such a prompt, unless
+    it is shorter than the queries that a cut takes.
     """
 
     logs: ClassVar[bool] = True
@@ -267,13 +291,18 @@ class Bounded(OnDate):
 
     def next_event(self, rows: RowState) -> IntArray:
         evicted = rows.num_computed - rows.kv_len
-        over = evicted + self.keep + 1
+        over = np.maximum(evicted + self.keep, rows.num_computed) + 1
         reads = (rows.num_computed < rows.num_prompt) & (over <= rows.num_prompt)
         cut = rows.num_prompt
         if self.block is not None:
             cut = np.minimum(-(-over // self.block) * self.block, cut)
         later: IntArray | int = NO_EVENT if self.limit is None else evicted + self.limit
         return np.where(reads, cut, np.maximum(rows.num_prompt, later)).astype(np.int32)
+
+    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
+        cut = num_prompt - rows.num_computed >= self.num_queries
+        cut &= self.block is None or not self.num_queries  # which may be cut before they are there
+        return np.where(cut, num_prompt, rows.num_prompt), rows.first_uncompressed_pos
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return last_queries(next_event, self.num_queries)

@@ -12,17 +12,32 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.continuations import Continuation, Resumption
 from kvserve.scheduler.event import EventKind, Scores, answer
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.rows.conversations import Conversations, NextTurn
+from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import NOT_LOGGING
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]
+Contents = tuple[dict[int, int], dict[int, tuple[int, int]]]
+"""Entries and logged queries of a block, by slot."""
+
+
+class LeftRow(NamedTuple):
+    """What a row held, who had logged its queries, and its events, as its sequence ended."""
+
+    lanes: dict[Lane, list[int]]
+    loggers: list[tuple[int, int]]
+    events: list[tuple[int, int]]
+    seq_id: int
 
 
 class ShadowRunner:
@@ -47,8 +62,10 @@ class ShadowRunner:
         self.coded: list[dict[Lane, int]] = [dict.fromkeys(self.lanes, 0) for _ in range(rows)]
         self.code_memory: dict[Slot, tuple[str, int]] = {}
         """What index slots (an entry's content) and vectors (their number) hold."""
-        self.parked: dict[int, dict[Lane, list[int]]] = {}
-        self.host: dict[int, tuple[dict[int, int], dict[int, tuple[int, int]]]] = {}
+        self.loggers: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        """Who has logged a row's queries: sequences, and the positions from which on each has."""
+        self.parked: dict[int, tuple[dict[Lane, list[int]], list[tuple[int, int]]]] = {}
+        self.host: dict[int, Contents] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.compactions: Counter[int] = Counter()
         """Those of the events that change something, by sequence."""
@@ -56,9 +73,16 @@ class ShadowRunner:
         self.scores: list[Scores] = []
         """What the events that the last step observed will keep."""
         self._published: dict[bytes, list[int]] = {}
+        self.left: dict[Continuation, LeftRow] = {}
+        self.resuming: dict[int, Resumption] = {}
+        """Rows that go on from a continuation in the step that is scheduled."""
+        self.resumed = 0
+        if scheduler.conversations is not None:
+            self._follow(scheduler.conversations)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
+        self.log_from[output.turns.rows] = output.turns.log_from
         for task in output.compactions:
             self._compact(task)
         self.scores = [answer(task.kind, self._observe(task)) for task in output.observations]
@@ -66,11 +90,13 @@ class ShadowRunner:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
             self.held[a], self.held[b] = self.held[b], self.held[a]
+            self.loggers[a], self.loggers[b] = self.loggers[b], self.loggers[a]
             self.coded[a], self.coded[b] = self.coded[b], self.coded[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
         self._swap(output)
         self._admit(output)
+        self.resuming.clear()
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         for row in range(output.num_decoding):
@@ -179,11 +205,15 @@ class ShadowRunner:
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
             self.last_token[seq.row] = new.last_token[i]
             if seq.row in back:
-                self.held[seq.row] = back[seq.row]
+                self.held[seq.row], self.loggers[seq.row] = back[seq.row]
                 self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
                 continue
             self.held[seq.row] = self._nothing()
+            self.loggers[seq.row] = [(0, seq.seq_id)]
             self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
+            if seq.seq_id in self.resuming:
+                self._go_on(seq.seq_id, seq.row, int(new.num_computed[i]))
+                continue
             for token in seq.token_ids[: new.num_computed[i]]:
                 for held in self.held[seq.row].values():
                     held.append(content(held, int(token)))
@@ -195,17 +225,63 @@ class ShadowRunner:
         for place in output.discarded:
             del self.parked[place]
         for task in output.swap_outs:
-            self.parked[task.place] = self.held[task.row]
+            self.parked[task.place] = self.held[task.row], self.loggers[task.row]
             self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
-                entries = {i: self.memory[device, i] for i in self._filled(self.memory, device)}
-                queries = self._filled(self.log_memory, device)
-                self.host[host] = entries, {i: self.log_memory[device, i] for i in queries}
+                self.host[host] = self._contents(device)
+        copied = [self._contents(block) for block in output.copies.sources]
+        for block, contents in zip(output.copies.copies, copied, strict=True):
+            self._put(block, contents)
         for task in output.swap_ins:
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
-                entries, logged = self.host[host]
-                self.memory.update({(device, i): entry for i, entry in entries.items()})
-                self.log_memory.update({(device, i): query for i, query in logged.items()})
+                self._put(device, self.host[host])
+
+    def _contents(self, block: int) -> Contents:
+        entries = {i: self.memory[block, i] for i in self._filled(self.memory, block)}
+        queries = self._filled(self.log_memory, block)
+        return entries, {i: self.log_memory[block, i] for i in queries}
+
+    def _put(self, block: int, contents: Contents) -> None:
+        entries, logged = contents
+        self.memory.update({(block, i): entry for i, entry in entries.items()})
+        self.log_memory.update({(block, i): query for i, query in logged.items()})
+
+    def _follow(self, conversations: Conversations) -> None:
+        """Remember what rows hold as they are left, and who goes on from which."""
+        leave, seat = conversations.leave, conversations.seat
+
+        def left(seq: Sequence) -> None:
+            leave(seq)
+            newest = next(reversed(conversations.store._by_use.values()), None)
+            if newest is not None and newest not in self.left:
+                # What is still to come of a step that is being scheduled comes here too.
+                row, events = seq.row, self.events[seq.seq_id]
+                self.left[newest] = LeftRow(self.held[row], self.loggers[row], events, seq.seq_id)
+
+        def seated(seq: Sequence, turn: NextTurn) -> int:
+            self.resuming[seq.seq_id] = turn.resumption
+            return seat(seq, turn)
+
+        conversations.leave = left  # type: ignore[method-assign]
+        conversations.seat = seated  # type: ignore[method-assign]
+
+    def _go_on(self, seq_id: int, row: int, computed: int) -> None:
+        """A row begins with what another one held, less its newest tokens."""
+        known, num_tokens = self.resuming[seq_id]
+        left, dropped = self.left[known], len(known.token_ids) - num_tokens
+        assert computed == num_tokens
+        self.held[row] = {lane: held[: len(held) - dropped] for lane, held in left.lanes.items()}
+        for lane, held in self.held[row].items():
+            assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] >= len(held) > 0
+        self.loggers[row] = [(start, who) for start, who in left.loggers if start < computed]
+        self.loggers[row].append((computed, seq_id))
+        self.before[seq_id] = self.events.pop(seq_id, [])
+        self.events[seq_id] = list(left.events)
+        self.compactions[seq_id] = self.compactions[left.seq_id]
+        self.resumed += 1
+
+    def _logger(self, row: int, position: int) -> int:
+        return next(who for start, who in reversed(self.loggers[row]) if start <= position)
 
     def _filled(self, memory: Mapping[Slot, object], block: int) -> list[int]:
         return [i for i in range(max(self.size, self.log_size)) if (block, i) in memory]
@@ -224,7 +300,7 @@ class ShadowRunner:
                 if position >= self.log_from[row]:
                     query_slot = self._query_slot(row, lane, position)
                     assert self.scheduler.pool.ref[query_slot[0]] == 1
-                    self.log_memory[query_slot] = (self.owner[row], position)
+                    self.log_memory[query_slot] = (self._logger(row, position), position)
             self.computed[row] += 1
 
     def _prune(self, task: CompactionTask) -> None:
@@ -324,7 +400,9 @@ class ShadowRunner:
         for position in range(first, last):
             for lane in self.lanes:
                 logged = self.log_memory[self._query_slot(row, lane, position)]
-                assert logged == (self.owner[row], position), "a needed query is not in the log"
+                assert logged == (self._logger(row, position), position), (
+                    "a needed query is not in the log"
+                )
 
     def _slot(self, row: int, lane: Lane, index: int) -> Slot:
         column = index // self.size

@@ -34,8 +34,8 @@ from tests.scheduler.shadow import ShadowRunner
 class WholeBlocks(Budget):
     """Blocks of four, and the partial one behind them."""
 
-    def of(self, n: IntArray) -> IntArray:
-        return np.minimum(n, super().of(n) // 4 * 4 + n % 4)
+    def of(self, n: IntArray, seen: IntArray | None = None) -> IntArray:
+        return np.minimum(n, super().of(n, seen) // 4 * 4 + n % 4)
 
 
 class Halves(Taper):
@@ -71,6 +71,7 @@ TRIGGERS: dict[int, Trigger] = {
     22: QuantizeTrigger(
         Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
     ),
+    23: Periodic(10, 2, 3, 2, protect_turns=True),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
@@ -80,6 +81,8 @@ CODES = {21, 22}
 """Of these, what is held becomes codes; only tables by head can hold such rows."""
 IN_PROMPT = {10, 11, 20}
 """These have events before the prompt is in, or are computed whole."""
+KEEP_SCORES = {12, 13}
+"""What these know of a row is not all in its blocks."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]
 
@@ -127,13 +130,21 @@ def make_sequence(
     first: int = 2,
     priority: int = 0,
     stops: tuple[int, ...] = (),
+    history: IntArray | None = None,
 ) -> Sequence:
-    """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes."""
+    """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes.
+
+    ``history`` comes before that. Who can takes continuations, and leaves some.
+    """
     tokens = np.arange(prompt, dtype=np.int32) + first
+    if history is not None:
+        tokens, prompt = np.concatenate([history, tokens]), prompt + len(history)
     max_len = prompt + output
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, stops, policy, trigger, priority=priority)
     seq.event_kind = kind_of(policy)
+    if policy not in CODES and policy not in KEEP_SCORES:
+        seq.continues_as = policy
     if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
         seq.prunes_prompt, seq.num_shareable = True, 0
     return seq
@@ -198,8 +209,7 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
     assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
-    if scheduler.blocks.prefix_cache is not None:
-        scheduler.blocks.prefix_cache.clear()
+    scheduler.blocks.idle.clear()
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
@@ -228,7 +238,12 @@ class Traffic:
     """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
 
     def __init__(
-        self, seed: int, policies: set[int] | None = None, *, overlaps: bool = False
+        self,
+        seed: int,
+        policies: set[int] | None = None,
+        *,
+        overlaps: bool = False,
+        continuations: bool = False,
     ) -> None:
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
@@ -236,7 +251,7 @@ class Traffic:
         layout = LAYOUTS[seed % 3]
         self.policies = sorted(policies or policies_of(layout))
         self.scheduler = make_scheduler(
-            int(rng.integers(30, 70)),
+            int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)),
             layout,
             chunked_prefill=chunked,
             max_num_batched_tokens=self.budget,
@@ -245,10 +260,13 @@ class Traffic:
             max_observed_tokens=int(rng.choice([1, 20, 200])),
             gate=BreakEvenGate() if seed % 5 == 1 else None,
             code_scratch=bool(seed % 2),
+            continuations=continuations,
+            max_continuation_blocks=None if seed % 3 else 80,
         )
         self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
+        self.continuations = continuations
         self.num_added = self.num_hits = self.num_pruned = 0
         preempt_now_and_then(self.scheduler, rng, 0.01)
 
@@ -282,6 +300,11 @@ class Traffic:
         prompt, more = int(rng.integers(1, 30)), int(rng.integers(1, 70))
         policy = int(rng.choice(self.policies))
         first = int(rng.integers(2, 5))
+        history = None
+        if self.continuations and self.finished and rng.random() < 0.8:
+            policy, history = self._history(int(rng.integers(len(self.finished))))
+            prompt = min(prompt, 127 - len(history))
+            more = min(more, 128 - prompt - len(history))
         for _ in range(int(rng.choice([1, 1, 3]))):
             seq = make_sequence(
                 self.num_added,
@@ -291,12 +314,21 @@ class Traffic:
                 first=first,
                 priority=int(rng.integers(2)),
                 stops=(7, 8, 9) if self.num_added % 3 else (),
+                history=history,
             )
-            needed = scheduler.blocks_at_least(prompt, seq.max_len, seq.trigger)
+            needed = scheduler.blocks_at_least(seq.num_tokens, seq.max_len, seq.trigger)
+            if history is not None and needed > scheduler.pool.capacity:
+                return  # a request that is refused
             assert needed <= scheduler.pool.capacity
             scheduler.add(seq)
             self.alive.append(seq)
             self.num_added += 1
+
+    def _history(self, number: int) -> tuple[int, IntArray]:
+        """What a sequence that has ended leaves to its next turn: all its tokens, or less."""
+        ended = self.finished[number if number % 8 == 0 else -1 - number % 5]
+        known = ended.token_ids[: ended.num_tokens - int(self.rng.integers(0, 4))]
+        return ended.policy_id, known[:120]
 
     def _learn(self, num_decoding: int) -> None:
         gate = self.scheduler.events.gate

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from kvserve.benchmarks.commands.serving_flags import add_serving_arguments
 from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
+from kvserve.benchmarks.datasets.conversations import Conversations
 from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
 from kvserve.benchmarks.datasets.workload import Workload, random_prompts
 from kvserve.benchmarks.measuring.measure import accuracy
@@ -135,16 +137,20 @@ class Serving:
             async def converse(index: int) -> None:
                 late = time.perf_counter() - self._started
                 await asyncio.sleep(max(0.0, times[index] - late))
-                said = self._said[index]
-                while (body := client.body(workload, index, said)) is not None:
+                said, tokens = self._said[index], list[list[int]]()
+                while (body := _next_body(client, workload, index, said, tokens)) is not None:
+                    if isinstance(workload, Conversations):
+                        await asyncio.sleep(workload.thinks[index][len(said)])
                     async with room:
                         self._unfinished += 1
                         answer = await client.ask(body)
                         self._unfinished -= 1
+                    answer.turn = len(said)
                     self._answers.append(answer)
                     if answer.error:
                         break
                     said.append(answer.text)
+                    tokens.append(answer.token_ids)
                 bar.update()
 
             tasks = [asyncio.create_task(converse(index)) for index in range(count)]
@@ -237,10 +243,10 @@ class Serving:
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
     """What a kvserve said of its cache: per answer, and every so often while it ran."""
     details = [answer.kv for answer in answers if answer.kv]
-    result: Result = {}
+    result: Result = _turn_figures(answers)
     if details:
         logical = sum(each["logical_tokens"] for each in details)
-        result = {
+        result |= {
             "compactions": sum(each["compactions"] for each in details),
             "blocks_released": sum(each["blocks_released"] for each in details),
             "held_over_logical_at_end": sum(each["held_tokens"] for each in details) / logical,
@@ -255,6 +261,36 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
             "preemptions": samples[-1]["preemptions_total"] - samples[0]["preemptions_total"],
         }
     return result
+
+
+def _turn_figures(answers: Sequence[Answer]) -> Result:
+    """Of conversations: what later turns waited for their first token, and what was computed."""
+    later = [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]
+    if not later:
+        return {}
+    return {
+        "turns": max(answer.turn for answer in answers) + 1,
+        "prompt_tokens_computed": sum(answer.prompt_len - answer.cached for answer in answers),
+        "resumed_turns": sum(bool(answer.kv.get("resumed_tokens")) for answer in answers),
+        "median_follow_up_ttft_ms": float(np.median(later)),
+        "p99_follow_up_ttft_ms": float(np.percentile(later, 99)),
+    }
+
+
+def _next_body(
+    client: ServingClient,
+    workload: Workload,
+    index: int,
+    said: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+) -> dict[str, Any] | None:
+    """The next request of a conversation after what was ``said``, in these ``tokens``."""
+    if not isinstance(workload, Conversations):
+        return client.body(workload, index, said)
+    prompt = workload.prompt_after(index, tokens)
+    if prompt is None:
+        return None
+    return {**client.body_of(prompt, workload, index), "return_token_ids": True}
 
 
 async def _first_model(client: ServingClient) -> str:

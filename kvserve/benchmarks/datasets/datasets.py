@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
@@ -50,7 +51,8 @@ class Dataset:
     """How its prompts are made.
 
     ``text``: they need a tokenizer. ``file``: they come from ``--dataset-path``. ``timed``: they
-    say when they arrive. ``ignore_eos``: the default; ``None`` if answers must end by themselves.
+    say when they arrive. ``client``: only one that answers itself back can play them.
+    ``ignore_eos``: the default; ``None`` if answers must end by themselves.
     """
 
     build: Callable[[Source], Workload]
@@ -58,12 +60,16 @@ class Dataset:
     text: bool = False
     file: bool = False
     timed: bool = False
+    client: bool = False
     ignore_eos: bool | None = True
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = False) -> None:
-    """``--dataset``, ``--num-prompts`` and the flags of every dataset, ``timed`` ones too."""
-    datasets = {name: each for name, each in DATASETS.items() if timed or not each.timed}
+    """``--dataset``, ``--num-prompts`` and the flags of every dataset; ``timed``: of those too that
+    take a running server."""
+    datasets = {
+        name: each for name, each in DATASETS.items() if timed or not (each.timed or each.client)
+    }
     parser.add_argument(
         "--dataset",
         "--dataset-name",
@@ -209,6 +215,25 @@ DATASETS: dict[str, Dataset] = {
             Option("prefix_repetition_num_prefixes", 10, "prefixes, shared evenly"),
             Option("prefix_repetition_output_len", 128, "tokens per output"),
         ),
+    ),
+    "conversations": Dataset(
+        conversations,
+        (
+            Option("system_len", 512, "tokens of the system prompt that all share"),
+            Option("question_len", 64, "tokens of a first question"),
+            Option("min_turns", 8, "turns of a conversation, at least"),
+            Option("max_turns", 20, "turns of a conversation, at most"),
+            Option("min_tool_len", 200, "tokens of a later prompt, a tool's output, at least"),
+            Option("max_tool_len", 2000, "tokens of a later prompt, at most"),
+            Option("answer_len", 128, "tokens per answer"),
+            Option(
+                "think_seconds",
+                2.0,
+                "mean time from an answer to the next prompt, exponential",
+                number(0, closed=True),
+            ),
+        ),
+        client=True,
     ),
     "sharegpt": Dataset(
         sharegpt,

@@ -32,6 +32,11 @@ class Answer:
     itls: list[float] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """(time, tokens) of every chunk."""
+    token_ids: list[int] = field(default_factory=list)
+    """Where the request asked for them (``return_token_ids``)."""
+    turn: int = 0
+    cached: int = 0
+    """Prompt tokens that had not to be computed."""
     kv: Mapping[str, int] = field(default_factory=dict)
     """``usage.kv_cache_details``, of a kvserve."""
     error: str = ""
@@ -65,8 +70,12 @@ class ServingClient:
     def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:
         """The next request of a conversation, or ``None`` at its end."""
         prompt = workload.prompt(index, said)
-        if prompt is None:
-            return None
+        return None if prompt is None else self.body_of(prompt, workload, index, said)
+
+    def body_of(
+        self, prompt: list[int], workload: Workload, index: int, said: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """A request for what follows ``prompt``."""
         what: dict[str, Any] = {"prompt": prompt}
         if self.chat:
             what = {"messages": workload.messages(index, said)}
@@ -140,6 +149,10 @@ def _take(answer: Answer, event: Mapping[str, Any], now: float) -> None:
     # A server that does not count as it streams sends one token per chunk.
     new = bool(text) if counted is None else counted - answer.output_tokens
     answer.text += text
+    answer.token_ids += (
+        token for choice in event.get("choices") or () for token in choice.get("token_ids") or ()
+    )
+    answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or answer.cached
     answer.output_tokens += new
     answer.prompt_len = usage.get("prompt_tokens", answer.prompt_len)
     answer.kv = usage.get("kv_cache_details") or answer.kv

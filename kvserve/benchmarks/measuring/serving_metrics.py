@@ -151,6 +151,10 @@ _KV = (
     ("Events:", "compactions", "d"),
     ("Blocks released:", "blocks_released", "d"),
     ("Preemptions:", "preemptions", "d"),
+    ("Median TTFT of later turns (ms):", "median_follow_up_ttft_ms", ".2f"),
+    ("P99 TTFT of later turns (ms):", "p99_follow_up_ttft_ms", ".2f"),
+    ("Prompt tokens computed:", "prompt_tokens_computed", "d"),
+    ("Turns that went on from the last:", "resumed_turns", "d"),
     ("Exact match:", "exact_match", ".3f"),
     ("Correct prefix:", "correct_prefix", ".3f"),
 )

@@ -23,6 +23,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import (
+    BegunTurns,
     CompactionTask,
     NewRequest,
     SchedulerOutput,
@@ -96,6 +97,11 @@ class InputBatch(RowArrays):
         _scatter(self.log_tables, output.log_update)
         _scatter(self.index_tables, output.index_update)
         _scatter(self.vector_tables, output.vector_update)
+
+    def begin_turns(self, turns: BegunTurns) -> None:
+        """Before a step's events: rows log queries from elsewhere on."""
+        if len(turns.rows):
+            self.log_from[self._long(turns.rows)] = self._long(turns.log_from)
 
     def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
         """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""

@@ -30,7 +30,7 @@ from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SwapTask
+from kvserve.scheduler.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most that blocks take at once on their way to host memory or back, on the device and pinned."""
@@ -108,12 +108,23 @@ class KVCache:
             group, place = divmod(layer, self.layout.layers_per_block)
             self.query_log.store(place, batch.query_slots[group], q, shares)
 
-    def swap(self, outs: tuple[SwapTask, ...], ins: tuple[SwapTask, ...]) -> None:
-        """Copy blocks to host memory, then back. Logged queries are blocks like others."""
+    def swap(
+        self,
+        outs: tuple[SwapTask, ...],
+        ins: tuple[SwapTask, ...],
+        copies: BlockCopies = NO_COPIES,
+    ) -> None:
+        """Copy blocks to host memory and others on the device, then blocks back.
+
+        Logged queries are blocks like others.
+        """
         for task in outs:
             for device, host, staged in self._blocks(task):
                 staged.copy_(self.kv[device])
                 self.host[host] = staged
+        if len(copies.sources):
+            sources = to_device(copies.sources, self.kv.device)
+            self.kv[to_device(copies.copies, self.kv.device)] = self.kv[sources]
         for task in ins:
             for device, host, staged in self._blocks(task):
                 torch.index_select(self.host, 0, host, out=staged)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
+from kvserve.scheduler.blocks.continuations import MISSES
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over
@@ -110,9 +112,8 @@ class EngineCore:
         return [self._finished(seq) for seq in known]
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; what running sequences hold stays theirs."""
-        if self.scheduler.blocks.prefix_cache is not None:
-            self.scheduler.blocks.prefix_cache.clear()
+        """Forget every cached block and continuation; what running sequences hold stays theirs."""
+        self.scheduler.blocks.idle.clear()
 
     def step(self) -> StepOutputs:
         """Wait for a step and report its tokens; where steps overlap, start the next one first."""
@@ -350,7 +351,21 @@ class EngineCore:
             iterations=self._counts.iterations,
             iteration_tokens_total=self._counts.num_tokens,
             requests=requests,
+            **self._continuation_counts(),
         )
+
+    def _continuation_counts(self) -> dict[str, Any]:
+        """Of ``EngineStats``, what there is to say of them."""
+        store = self.scheduler.blocks.idle.continuations
+        if store is None:
+            return {}
+        return {
+            "continuations": len(store),
+            "continuation_blocks": store.num_blocks,
+            "resumed_total": store.hits,
+            "resumed_tokens_total": store.resumed_tokens,
+            "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
+        }
 
     # ---- sequences ---------------------------------------------------------------------------
 
@@ -381,6 +396,7 @@ class EngineCore:
             log_bytes=seq.log_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
+            resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued

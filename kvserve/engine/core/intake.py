@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvserve.config import EngineConfig
+from kvserve.engine.core.continuing import continuation_refusal
 from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.core.request_policies import RequestPolicies
 from kvserve.engine.core.startup import BuiltEngine
@@ -17,6 +18,8 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGr
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
+from kvserve.scheduler.blocks.continuations import REFUSED, UNSUPPORTED
+from kvserve.scheduler.blocks.prefix_cache import salted_seed
 from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import Granularity
@@ -39,7 +42,7 @@ class Intake:
         self._config = config
         self._info = built.info
         self._scheduler = built.scheduler
-        self._num_shareable = built.executor.runner.model.spec.num_shareable
+        self._spec = built.executor.runner.model.spec
         self._policies = RequestPolicies(config, built)
         self._grammars = grammars
         self._tracer = tracer
@@ -81,12 +84,28 @@ class Intake:
             prunes_prompt=prunes,
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
-            num_shareable=0 if prunes else self._num_shareable(prompt),
+            num_shareable=0 if prunes else self._spec.num_shareable(prompt),
         )
+        self._continue(sequence, new, policy)
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
             sequence.column_hashes = [os.urandom(16)]
         return sequence
+
+    def _continue(self, sequence: Sequence, new: NewSequence, policy: Policy) -> None:
+        """With whom it shares columns, and whether it leaves and takes continuations."""
+        if new.cache_salt is not None:
+            sequence.cache_seed = salted_seed(new.cache_salt)
+        if self._config.cache.continuations == "off" or policy.name == "none":
+            return
+        if new.prompt_logprobs is not None or continuation_refusal(policy, self._spec):
+            sequence.refuses = UNSUPPORTED
+            return
+        sequence.continues_as = policy
+        if new.kv_trace:
+            sequence.refuses = UNSUPPORTED  # a trace follows positions from the first one on
+        elif not new.kv_resume:
+            sequence.refuses = REFUSED
 
     def _check_prompt(self, new: NewSequence) -> None:
         """Its length, its tokens, and how many may follow."""

@@ -224,6 +224,8 @@ def _start(
         log_block_tokens=plan.log_block_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         prefix_caching=config.cache.enable_prefix_caching,
+        continuations=config.cache.continuations == "on",
+        max_continuation_blocks=_blocks_of(config.cache.continuation_memory, plan.block_bytes),
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
@@ -238,6 +240,10 @@ def _start(
     others.build(pool)
     executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return scheduler, new_scheduler, executor, pool, profile
+
+
+def _blocks_of(memory: int | None, block_bytes: int) -> int | None:
+    return None if memory is None else memory // block_bytes
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.core.continuing import continuation_refusal
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
@@ -65,8 +66,17 @@ def plan_rows(
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
+        _continuations_row(plan, policy),
         *_ranks_rows(plan),
     ]
+
+
+def _continuations_row(plan: RankPlan, policy: Policy) -> tuple[str, str, str]:
+    if plan.config.cache.continuations == "off":
+        return "continuations", "off", "--continuations"
+    refusal = continuation_refusal(policy, plan.spec)
+    why = "policy none goes by the prefix cache" if policy.name == "none" else refusal
+    return "continuations", "on", why or "--continuations"
 
 
 def _entries_row(plan: RankPlan) -> Row:

@@ -247,6 +247,8 @@ class OutputProcessor:
             thinking_end=params.thinking_end,
             thinking_token_budget=params.thinking_token_budget,
             kv_trace=params.kv_trace,
+            cache_salt=params.cache_salt,
+            kv_resume=params.kv_resume,
         )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

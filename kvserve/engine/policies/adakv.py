@@ -59,6 +59,7 @@ class AdaKV(BudgetedPolicy):
 
     name: ClassVar[str] = "adakv"
     granularity: ClassVar[Granularity] = Granularity.HEAD
+    cuts_again: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "As its scorer, and a block table per layer and head, whose last blocks are each half "
         "empty on average."

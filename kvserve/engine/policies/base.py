@@ -80,6 +80,8 @@ class Policy:
     """LAYER or HEAD where lengths differ after its events."""
     keeps_blocks: ClassVar[bool] = False
     """It is uneven and keeps whole blocks (the last one aside): no entry moves."""
+    cuts_again: ClassVar[bool] = False
+    """It is uneven, and its events may follow one another on lanes that hold unequally much."""
     ranks_entries: ClassVar[bool] = False
     """Its scores rank single entries, so another policy may share them out (AdaKV)."""
     protects: ClassVar[str] = ""

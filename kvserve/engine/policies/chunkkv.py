@@ -130,6 +130,7 @@ class BlockChunkKV(ChunkKV):
     """
 
     granularity: ClassVar[Granularity] = Granularity.LAYER
+    cuts_again: ClassVar[bool] = True
     keeps_blocks: ClassVar[bool] = True
 
     @property

@@ -131,6 +131,11 @@ class Kara(Policy):
     protect_prompt: bool = argument(
         True, "leave the prompt alone; otherwise its windows are compressed too, at its end"
     )
+    protect_turns: bool = argument(
+        False,
+        "where a conversation goes on (--continuations): leave later prompts alone too; otherwise "
+        "its windows go on over them",
+    )
     preset: str | None = argument(
         None,
         "paper: its serving run, for comparison. Other defaults (window 768, budget 257, period "
@@ -153,6 +158,8 @@ class Kara(Policy):
             recomputes = self.query_source == "recompute"
             require(recomputes, "query_source", self.query_source, "recompute with preset paper")
             require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
+            goes_on = not self.protect_turns
+            require(goes_on, "protect_turns", True, "false with preset paper")
 
     def _check_queries(self) -> None:
         count = self.window if self.queries == "window" else self.buffer
@@ -224,7 +231,8 @@ class Kara(Policy):
             most = _MOST_IN_THE_PAPER
             return EngineWide(self.window, self.buffer, self.keep, self.period, most)
         logs = self.query_source == "log"
-        return Periodic(self.window, self.buffer, self.keep, self.period, self.protect_prompt, logs)
+        fixed = self.window, self.buffer, self.keep, self.period
+        return Periodic(*fixed, self.protect_prompt, logs, self.protect_turns)
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""

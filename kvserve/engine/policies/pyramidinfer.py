@@ -35,6 +35,7 @@ class PyramidInfer(Policy):
 
     name: ClassVar[str] = "pyramidinfer"
     granularity: ClassVar[Granularity] = Granularity.LAYER
+    cuts_again: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "For a moment the blocks of the whole prompt, though upper layers compute and hold less; a "
         "log of as many queries as there are recent tokens, and every period tokens an event that "

@@ -35,6 +35,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     granularity: ClassVar[Granularity] = Granularity.LAYER
+    cuts_again: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "As snapkv, and a block table per layer, whose last blocks are each half empty on average."
     )

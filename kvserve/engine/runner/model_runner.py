@@ -176,8 +176,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
+        self.batch.begin_turns(output.turns)
         step = LaunchedStep(*self._events.run(output), self.group.agree())
-        self.cache.swap(output.swap_outs, output.swap_ins)
+        self.cache.swap(output.swap_outs, output.swap_ins, output.copies)
         try:
             self.batch.apply(output)
         except (torch.OutOfMemoryError, MemoryError):

@@ -11,6 +11,8 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_table import NO_UPDATE, BlockTable, Rows
 from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks, TableUpdate
@@ -36,12 +38,13 @@ class BlockManager(RowArrays):
         max_model_len: int,
         log_block_tokens: int,
         prefix_cache: PrefixCache | None = None,
+        continuations: Continuations | None = None,
         code_slots: int = 0,
         code_scratch: bool = True,
     ) -> None:
         self.layout = layout
         self.pool = pool
-        self.prefix_cache = prefix_cache
+        self.idle = IdleBlocks(pool, prefix_cache, continuations)
         self.log_block_tokens = log_block_tokens
         self.kv = BlockTable(pool, layout, max_rows, layout.block_size, max_model_len)
         self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
@@ -108,9 +111,9 @@ class BlockManager(RowArrays):
         """For how many of the rows, in order, ``make_private`` would find its blocks."""
         owner, column, end_columns = self._columns_of(start, end)
         shared = self.kv.shared(rows[owner], column, end_columns)
-        if self.prefix_cache is not None and not self.have_free(int(shared.sum())):
+        if not self.have_free(int(shared.sum())):
             # Blocks that only a row and the cache name can be written once the cache lets go.
-            self.prefix_cache.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
+            self.idle.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
             shared = self.kv.shared(rows[owner], column, end_columns)
         per_column = shared.sum(axis=(1, 2))
         wanted = np.bincount(owner, weights=per_column, minlength=len(rows)).cumsum()
@@ -119,25 +122,27 @@ class BlockManager(RowArrays):
     # ---- prefix cache ------------------------------------------------------------------------
 
     @property
+    def prefix_cache(self) -> PrefixCache | None:
+        return self.idle.prefixes
+
+    @property
     def num_cached(self) -> int:
-        """Blocks that only the prefix cache names; they make room when needed."""
-        return 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+        """Blocks that are only held for later sequences; they make room when needed."""
+        return self.idle.num_blocks
 
     @property
     def headroom(self) -> int:
-        """Blocks that are free or can be made so by evicting cached columns."""
+        """Blocks that are free or can be made so by evicting what is held for later."""
         return self.pool.num_free + self.num_cached
 
     def have_free(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after evicting cached columns if need be."""
-        missing = count - self.pool.num_free
-        if missing > 0 and self.prefix_cache is not None:
-            self.prefix_cache.evict(missing)
-        return count <= self.pool.num_free
+        """Whether ``count`` blocks are free, after evicting what is held for later if need be."""
+        return count <= self.pool.num_free or self.idle.have_free(count)
 
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, LG, R]`` of the longest cached prefix."""
-        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
+        prefixes = self.idle.prefixes
+        found = [] if prefixes is None else prefixes.match(hashes)
         shape = (len(found), self.layout.layer_groups, self.layout.rows)
         return np.array(found, np.int32).reshape(shape)
 
@@ -148,9 +153,9 @@ class BlockManager(RowArrays):
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Offer a row's columns from ``first`` on, one per hash, to later prompts."""
-        if self.prefix_cache is not None:
+        if self.idle.prefixes is not None:
             columns = self.kv.blocks[:, row, :, first : first + len(hashes)]
-            self.prefix_cache.publish(hashes, columns.transpose(2, 0, 1))
+            self.idle.prefixes.publish(hashes, columns.transpose(2, 0, 1))
 
     # ---- lengths -----------------------------------------------------------------------------
 
@@ -286,6 +291,9 @@ class BlockManager(RowArrays):
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
         others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
+        if self.idle.continuations is not None:
+            self.idle.continuations.check_integrity()
+            others.append(self.idle.continuations.held())
         if self.codes is not None:
             others += [self.codes.index.all_held(), self.codes.vectors.all_held()]
         held = np.concatenate([self.kv.all_held(), self.log.all_held(), *others])
@@ -301,8 +309,8 @@ class BlockManager(RowArrays):
             return self.have_free(wanted - codes.replaced(row, coding))
         named, _ = self.kv.row_entries(row)
         own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        if self.prefix_cache is not None and not self.have_free(wanted - own):
-            self.prefix_cache.forget(named)
+        if not self.have_free(wanted - own):
+            self.idle.forget(named)
             own = int(np.count_nonzero(self.pool.ref[named] == 1))
         return self.have_free(wanted - own)
 

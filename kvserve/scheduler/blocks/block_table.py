@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
+from kvserve.scheduler.blocks.continuations import SavedTable
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group
@@ -140,6 +141,34 @@ class BlockTable(RowArrays):
         self.blocks[where] = self.pool.allocate(len(at))
         np.minimum.at(self._synced, where[:3], columns[at])
         return np.asarray(shared.any(axis=(1, 2)))
+
+    def save(self, row: int) -> SavedTable:
+        """What a row names, for ``resume``."""
+        first, end = self.first[:, row].copy(), self.end[:, row].copy()
+        start = int(first.min())
+        return SavedTable(first, end, start, self.blocks[:, row, :, start : end.max()].copy())
+
+    def resume(
+        self, row: int, saved: SavedTable, end: IntArray, partial: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Begin an empty row with the columns before ``end [LG, R]`` of a saved one, shared.
+
+        Where the last one is ``partial [LG, R]``, the row gets a block of its own for it, since it
+        writes on there: returns the shared blocks and those, to be copied.
+        """
+        width = saved.start + saved.blocks.shape[2]
+        self.blocks[:, row, :, saved.start : width] = saved.blocks
+        self.first[:, row] = self._synced[:, row] = saved.first
+        self.end[:, row] = np.maximum(end, saved.first)
+        self.pool.share(self.row_entries(row)[0])
+        some = np.flatnonzero(partial & (end > saved.first))
+        lanes = self._lanes[:, row].ravel()[some]
+        at = self._places(lanes, end.ravel()[some] - 1, np.ones_like(some))
+        tables = self.blocks.reshape(-1)
+        shared, own = tables[at], self.pool.allocate(len(at))
+        tables[at] = own
+        self.pool.release(shared)
+        return shared, own
 
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""

@@ -13,15 +13,22 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 
-_SEED = b"kvserve"
+SEED = b"kvserve"
 
 
-def column_hashes(token_ids: IntArray, block_size: int, known: list[bytes]) -> list[bytes]:
+def salted_seed(salt: str) -> bytes:
+    """What the hashes of those begin with who share columns under one ``salt`` alone."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, key=SEED).digest()
+
+
+def column_hashes(
+    token_ids: IntArray, block_size: int, known: list[bytes], seed: bytes = SEED
+) -> list[bytes]:
     """Chained hashes of all full columns; ``known`` are those of the first ones."""
     hashes = list(known)
     tokens = np.ascontiguousarray(token_ids, np.int32)
     for start in range(len(known) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else _SEED
+        parent = hashes[-1] if hashes else seed
         digest = hashlib.blake2b(parent, digest_size=16)
         digest.update(tokens[start : start + block_size].tobytes())
         hashes.append(digest.digest())
@@ -44,7 +51,6 @@ class PrefixCache:
         self._shape = (1, 1)
         self._blocks: IntArray = np.zeros((0, 1), np.int32)
         self._used: IntArray = np.zeros(0, np.int64)
-        self._clock = 0
 
     @property
     def num_evictable(self) -> int:
@@ -77,10 +83,15 @@ class PrefixCache:
             self._add([hashes[i] for i in new], columns[new].reshape(len(new), -1))
         self._touch([self._places[digest] for digest in hashes])
 
-    def evict(self, count: int) -> None:
-        """Free at least ``count`` blocks, or all that only the cache names."""
+    def evict(self, count: int, before: int | None = None) -> None:
+        """Free at least ``count`` blocks, or all that only the cache names.
+
+        With ``before`` only columns go whose last use came before that.
+        """
         alone = self.pool.only_cached
         places = np.flatnonzero(alone)
+        if before is not None:
+            places = places[self._used[places] < before]
         if count < len(places):  # each of these frees a block
             places = places[self._used[places].argpartition(count - 1)[:count]]
         places = places[self._used[places].argsort()]
@@ -127,8 +138,8 @@ class PrefixCache:
 
     def _touch(self, places: list[int]) -> None:
         """Mark a prefix as used; parents after their children, who could not be hit without."""
-        self._clock += len(places)
-        self._used[places] = self._clock - np.arange(len(places))
+        self.pool.clock += len(places)
+        self._used[places] = self.pool.clock - np.arange(len(places))
 
     def _drop(self, places: list[int]) -> None:
         if not places:

@@ -11,7 +11,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.output import NO_TURNS, BegunTurns, CompactionTask, ObservationTask
 from kvserve.scheduler.trigger import EvictionSpec, Trigger
 
 Choices = np.ndarray[Any, np.dtype[np.object_]]
@@ -77,3 +77,5 @@ class ScheduledEvents:
 
     compactions: tuple[CompactionTask, ...] = ()
     observations: tuple[ObservationTask, ...] = ()
+    turns: BegunTurns = NO_TURNS
+    """Turns that begin before them."""

@@ -15,7 +15,13 @@ from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
 from kvserve.scheduler.compression.lives import EventLives, OpenEvent
 from kvserve.scheduler.event import EventKind, Scores
-from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput
+from kvserve.scheduler.output import (
+    NO_TURNS,
+    BegunTurns,
+    CompactionTask,
+    ObservationTask,
+    SchedulerOutput,
+)
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.trigger import Trigger
@@ -77,13 +83,17 @@ class CompressionScheduler:
         """
         self._engine_wide.make_due()
         waiting = self._waiting()
+        turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
+        turns = self._begin_turns(turning) if len(turning) else NO_TURNS
+        if len(turns.rows):
+            waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # it was preempted itself, or has ended
         candidates = self._candidates(self._due(waiting))
         self.lives.close_scored()  # what cannot be scheduled now is scored again
         if self.gate is not None:
             candidates = self._that_pay(self.gate, candidates, entries_that_fit)
-        return self._schedule(candidates, self._max_observed)
+        return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
     def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
         """Schedule events ahead of their time or budget, until ``missing`` blocks come free."""
@@ -259,11 +269,12 @@ class CompressionScheduler:
             rows.num_unmodified_tokens[at], done.plan.region_start
         )
         rows.first_uncompressed_pos[at] = done.plan.first_uncompressed_pos
-        log_from = self.schedule_next_event(done.policy_id, at)
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
-            if not recorded or position > recorded[-1]:
+            if len(recorded) == rows.num_events[row]:
                 recorded.append(position)
+        rows.num_events[at] += 1
+        log_from = self.schedule_next_event(done.policy_id, at)
         rows.blocks_released[at] += taken.released
         self.blocks_released += int(taken.released.sum())
         self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
@@ -276,14 +287,43 @@ class CompressionScheduler:
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; returns from where they log queries."""
-        rows = self.rows
-        trigger, state = self._triggers[policy_id], rows.state(at)
+        rows, trigger = self.rows, self._triggers[policy_id]
         handler = self._handlers[self._kinds[policy_id]]
+        turns = rows.turn[at] < rows.num_turns[at]
+        for row in at[turns]:
+            self._begin_turn(row, trigger)
+        state = rows.state(at)
         next_event = handler.next_event(at, state, trigger.next_event(state))
-        for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
-            seq = rows.owner(at[i])
-            next_event[i] = seq.next_event(int(rows.num_computed[at[i]]), int(next_event[i]))
+        for i in np.flatnonzero((rows.num_computed[at] < rows.replay_until[at]) | turns):
+            known = rows.num_computed[at[i]], next_event[i], rows.num_events[at[i]]
+            next_event[i] = rows.owner(at[i]).next_event(*map(int, known))
         log_from = trigger.log_from(state, next_event)
+        for i in np.flatnonzero(turns):
+            stop = rows.owner(at[i]).next_stop(int(next_event[i]), int(rows.turn[at[i]]))
+            next_event[i] = stop
         rows.next_event[at] = next_event
         self.blocks.log_from(at, log_from)
         return log_from
+
+    # ---- turns -------------------------------------------------------------------------------
+
+    def _begin_turns(self, at: IntArray) -> BegunTurns:
+        """Go on with rows that are computed again and have come to where another turn begins; those
+        that had an event there have it first."""
+        begun, log_from = [], []
+        for row in at.tolist():
+            seq, computed = self.rows.owner(row), int(self.rows.num_computed[row])
+            turn = seq.turns[self.rows.turn[row]]
+            if turn.start == computed and computed not in seq.events:
+                begun.append(row)
+                log_from.append(self.schedule_next_event(seq.policy_id, np.array([row]))[0])
+        return BegunTurns(np.array(begun, np.int32), np.array(log_from, np.int32))
+
+    def _begin_turn(self, row: int, trigger: Trigger) -> None:
+        """Let a row's next turn begin, if it has come so far: its trigger says with what."""
+        rows, turn = self.rows, self.rows.owner(row).turns[self.rows.turn[row]]
+        if turn.start == rows.num_computed[row]:
+            at = np.array([row], np.int32)
+            known = trigger.next_turn(rows.state(at), np.array([turn.end], np.int32))
+            rows.num_prompt[at], rows.first_uncompressed_pos[at] = known
+            rows.turn[row] += 1

@@ -19,9 +19,13 @@ class Prefixes:
 
     def cached(self, seq: Sequence, limit: int) -> IntArray:
         """Cached columns ``[n, LG, R]`` that hold at most ``limit`` first tokens of a sequence."""
-        hashes = column_hashes(seq.token_ids, self._size, seq.column_hashes)
-        seq.column_hashes = hashes
+        hashes = self.hashes(seq, seq.token_ids, seq.column_hashes)
         return self._blocks.match(hashes[: max(limit, 0) // self._size])
+
+    def hashes(self, seq: Sequence, token_ids: IntArray, known: list[bytes]) -> list[bytes]:
+        """Those of all columns of ``token_ids``, with which ``seq`` begins; some are ``known``."""
+        seq.column_hashes = column_hashes(token_ids, self._size, known, seq.cache_seed)
+        return seq.column_hashes
 
     def publish_chunk(self, row: int, length: int) -> None:
         """Offer the prompt columns that a chunk completes to sequences admitted after it.
@@ -39,6 +43,6 @@ class Prefixes:
         end = min(num_tokens, int(rows.num_unmodified_tokens[row])) // size
         if end > first:
             tokens = rows.token_ids[row, : end * size]
-            seq.column_hashes = column_hashes(tokens, size, seq.column_hashes[:end])
-            self._blocks.publish(row, first, seq.column_hashes[first:end])
+            hashes = self.hashes(seq, tokens, seq.column_hashes[:end])
+            self._blocks.publish(row, first, hashes[first:end])
             rows.num_published[row] = end

@@ -12,13 +12,16 @@ from kvserve.scheduler.row_schema import RowArrays, per_row
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import RowState
 
+_OF_THIS_RUN = {"next_event", "caught_up", "peak_blocks", "num_unknown"}
+"""Fields that begin anew where a row goes on from another."""
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class RowTable(RowArrays):
     """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
-    num_prompt: IntArray = per_row("num_prompt_tokens")
+    num_prompt: IntArray = per_row("first_prompt_tokens")
+    """What triggers take for the prompt: a conversation's first, or up to its last one's end."""
     num_tokens: IntArray = per_row("num_tokens")
     """Those being sampled count, too."""
     num_computed: IntArray = per_row()
@@ -33,6 +36,7 @@ class RowTable(RowArrays):
     priority: IntArray = per_row("priority")
     arrival: IntArray = per_row("arrival")
     policy_id: IntArray = per_row("policy_id")
+    num_events: IntArray = per_row()
     compactions: IntArray = per_row()
     blocks_released: IntArray = per_row()
     peak_blocks: IntArray = per_row()
@@ -40,6 +44,9 @@ class RowTable(RowArrays):
     """Bounds the entries that are still the plain image of their tokens."""
     num_published: IntArray = per_row()
     """Columns that the prefix cache has seen."""
+    num_turns: IntArray = per_row("num_turns")
+    turn: IntArray = per_row()
+    """How many of ``num_turns`` have begun."""
     num_unknown: IntArray = per_row()
     """The last tokens, which the host does not know yet."""
 
@@ -81,6 +88,13 @@ class RowTable(RowArrays):
         row = self._next_row(seq)
         self.restore_fields(row, counters)
         self.num_unknown[row] = 0
+        return row
+
+    def resume(self, seq: Sequence, counters: dict[str, IntArray]) -> int:
+        """Give ``seq`` the next row; what is not the sequence's own goes on as in ``counters``."""
+        row = self.add(seq)
+        names = {name for name, kept in self.fields.items() if kept.new == ""} - _OF_THIS_RUN
+        self.restore_fields(row, {name: counters[name] for name in (*names, "num_prompt")})
         return row
 
     def owner(self, row: int) -> Sequence:

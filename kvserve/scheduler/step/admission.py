@@ -8,6 +8,7 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.output import NewRequest, NewRows
+from kvserve.scheduler.rows.conversations import Conversations, NextTurn
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.rows.swap_space import SwapSpace
@@ -29,6 +30,7 @@ class Admission:
         events: CompressionScheduler,
         prefixes: Prefixes,
         swap: SwapSpace,
+        conversations: Conversations | None,
         *,
         reserve: int,
         chunked: bool,
@@ -38,6 +40,7 @@ class Admission:
         self._events = events
         self._prefixes = prefixes
         self._swap = swap
+        self._conversations = conversations
         self._reserve = reserve
         self._chunked = chunked
         self._size = blocks.layout.block_size
@@ -52,15 +55,22 @@ class Admission:
     def admit(self, seq: Sequence, budget: int) -> bool:
         """Give ``seq`` a row and its blocks, if there is room beside those that run.
 
-        A prompt gets the blocks of all it has to compute at once, up to its first event.
+        A prompt gets the blocks of all it has to compute at once, up to its first event. It goes on
+        from a continuation that it begins with, or waits for room to, as long as others run.
         """
         parked = seq in self._swap
+        if not parked and self._conversations is not None:
+            found = self._conversations.find(seq)
+            if found is not None:
+                turn = self._conversations.plan(seq, found)
+                if self._go_on(self._conversations, seq, turn, budget) or self._rows.num_rows:
+                    return seq.status is SequenceStatus.RUNNING
         if parked:
             target, limit = 0, self._swap.identity_tokens(seq)
             wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
-            due, log_from = first_event(seq.num_prompt_tokens, seq.trigger)
-            target = min(seq.num_tokens, seq.next_event(0, due))
+            due, log_from = first_event(seq.first_prompt_tokens, seq.trigger)
+            target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
             # The last token is computed for its logits, the logged ones for their queries.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks_alone(target, log_from)
@@ -78,6 +88,26 @@ class Admission:
                 self._start(seq, columns, target)
             self._admitted.append(seq)
         pool.release(columns.ravel())
+        return seq.status is SequenceStatus.RUNNING
+
+    def _go_on(
+        self, conversations: Conversations, seq: Sequence, turn: NextTurn, budget: int
+    ) -> bool:
+        """Seat a sequence as its ``turn`` is planned, if there is room."""
+        computed = turn.resumption.num_tokens
+        length = self.chunk_length(seq, computed, turn.target, budget)
+        pinned, pool = turn.row.named, self._blocks.pool
+        pool.share(pinned)  # what it goes on from must not be evicted to make room
+        fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
+        fits &= length > 0 or turn.target == computed  # an event comes first
+        if fits and self._blocks.have_free(turn.blocks):
+            at = np.array([conversations.seat(seq, turn)], np.int32)
+            self._events.schedule_next_event(seq.policy_id, at)
+            self._rows.next_event[at] = turn.due
+            computed_at = self._rows.num_computed[at]
+            self._blocks.grow(at, turn.target - computed_at, computed_at)
+            self._admitted.append(seq)
+        pool.release(pinned)
         return seq.status is SequenceStatus.RUNNING
 
     def chunk_length(self, seq: Sequence, computed: int, target: int, budget: int) -> int:
@@ -111,6 +141,8 @@ class Admission:
     def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:
         """Seat a newcomer: its row begins with ``columns`` and has the blocks up to ``target``."""
         rows, blocks = self._rows, self._blocks
+        if self._conversations is not None:
+            self._conversations.count_miss(seq)
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self._size
         rows.first_uncompressed_pos[at] = seq.trigger.start(rows.num_prompt[at])

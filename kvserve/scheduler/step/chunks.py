@@ -110,8 +110,9 @@ class PrefillChunks:
             self._waiting.remove(seq)
             if not rows.caught_up[seq.row]:
                 length = self._reserve(seq.row, budget)
-                chunks.append((seq.row, length))
-                budget -= length
+                if length:  # else an event comes first
+                    chunks.append((seq.row, length))
+                    budget -= length
         return chunks
 
     def _reserve(self, row: int, budget: int) -> int:

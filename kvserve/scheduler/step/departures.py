@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.rows.conversations import Conversations
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
@@ -28,6 +29,7 @@ class Departures:
         waiting: WaitingQueue,
         swap: SwapSpace,
         prefixes: Prefixes,
+        conversations: Conversations | None,
     ) -> None:
         self.num_preemptions = 0
         self.num_swaps = 0
@@ -36,6 +38,7 @@ class Departures:
         self._waiting = waiting
         self._swap = swap
         self._prefixes = prefixes
+        self._conversations = conversations
         # Who ended since the last step, and whom the next update reports: they exhausted the pool.
         self._finished: list[Sequence] = []
         self._exhausted: list[Sequence] = []
@@ -48,6 +51,8 @@ class Departures:
                 self._swap.discard(seq)
         elif seq.status is SequenceStatus.RUNNING:
             self._prefixes.publish(seq, int(self._rows.num_computed[seq.row]))
+            if self._conversations is not None and reason != "error":
+                self._conversations.leave(seq)
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason

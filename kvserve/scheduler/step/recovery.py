@@ -75,7 +75,7 @@ def start_over(
 def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
     """Whether a sequence's trigger answers, and its next event takes what there is."""
     if seq.row < 0:
-        first_event(seq.num_prompt_tokens, seq.trigger)
+        first_event(seq.first_prompt_tokens, seq.trigger)
         return True
     rows, blocks, at = scheduler.rows, scheduler.blocks, np.array([seq.row])
     entries = blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
@@ -118,6 +118,8 @@ def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
     for name in _EVENT_COUNTERS:
         setattr(fresh.events, name, getattr(scheduler.events, name))
     fresh.num_steps = scheduler.num_steps
+    if fresh.conversations is not None and scheduler.conversations is not None:
+        fresh.conversations.store.count_from(scheduler.conversations.store)
     fresh.departures.num_preemptions = scheduler.num_preemptions + preempted
     fresh.departures.num_swaps = scheduler.num_swaps
     vars(scheduler).update(vars(fresh))

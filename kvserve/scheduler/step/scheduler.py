@@ -15,13 +15,15 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.event import Scores
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.output import NO_COPIES, SchedulerOutput
+from kvserve.scheduler.rows.conversations import Conversations
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
@@ -54,6 +56,8 @@ class Scheduler:
         log_block_tokens: int,
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
+        continuations: bool = False,
+        max_continuation_blocks: int | None = None,
         num_host_blocks: int = 0,
         max_observed_tokens: int | None = None,
         gate: BreakEvenGate | None = None,
@@ -70,6 +74,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
+            Continuations(self.pool, max_continuation_blocks) if continuations else None,
             code_slots,
             code_scratch,
         )
@@ -81,13 +86,21 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.num_steps = 0
         prefixes = Prefixes(self.rows, self.blocks)
-        self.departures = Departures(self.rows, self.blocks, self.waiting, self.swap, prefixes)
+        self.conversations: Conversations | None = None
+        if self.blocks.idle.continuations is not None:
+            self.conversations = Conversations(
+                self.rows, self.blocks, prefixes, self.blocks.idle.continuations
+            )
+        self.departures = Departures(
+            self.rows, self.blocks, self.waiting, self.swap, prefixes, self.conversations
+        )
         self._admission = Admission(
             self.rows,
             self.blocks,
             self.events,
             prefixes,
             self.swap,
+            self.conversations,
             reserve=admission_reserve,
             chunked=chunked_prefill,
         )
@@ -201,11 +214,13 @@ class Scheduler:
         index_update, vector_update, num_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
+            turns=events.turns,
             compactions=events.compactions,
             observations=events.observations,
             row_swaps=rows.take_swaps(),
             discarded=discarded,
             swap_outs=swap_outs,
+            copies=NO_COPIES if self.conversations is None else self.conversations.take_copies(),
             swap_ins=swap_ins,
             admitted=caught_up.admitted,
             table_update=self.blocks.kv.take_update(n),
@@ -288,8 +303,7 @@ class Scheduler:
         for seq in self.waiting:
             if seq in self.swap:
                 self.swap.discard(seq)
-        if self.blocks.prefix_cache is not None:
-            self.blocks.prefix_cache.clear()
+        self.blocks.idle.clear()
         finished = self.departures.take_exhausted()
         return newest, finished
 

@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import uvicorn
 
 from kvserve import __version__
 from kvserve.config import EngineConfig
-from kvserve.log import ConfigError, EngineDeadError, logger
+from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.http.app import create_app
 from kvserve.server.http.http_protocol import LimitedHttpProtocol
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -294,11 +293,10 @@ def _announce(state: ServerState, settings: ServeSettings, listener: socket.sock
     address = _address(settings, listener)
     rows = [*state.engine.summary, *_server_rows(state, settings)]
     names = ", ".join(state.options.served_names)
-    sys.stderr.write(
+    say(
         f"{table(('feature', 'state', 'why'), rows)}\n"
         f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
     )
-    sys.stderr.flush()
 
 
 def _address(settings: ServeSettings, listener: socket.socket) -> str:

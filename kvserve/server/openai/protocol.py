@@ -59,7 +59,7 @@ _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
     *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
     *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "priority", "kv_trace"),
+    *("allowed_token_ids", "bad_words", "priority", "kv_trace", "cache_salt", "kv_resume"),
 )
 
 _unknown_fields: set[str] = set()
@@ -110,6 +110,8 @@ class GenerationRequest(BaseModel):
     guided_grammar: str | None = None
     kv_policy: KVPolicy = None
     kv_trace: bool | None = None
+    kv_resume: bool | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
 

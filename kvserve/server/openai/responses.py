@@ -211,5 +211,12 @@ def kv_stats(stats: EngineStats) -> Json:
         "preemptions_total": stats.preemptions_total,
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,
+        "continuations": {
+            "count": stats.continuations,
+            "blocks": stats.continuation_blocks,
+            "resumed_total": stats.resumed_total,
+            "resumed_tokens_total": stats.resumed_tokens_total,
+            "misses": dict(stats.continuation_misses),
+        },
         "requests": stats.requests,
     }

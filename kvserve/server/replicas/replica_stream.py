@@ -5,6 +5,7 @@ Also the sum of what several engines report.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import fields, replace
 
@@ -96,11 +97,15 @@ def total(parts: Collection[EngineStats]) -> EngineStats:
     sums = {
         item.name: sum(getattr(part, item.name) for part in parts)
         for item in fields(EngineStats)
-        if item.name not in ("compaction_counts", "iterations", "requests")
+        if item.name not in ("compaction_counts", "continuation_misses", "iterations", "requests")
     }
+    misses = Counter[str]()
+    for part in parts:
+        misses.update(dict(part.continuation_misses))
     iterations = (part.iterations for part in parts if part.iterations)
     return EngineStats(
         **sums,
+        continuation_misses=tuple(misses.items()),
         compaction_counts=tuple(c for part in parts for c in part.compaction_counts),
         iterations=tuple(map(sum, zip(*iterations, strict=True))),
         requests=tuple(request for part in parts for request in part.requests),

@@ -245,6 +245,7 @@ class Metrics:
         yield gauge("kv_coded_entries", help, lambda s: s.coded_entries)
         help = "Codebook vectors that stand for their keys and values"
         yield gauge("kv_codebook_entries", help, lambda s: s.codebook_entries)
+        yield from self._continuation_families(engines)
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -262,6 +263,36 @@ class Metrics:
         )
         yield self._counter_by(
             "kv_blocks_released", "Blocks that compactions freed", ("policy",), released
+        )
+
+    def _continuation_families(self, engines: Engines) -> Iterator[Metric]:
+        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
+        yield gauge(
+            "kv_continuations", "Rows kept for conversations that go on", lambda s: s.continuations
+        )
+        yield gauge(
+            "kv_continuation_blocks",
+            "Blocks that rows kept for next turns name, shared ones among them",
+            lambda s: s.continuation_blocks,
+        )
+        yield counter(
+            "kv_resumed", "Sequences that went on from a kept row", lambda s: s.resumed_total
+        )
+        yield counter(
+            "kv_resumed_tokens",
+            "Tokens that sequences went on from",
+            lambda s: s.resumed_tokens_total,
+        )
+        missed: Counts = {
+            (engine, cause): count
+            for engine, stats in engines.items()
+            for cause, count in stats.continuation_misses
+        }
+        yield self._counter_by(
+            "kv_continuation_misses",
+            "Sequences that could not go on from a row, and why",
+            ("cause",),
+            missed,
         )
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:

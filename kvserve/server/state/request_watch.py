@@ -54,7 +54,10 @@ class RequestWatch:
         self._observe("request_params_n", self._params.n)
         if self._params.max_tokens is not None:
             self._observe("request_params_max_tokens", self._params.max_tokens)
-        metrics.count_prompt(len(output.prompt_token_ids), output.num_cached_tokens, self._engine)
+        cached = output.num_cached_tokens
+        if output.kv_cache_details.resumed_tokens:
+            cached = 0  # what it went on from is not the prefix cache
+        metrics.count_prompt(len(output.prompt_token_ids), cached, self._engine)
         for choice in output.outputs:
             metrics.count_finished(choice.finish_reason or "abort", self._engine)
 

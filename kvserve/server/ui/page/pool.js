@@ -10,6 +10,14 @@ export const FIRST_REQUEST = 4;
 
 const pairs = (flat) => flat.flatMap((owner, i) => (i % 2 ? [] : [[owner, flat[i + 1]]]));
 
+/** What conversations have gone on from, where they may (--continuations). */
+function goneOn({ count, resumed_total, misses }) {
+  const missed = Object.values(misses).reduce((sum, n) => sum + n, 0);
+  if (!(count || resumed_total || missed)) return "";
+  return `; ${count.toLocaleString()} continuations kept, ${resumed_total.toLocaleString()} of ` +
+    `${(resumed_total + missed).toLocaleString()} conversations went on from one`;
+}
+
 /** Requests keep their colour as long as they are seen. */
 export class RequestColours {
   constructor() {
@@ -57,7 +65,7 @@ export class PoolPanel {
       `${event.num_running} running, ${event.num_waiting} waiting; ` +
       `${event.tokens_held.toLocaleString()} of ${event.tokens_logical.toLocaleString()} tokens ` +
       `held (${percent(share)}); ${event.compactions_total.toLocaleString()} compactions released ` +
-      `${event.blocks_released_total.toLocaleString()} blocks`;
+      `${event.blocks_released_total.toLocaleString()} blocks` + goneOn(event.continuations);
     this.remember(event);
     this.drawCells();
     this.list(event.requests);

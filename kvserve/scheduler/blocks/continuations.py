@@ -1,0 +1,265 @@
+"""Rows that outlive their sequence: the next turn of a conversation goes on from what one held.
+
+A *continuation* names the blocks of a row and says what the row was. It serves prompts that begin
+with its tokens, under the same policy, and as many sequences as want it: who goes on writes the
+blocks that are not full in copies of its own. Continuations and prefix columns go by one clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+
+NEW, TOKENS, POLICY, EVICTED = "new", "tokens", "policy", "evicted"
+REFUSED, UNSUPPORTED, MEMORY = "refused", "unsupported", "memory"
+MISSES = (NEW, TOKENS, POLICY, EVICTED, REFUSED, UNSUPPORTED, MEMORY)
+"""Why a sequence takes no continuation. ``NEW``: none begins like it. ``TOKENS``: one does, but
+what was generated reads otherwise in the prompt. ``POLICY``: one would, under another policy.
+``EVICTED``: one did, and has made room. ``REFUSED``: its request says so. ``UNSUPPORTED``: its
+policy or its request cannot. ``MEMORY``: there was no room to go on."""
+_REMEMBERED = 256
+"""Continuations that have made room, and are still known by their tokens."""
+
+
+class Turn(NamedTuple):
+    """A turn behind the first: it goes on from position ``start``, its prompt ends at ``end``."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTable:
+    """A row of a table: columns ``[first, end)`` ``[LG, R]``, whose blocks ``[LG, R, .]`` begin
+    with column ``start``."""
+
+    first: IntArray
+    end: IntArray
+    start: int
+    blocks: IntArray
+
+    @property
+    def named(self) -> IntArray:
+        """Every block, once per naming."""
+        column = self.start + np.arange(self.blocks.shape[2])
+        live = (column >= self.first[..., None]) & (column < self.end[..., None])
+        return self.blocks[live]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """Tables of keys and values and of logged queries, and what ``park_row`` said of lengths."""
+
+    kv: SavedTable
+    log: SavedTable
+    lengths: dict[str, IntArray]
+
+    @property
+    def named(self) -> IntArray:
+        """Every block, once per naming."""
+        return np.concatenate([self.kv.named, self.log.named])
+
+
+@dataclass(slots=True, eq=False)
+class Continuation:
+    """What a sequence held of its ``token_ids`` when it ended; ``row`` is gone once it made room.
+
+    ``shared_by`` is what others must agree in beside tokens. Since ``floor`` tokens nothing but
+    tokens has come, so it serves whoever begins with so many of them, or more. Its last prompt had
+    ``num_prompt`` of them. The rest is the sequence's: ``counters`` of its row, ``events``,
+    ``turns``, and the first prompt's length.
+    """
+
+    shared_by: Hashable
+    token_ids: IntArray
+    num_prompt: int
+    floor: int
+    counters: dict[str, IntArray]
+    row: SavedRow | None
+    first_prompt_tokens: int
+    prunes_prompt: bool
+    num_shareable: int
+    turns: tuple[Turn, ...]
+    events: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    """Hashes of the columns before ``floor`` and before ``num_prompt``: where it is looked up."""
+    used: int = 0
+    taken: int = field(default=0)
+    """How many sequences have gone on from it."""
+
+
+class Resumption(NamedTuple):
+    """A sequence goes on from the first ``num_tokens`` of a continuation."""
+
+    continuation: Continuation
+    num_tokens: int
+
+
+class Continuations:
+    """Continuations over one pool, the least recently used first to go; ``max_blocks`` of them name
+    at most (``None``: as many as there are)."""
+
+    def __init__(self, pool: BlockPool, max_blocks: int | None = None) -> None:
+        self.hits = 0
+        self.misses: Counter[str] = Counter()
+        self.resumed_tokens = 0
+        self.changes = 0
+        """Grows whenever there is another answer to ``find``."""
+        self._pool = pool
+        self._max_blocks = pool.capacity if max_blocks is None else max_blocks
+        self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
+        self._by_use: OrderedDict[int, Continuation] = OrderedDict()
+        self._by_key: dict[bytes, list[Continuation]] = {}
+        self._gone: deque[Continuation] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_use)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that continuations name."""
+        return int(np.count_nonzero(self._refs))
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that nobody names but continuations, and the prefix cache beside them."""
+        return self._pool.count_idle(self._refs) if self._by_use else 0
+
+    @property
+    def oldest(self) -> Continuation | None:
+        """The next to make room."""
+        return next(iter(self._by_use.values()), None)
+
+    def find(
+        self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable
+    ) -> tuple[Resumption | None, str]:
+        """The longest continuation that these tokens begin with, or why there is none.
+
+        ``keys`` are the hashes of the columns of ``token_ids``, and what they begin with. The last
+        token is left to be computed.
+        """
+        best, cause = None, NEW
+        for known in (found for key in keys for found in self._by_key.get(key, ())):
+            same = _common(known.token_ids, token_ids)
+            shared = min(same, len(token_ids) - 1)
+            if shared < known.floor:
+                if known.num_prompt <= same < len(token_ids) and cause == NEW:
+                    cause = TOKENS
+            elif known.shared_by != shared_by:
+                cause = POLICY if cause in (NEW, TOKENS) else cause
+            elif known.row is None:
+                cause = EVICTED
+            elif best is None or shared > best.num_tokens:
+                best = Resumption(known, shared)
+        return best, cause
+
+    def add(self, new: Continuation) -> None:
+        """Keep a continuation; the row it names is still there."""
+        assert new.row is not None
+        for known in self._by_key.get(new.keys[0], [])[:]:
+            same = known.shared_by == new.shared_by
+            if same and np.array_equal(known.token_ids, new.token_ids):
+                self._forget(known)
+        for key in new.keys:
+            self._by_key.setdefault(key, []).append(new)
+        self._pool.share(new.row.named)
+        np.add.at(self._refs, new.row.named, 1)
+        self.touch(new)
+        while self._by_use and self.num_blocks > self._max_blocks:
+            self.drop(next(iter(self._by_use.values())))
+
+    def touch(self, known: Continuation) -> None:
+        """It was used just now."""
+        self.changes += 1
+        self._pool.clock += 1
+        known.used = self._pool.clock
+        self._by_use[id(known)] = known
+        self._by_use.move_to_end(id(known))
+
+    def take(self, found: Resumption) -> None:
+        """A sequence goes on from it."""
+        self.hits += 1
+        self.resumed_tokens += found.num_tokens
+        found.continuation.taken += 1
+        if found.continuation.row is not None:
+            self.touch(found.continuation)
+
+    def supersede(self, known: Continuation) -> None:
+        """Its only follower has left a continuation of its own: it goes first."""
+        if known.row is not None and known.taken == 1:
+            known.used = 0
+            self._by_use.move_to_end(id(known), last=False)
+
+    def drop(self, known: Continuation) -> None:
+        """Let go of its blocks; its tokens are remembered for a while."""
+        self._release(known)
+        self._gone.append(known)
+        if len(self._gone) > _REMEMBERED:
+            self._unlist(self._gone.popleft())
+
+    def forget(self, blocks: IntArray) -> None:
+        """Drop those that name any of ``blocks``, so that their owner may write them."""
+        wanted = np.zeros(len(self._refs), bool)
+        wanted[blocks] = True
+        if (self._refs[wanted] > 0).any():
+            for known in list(self._by_use.values()):
+                if known.row is not None and wanted[known.row.named].any():
+                    self.drop(known)
+
+    def clear(self) -> None:
+        """Drop all of them, and remember none."""
+        for known in list(self._by_use.values()):
+            self._release(known)
+        self._by_key.clear()
+        self._gone.clear()
+
+    def count_from(self, other: Continuations) -> None:
+        """Go on with the counts of ``other``."""
+        self.hits, self.misses = other.hits, other.misses
+        self.resumed_tokens = other.resumed_tokens
+
+    def held(self) -> IntArray:
+        """Every block that continuations name, once per naming."""
+        rows = [known.row.named for known in self._by_use.values() if known.row is not None]
+        return np.concatenate([np.zeros(0, np.int32), *rows])
+
+    def check_integrity(self) -> None:
+        """References are those of the continuations that are there."""
+        expected = np.bincount(self.held(), minlength=len(self._refs))
+        assert np.array_equal(self._refs, expected), "continuations and their references differ"
+        listed = {id(known) for found in self._by_key.values() for known in found}
+        assert listed == {*self._by_use, *map(id, self._gone)}
+
+    def _forget(self, known: Continuation) -> None:
+        if known.row is None:
+            self._gone.remove(known)
+        else:
+            self._release(known)
+        self._unlist(known)
+
+    def _release(self, known: Continuation) -> None:
+        assert known.row is not None
+        named, known.row = known.row.named, None
+        del self._by_use[id(known)]
+        np.subtract.at(self._refs, named, 1)
+        self._pool.release(named)
+        self.changes += 1
+
+    def _unlist(self, known: Continuation) -> None:
+        for key in known.keys:
+            self._by_key[key].remove(known)
+            if not self._by_key[key]:
+                del self._by_key[key]
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """How many tokens two sequences begin with that are the same."""
+    count = min(len(a), len(b))
+    differs = np.flatnonzero(a[:count] != b[:count])
+    return int(differs[0]) if len(differs) else count

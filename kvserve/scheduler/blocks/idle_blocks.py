@@ -1,0 +1,58 @@
+"""Blocks that no sequence holds, kept for later ones: prefix columns, and continuations."""
+
+from __future__ import annotations
+
+from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+
+
+class IdleBlocks:
+    """Either may be missing. The least recently used of both goes first, when blocks run out."""
+
+    def __init__(
+        self, pool: BlockPool, prefixes: PrefixCache | None, continuations: Continuations | None
+    ) -> None:
+        self.prefixes = prefixes
+        self.continuations = continuations
+        self._pool = pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are named for later alone."""
+        kept = 0 if self.continuations is None else self.continuations.num_evictable
+        return kept + (0 if self.prefixes is None else self.prefixes.num_evictable)
+
+    def have_free(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, after evicting what is held for later if need be."""
+        if count > self._pool.num_free and self.continuations is not None:
+            self._evict_by_use(self.continuations, count)
+        missing = count - self._pool.num_free
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.evict(missing)
+        return count <= self._pool.num_free
+
+    def forget(self, blocks: IntArray) -> None:
+        """Let go of ``blocks``, so that their owner may write them."""
+        if self.continuations is not None:
+            self.continuations.forget(blocks)
+        if self.prefixes is not None:
+            self.prefixes.forget(blocks)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        if self.continuations is not None:
+            self.continuations.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def _evict_by_use(self, continuations: Continuations, count: int) -> None:
+        """Let continuations go, and columns used before them, until ``count`` blocks are free or it
+        is the newer columns' turn. None goes for what cannot be had."""
+        if count > self._pool.num_free + self.num_blocks:
+            return
+        while count > self._pool.num_free and (oldest := continuations.oldest) is not None:
+            if self.prefixes is not None:
+                self.prefixes.evict(count - self._pool.num_free, before=oldest.used)
+            if count > self._pool.num_free:
+                continuations.drop(oldest)

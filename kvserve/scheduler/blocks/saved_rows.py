@@ -1,0 +1,68 @@
+"""Blocks of rows that are left behind, and of rows that begin with them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.continuations import SavedRow
+from kvserve.scheduler.output import NO_COPIES, BlockCopies
+
+
+class SavedRows:
+    """Saves rows by reference, and begins others with what is saved.
+
+    A row that begins so shares all blocks that are full. It writes on in the others, so it gets
+    copies of those: at most one of each lane, and one of each lane's log.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._copies: list[tuple[IntArray, IntArray]] = []
+
+    def save(self, row: int, computed: int) -> SavedRow:
+        """What a row of ``computed`` tokens holds."""
+        blocks = self._blocks
+        blocks.give_back_unused(row, computed)
+        return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row))
+
+    def blocks_wanted(
+        self, saved: SavedRow, dropped: int, computed: int, target: int, log_from: int
+    ) -> int:
+        """Blocks that ``resume`` takes, and the row's growth up to ``target`` tokens."""
+        lens, size = saved.lengths["kv_lens"] - dropped, self._blocks.layout.block_size
+        wanted = int((-(-(lens + target - computed) // size) - lens // size).sum())
+        if target > log_from:
+            size = self._blocks.log_block_tokens
+            columns = -(-target // size) - max(computed, log_from) // size
+            wanted += columns * self._blocks.layout.groups
+        return wanted
+
+    def resume(self, row: int, saved: SavedRow, dropped: int, computed: int, log_from: int) -> None:
+        """Begin a row as a saved one was ``dropped`` tokens ago, at ``computed``.
+
+        It will log queries from ``log_from`` on: what was logged before that is left out.
+        """
+        blocks = self._blocks
+        blocks.start_row(row)
+        lens, size = saved.lengths["kv_lens"] - dropped, blocks.layout.block_size
+        self._copies.append(blocks.kv.resume(row, saved.kv, -(-lens // size), lens % size > 0))
+        fields = {**saved.lengths, "kv_lens": lens}
+        if log_from < computed:
+            assert saved.lengths["_log_from"] <= log_from, "queries are wanted that nobody logged"
+            size = blocks.log_block_tokens
+            end = np.full_like(lens, -(-computed // size))
+            partial = np.full_like(lens, computed % size > 0, bool)
+            self._copies.append(blocks.log.resume(row, saved.log, end, partial))
+        else:
+            del fields["_log_from"]  # nothing is logged yet
+        blocks.restore_fields(row, fields)
+
+    def take_copies(self) -> BlockCopies:
+        """Blocks that rows have got copies of since the last call."""
+        if not self._copies:
+            return NO_COPIES
+        sources, copies = (np.concatenate(each) for each in zip(*self._copies, strict=True))
+        self._copies.clear()
+        return BlockCopies(sources, copies)

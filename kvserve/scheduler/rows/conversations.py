@@ -1,0 +1,160 @@
+"""Conversations that go on: rows that sequences leave behind, and rows that begin with those.
+
+A row that is left is parked as in ``swap_space``, but by reference and not for its own sequence:
+for all whose prompts begin with its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.continuations import (
+    MEMORY,
+    Continuation,
+    Continuations,
+    Resumption,
+    SavedRow,
+    Turn,
+)
+from kvserve.scheduler.blocks.saved_rows import SavedRows
+from kvserve.scheduler.output import BlockCopies
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.trigger import RowState
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """How a sequence goes on: it stops next at ``due``, computes up to ``target`` at once, and logs
+    from ``log_from`` on; ``blocks`` are wanted for that. The ``row`` may have left the store by the
+    time it is shared.
+    """
+
+    resumption: Resumption
+    row: SavedRow
+    due: int
+    target: int
+    log_from: int
+    blocks: int
+
+
+class Conversations:
+    """Between rows and the ``store`` of continuations. A sequence that goes on from one has its
+    history: it is computed again, if need be, with the events and turns of all of it."""
+
+    def __init__(
+        self, rows: RowTable, blocks: BlockManager, prefixes: Prefixes, store: Continuations
+    ) -> None:
+        self.store = store
+        self._rows = rows
+        self._blocks = blocks
+        self._prefixes = prefixes
+        self._saved = SavedRows(blocks)
+        self._known: tuple[int, int, Resumption | None, str] = (-1, -1, None, "")
+
+    def leave(self, seq: Sequence) -> None:
+        """Keep what the row of a sequence holds that ends now, if it has got past its prompt."""
+        rows, row = self._rows, seq.row
+        if seq.continues_as is None or not rows.caught_up[row]:
+            return
+        computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
+        tokens = rows.token_ids[row, :computed].copy()
+        last = seq.events[-1] if seq.events else 0
+        floor = max(seq.num_prompt_tokens, last)
+        hashes = [seq.cache_seed, *self._prefixes.hashes(seq, tokens, seq.column_hashes)]
+        self.store.add(
+            Continuation(
+                seq.continues_as,
+                tokens,
+                seq.num_prompt_tokens,
+                floor,
+                rows.park_row(row),
+                self._saved.save(row, computed),
+                seq.first_prompt_tokens,
+                seq.prunes_prompt,
+                seq.num_shareable,
+                seq.turns,
+                tuple(seq.events),
+                tuple({hashes[floor // size]: 0, hashes[seq.num_prompt_tokens // size]: 0}),
+            )
+        )
+        if seq.resumed is not None:
+            self.store.supersede(seq.resumed.continuation)
+
+    def find(self, seq: Sequence) -> Resumption | None:
+        """What a waiting sequence may go on from; one that had begun, what it had gone on from."""
+        if seq.continues_as is None or seq.refuses is not None:
+            return None
+        if seq.resumed is not None or seq.replay_until:
+            found = seq.resumed
+            return None if found is None or found.continuation.row is None else found
+        return self._look_up(seq)[0]
+
+    def plan(self, seq: Sequence, found: Resumption) -> NextTurn:
+        """How ``seq`` would go on from ``found``, now."""
+        known, computed = found
+        assert known.row is not None
+        dropped, lens = len(known.token_ids) - computed, known.row.lengths["kv_lens"]
+        state = RowState(
+            *(np.array([known.counters["num_prompt"]]), np.array([computed])),
+            np.array([-(-int((lens - dropped).sum()) // lens.size)]),
+            np.array([known.counters["first_uncompressed_pos"]]),
+            self._blocks.layout.block_size,
+        )
+        turns = seq.turns or (*known.turns, Turn(computed, seq.num_prompt_tokens))
+        end = np.array([turns[len(known.turns)].end])
+        num_prompt, first = seq.trigger.next_turn(state, end)
+        state = RowState(num_prompt, state.num_computed, state.kv_len, first, state.block_size)
+        due = seq.trigger.next_event(state)
+        if seq.trigger.optional_period:  # it may have been put off
+            due = np.maximum(due, known.counters["next_event"])
+        due[0] = seq.next_event(computed, int(due[0]), len(known.events))
+        target = max(min(seq.num_tokens, int(due[0])), computed)
+        log_from = int(seq.trigger.log_from(state, due)[0])
+        blocks = self._saved.blocks_wanted(known.row, dropped, computed, target, log_from)
+        return NextTurn(found, known.row, int(due[0]), target, log_from, blocks)
+
+    def seat(self, seq: Sequence, turn: NextTurn) -> int:
+        """Give a sequence a row that goes on as planned, before its next turn has begun in it."""
+        known, computed = turn.resumption
+        if seq.resumed is None:
+            seq.resumed, seq.first_prompt_tokens = turn.resumption, known.first_prompt_tokens
+            seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
+            seq.events, seq.prunes_prompt = list(known.events), known.prunes_prompt
+            seq.num_shareable = min(seq.num_shareable, known.num_shareable)
+            self.store.take(turn.resumption)
+        rows, size = self._rows, self._blocks.layout.block_size
+        row = rows.resume(seq, known.counters)
+        rows.num_computed[row] = seq.num_cached_tokens = computed
+        rows.num_published[row] = min(rows.num_published[row], computed // size)
+        dropped = len(known.token_ids) - computed
+        self._saved.resume(row, turn.row, dropped, computed, turn.log_from)
+        return row
+
+    def count_miss(self, seq: Sequence) -> None:
+        """A sequence begins with its first token; the first time, that is counted by its cause."""
+        if seq.resumed is not None or seq.replay_until:
+            return
+        if seq.refuses is not None:
+            self.store.misses[seq.refuses] += 1
+        elif seq.continues_as is not None:
+            found, cause = self._look_up(seq)
+            self.store.misses[cause if found is None else MEMORY] += 1
+
+    def take_copies(self) -> BlockCopies:
+        """Blocks that rows have got copies of since the last call."""
+        return self._saved.take_copies()
+
+    def _look_up(self, seq: Sequence) -> tuple[Resumption | None, str]:
+        """Asked again and again while a sequence waits: nothing is looked up twice."""
+        asked, changes, found, cause = self._known
+        if (asked, changes) != (seq.seq_id, self.store.changes):
+            hashes = self._prefixes.hashes(seq, seq.token_ids, seq.column_hashes)
+            keys = seq.cache_seed, *hashes
+            found, cause = self.store.find(seq.token_ids, keys, seq.continues_as)
+            self._known = seq.seq_id, self.store.changes, found, cause
+        return found, cause
