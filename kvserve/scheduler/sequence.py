@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.blocks.continuations import Resumption, Turn
-from kvserve.scheduler.blocks.prefix_cache import SEED
+from kvserve.scheduler.column_hash import SEED
+from kvserve.scheduler.continuation import Resumption, Turn
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.trigger import NO_EVENT, Trigger
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.blocks.continuations import Continuation, Resumption
+from kvserve.scheduler.continuation import Continuation, Resumption
 from kvserve.scheduler.event import EventKind, Scores, answer
 from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.rows.conversations import Conversations, NextTurn

@@ -11,7 +11,7 @@ import pytest
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.prefix_cache import salted_seed
+from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence

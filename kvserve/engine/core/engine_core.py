@@ -28,7 +28,7 @@ from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
-from kvserve.scheduler.blocks.continuations import MISSES
+from kvserve.scheduler.continuation import MISSES
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over

@@ -18,9 +18,9 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGr
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
-from kvserve.scheduler.blocks.continuations import REFUSED, UNSUPPORTED
-from kvserve.scheduler.blocks.prefix_cache import salted_seed
 from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.column_hash import salted_seed
+from kvserve.scheduler.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.pruning import Pruned

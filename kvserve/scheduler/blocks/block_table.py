@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.blocks.continuations import SavedTable
+from kvserve.scheduler.continuation import SavedTable
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group

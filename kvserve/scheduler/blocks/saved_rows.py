@@ -6,7 +6,7 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.continuations import SavedRow
+from kvserve.scheduler.continuation import SavedRow
 from kvserve.scheduler.output import NO_COPIES, BlockCopies
 
 

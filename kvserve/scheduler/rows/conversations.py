@@ -11,15 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.continuations import (
-    MEMORY,
-    Continuation,
-    Continuations,
-    Resumption,
-    SavedRow,
-    Turn,
-)
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.saved_rows import SavedRows
+from kvserve.scheduler.continuation import MEMORY, Continuation, Resumption, SavedRow, Turn
 from kvserve.scheduler.output import BlockCopies
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.prefix_cache import column_hashes
+from kvserve.scheduler.column_hash import column_hashes
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
 

@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.blocks.prefix_cache import column_hashes
+from kvserve.scheduler.column_hash import column_hashes
 
 _COLUMN = 64
 """Prompt tokens for each hash: what prompts share is told no finer than that."""
