@@ -54,7 +54,7 @@ run: $(RUN_DONE) ## serve the shipped model (PORT, MODEL, POLICY, ARGS)
 test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 	$(PYTEST) $(ARGS)
 
-test-long: $(DEV_DONE) $(OTHER_TRITON)/triton ## run all tests, the slow ones too
+test-long: $(DEV_DONE) $(OTHER_TRITON)/triton $(SITE)/.installed ## run all tests, the slow ones too
 	$(PYTEST) -m "" $(ARGS)
 
 soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)

@@ -293,7 +293,8 @@ def make_parser() -> argparse.ArgumentParser:
         choices=KV_CACHE_DTYPES,
         default=["auto"],
         metavar="DTYPE",
-        help=f"long: kvserve's cache held in each of these, some of {', '.join(KV_CACHE_DTYPES)}",
+        help="long: kvserve's cache held in each of these, vLLM's in auto and fp8 of them; some of "
+        f"{', '.join(KV_CACHE_DTYPES)}",
     )
     words = (
         "long: seconds of the wall, or of each engine's process on a CPU, for a machine that is "

@@ -123,12 +123,12 @@ class CacheConfig:
     continuation_memory: int | None = setting(
         None,
         "most bytes of the pool, of each rank, that --continuations on may name (accepts 512MiB, "
-        "2GiB; default: as much as nobody else wants)",
+        "2GiB; default: all that is free)",
     )
     kv_layout: str = setting(
         "auto",
-        "whose cache lengths may differ: nobody's (model), those of layers (layer) or of KV heads "
-        "(head); auto is what --policy needs",
+        "where cache lengths may differ: nowhere (model), between layers (layer), or also between "
+        "KV heads (head); auto is what --policy needs",
         choices=("auto", "model", "layer", "head"),
     )
     kv_cache_dtype: str = setting(

@@ -1,4 +1,4 @@
-"""Where files go that nobody asked for."""
+"""Where temporary files go."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import logging
 import reprlib
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 logger = logging.getLogger("kvserve")
 
@@ -20,6 +21,13 @@ def configure_logging(level: str | int = "INFO") -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper() if isinstance(level, str) else level)
+
+
+def say(text: str) -> None:
+    """Write to stderr; where that cannot be written, on a full disk, nothing ends over it."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 _SHOWN = reprlib.Repr()
@@ -45,7 +53,7 @@ class RequestError(ValueError):
 
 
 class SequenceError(RuntimeError):
-    """Something failed over these sequences alone: they end, and nobody else has to."""
+    """A failure that concerns these sequences alone: only they end."""
 
     def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
         super().__init__(message)

@@ -202,7 +202,7 @@ class EngineStats:
     tokens, and ``continuation_misses`` did not, each with its cause. The
     pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
     ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
-    compactions came early, for want of blocks; ``skipped_compactions_total`` did not pay.
+    compactions came early, because blocks ran out; ``skipped_compactions_total`` did not pay.
     Of the entries of running requests ``coded_entries`` are held as codes, with
     ``codebook_entries`` vectors for their keys and values.
     ``iterations[i]`` steps had at most ``ITERATION_TOKENS[i]`` tokens, the last ones more.

@@ -219,7 +219,7 @@ class SamplingParams:
         )
 
     def _check_grammar(self, wanted: StructuredOutput) -> None:
-        """What bans tokens beside a grammar may leave it none to go on with."""
+        """Refuse settings that ban tokens: a grammar could be left without any to go on with."""
         for name, used in (
             ("min_tokens", self.min_tokens > 0),
             ("ignore_eos", self.ignore_eos),

@@ -44,6 +44,7 @@ COLUMNS = (
 _WARMUP_TOKENS = 8
 _SECONDS = {"wall": "seconds", "cpu": "cpu_seconds"}
 _VLLM_BLOCK = 32  # tokens; its attention for CPUs takes multiples of 32 alone
+_VLLM_DTYPES = ("auto", "fp8")  # e4m3, one scale for all
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -55,6 +56,7 @@ class LongTraffic:
     longest: int
     share: float
     block_bytes: int
+    number_bytes: int
 
     @classmethod
     def of(cls, args: argparse.Namespace, shape: str, dtype: str) -> LongTraffic:
@@ -65,19 +67,21 @@ class LongTraffic:
         workload = random_prompts(lengths, config["vocab_size"], args.seed)
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
-        block_bytes = numbers * DEFAULT_BLOCK_SIZE * _BYTES[dtype]
-        return cls(workload, args.input_len + max(outputs), args.pool_share, block_bytes)
+        size = _BYTES[dtype]
+        block_bytes = numbers * DEFAULT_BLOCK_SIZE * size
+        return cls(workload, args.input_len + max(outputs), args.pool_share, block_bytes, size)
 
     @property
     def blocks(self) -> int:
         return ceil(self.share * blocks_at_once(self.workload, DEFAULT_BLOCK_SIZE))
 
-    def settings(self, peer: str | None) -> dict[str, Any]:
+    def settings(self, peer: str | None, kv_cache_dtype: str) -> dict[str, Any]:
         """What an engine is told at its start."""
         common = {"max_num_seqs": len(self.workload), "max_model_len": self.longest}
         if peer is None:
             return {**common, "kv_cache_memory": (self.blocks + 1) * self.block_bytes}
-        blocks = ceil(self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
+        wider = self.number_bytes if kv_cache_dtype == "fp8" else 1
+        blocks = ceil(wider * self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
         return {
             **common,
             "num_gpu_blocks_override": blocks + 1,  # of which it leaves one empty, too
@@ -110,9 +114,10 @@ class Side:
         return cls(Contestant(name, "kvserve", settings=settings), facts)
 
     @classmethod
-    def of_vllm(cls) -> Side:
-        contestant = Contestant("vllm", "vLLM CPU", "vllm")
-        return cls(contestant, {"engine": contestant.title, "kv_cache_dtype": "auto"})
+    def of_vllm(cls, kv_cache_dtype: str) -> Side:
+        settings = {"kv_cache_dtype": kv_cache_dtype}
+        contestant = Contestant(f"vllm {kv_cache_dtype}", "vLLM CPU", "vllm", settings)
+        return cls(contestant, {"engine": contestant.title, **settings})
 
 
 class LongCase:
@@ -133,14 +138,14 @@ class LongCase:
         if PEERS["vllm"].missing:
             self.notes.append(str(PEERS["vllm"].missing))
         else:
-            self._sides.append(Side.of_vllm())
+            held = [name for name in args.kv_cache_dtypes if name in _VLLM_DTYPES]
+            self._sides += [Side.of_vllm(name) for name in held or ("auto",)]
 
     def measure(self, model: Path, silent: bool | None) -> None:
         total = self._args.repeat * len(self._sides)
         with ExitStack() as stack, tqdm(total=total, unit="run", disable=silent) as bar:
             processes = {
-                side.contestant.name: self._started(side.contestant, model, stack, bar)
-                for side in self._sides
+                side.contestant.name: self._started(side, model, stack, bar) for side in self._sides
             }
             for _ in range(self._args.repeat):
                 for side in self._sides:
@@ -165,13 +170,13 @@ class LongCase:
             "vs_vllm_all": ratios,
         }
 
-    def _started(
-        self, contestant: Contestant, model: Path, stack: ExitStack, bar: tqdm
-    ) -> PeerProcess:
+    def _started(self, side: Side, model: Path, stack: ExitStack, bar: tqdm) -> PeerProcess:
+        contestant = side.contestant
         bar.set_description(f"loading {contestant.name}")
         process = contestant.start(self._cpu)
         stack.callback(process.close)
-        settings = {**self.traffic.settings(contestant.peer), **contestant.settings}
+        given = self.traffic.settings(contestant.peer, side.facts["kv_cache_dtype"])
+        settings = {**given, **contestant.settings}
         self.versions |= process.load(model=str(model), dtype=self._dtype, **settings)
         prompts = [self.traffic.workload.prompts[0]]
         process.run(prompts=prompts, max_tokens=_WARMUP_TOKENS)

@@ -86,7 +86,9 @@ class Traffic:
 
     async def run(self, clients: int) -> None:
         """Until ``stop``."""
-        limits = httpx.Limits(max_connections=clients * 3 + 64)
+        limits = httpx.Limits(
+            max_connections=clients * 3 + 64, keepalive_expiry=2.0
+        )  # the server waits for 5 s
         async with httpx.AsyncClient(timeout=_GIVEN_UP, limits=limits) as http:
             await asyncio.gather(*(self._client(http) for _ in range(clients)), self._bursts(http))
 

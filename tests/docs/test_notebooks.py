@@ -34,7 +34,7 @@ def test_nothing_is_stored(notebook: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook: Path) -> None:
     """Cells are plain Python, so no kernel is needed: they run in one process, in order."""
@@ -45,7 +45,7 @@ def test_it_runs(notebook: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1450,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()

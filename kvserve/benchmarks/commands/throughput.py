@@ -177,7 +177,7 @@ class Throughput(Benchmark):
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader must not overlook."""
+    """Notes that a reader must not overlook."""
     found = []
     for row in rows:
         label, ratio = row["policy"], row["ratio_to_first"]

@@ -144,7 +144,7 @@ def paragraph(line: Line, values: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """What of a trace is read again; tokens are counted by their place in it.
+    """Which tokens of a trace are read again; tokens are counted by their place in it.
 
     `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph
     reads, a value's name and digit where they were made; `distances`: how far back the latest

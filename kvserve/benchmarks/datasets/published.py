@@ -36,7 +36,7 @@ class Format:
     grade: Callable[[Sample, Sequence[str]], Grade]
     limit: Callable[[Sample], int]
     shortens: bool = False
-    """Whether a text too long for the model loses its middle; otherwise the engine refuses it."""
+    """Whether a text that is too long loses its middle; otherwise the engine refuses it."""
 
 
 def read_benchmark(

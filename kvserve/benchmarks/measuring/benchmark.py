@@ -1,4 +1,4 @@
-"""What every benchmark command is: something that measures, and tells what it has."""
+"""The base of every benchmark command: it measures, then reports."""
 
 from __future__ import annotations
 

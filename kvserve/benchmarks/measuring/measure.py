@@ -172,7 +172,7 @@ class _Meter:
 
 
 def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
-    """What was left in the cache when each conversation ended; of those cut off nobody knows."""
+    """What was left in the cache when each conversation ended; unknown for those cut off."""
     details = [kv for output in last if (kv := output.kv_cache_details).logical_tokens]
     count = max(len(details), 1)
     return {
@@ -186,7 +186,7 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
 
 
 def _cut_short(turn: RequestOutput, limit: int) -> bool:
-    """Whether a request ended for want of blocks: neither at its limit nor of itself."""
+    """Whether a request ended because blocks ran out, not at its limit nor by a stop token."""
     choice = turn.outputs[0]
     return choice.finish_reason == "length" and len(choice.token_ids) < limit
 

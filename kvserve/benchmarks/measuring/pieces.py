@@ -67,7 +67,7 @@ class Pieces:
 
     @property
     def has_time(self) -> bool:
-        """Whether one more run, as long as the longest yet, ends in time."""
+        """Whether one more run would end in time, if it takes as long as the longest so far."""
         spent = time.monotonic() - self._began
         return self._limit is None or spent + self._longest <= self._limit
 
@@ -87,7 +87,7 @@ class Pieces:
             self._path.unlink(missing_ok=True)
 
     def notes(self) -> list[str]:
-        """What a reader has to know of a table that was made in pieces."""
+        """Notes for readers of a table that was made in pieces."""
         if self._path is None:
             return []
         found = [] if self.complete else ["some runs are not made yet: run the same command again"]

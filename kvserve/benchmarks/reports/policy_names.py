@@ -43,7 +43,7 @@ def method_label(row: Row) -> str:
 
 
 def stored_as(row: Row) -> str:
-    """What entries are held in, unless that is what they are computed in."""
+    """The form that entries are held in, where it differs from the computed one."""
     dtype = row.get("kv_cache_dtype") or "auto"
     return "" if dtype == "auto" else f" in {dtype}"
 

@@ -89,7 +89,7 @@ class Queries:
 
     ``source``: none (scores need no queries), log, recompute, or host (a log in host memory).
     ``heads`` query vectors per token score, with ``share`` of a window's tokens. ``fits``: what is
-    kept has its values computed anew.
+    kept has its values computed again.
     """
 
     source: str

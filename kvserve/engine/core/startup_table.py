@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def plan_rows(
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",
-            str(policy),
+            policy_state(policy),
             spec.policy_refusal
             or policy.caution
             or "--policy; a request's kv_policy may override it",
@@ -60,8 +61,8 @@ def plan_rows(
         (
             "kv pool",
             f"{num_blocks} blocks of {layout.block_size} tokens, {pool / 2**20:.0f} MiB{each}",
-            f"{full:.1f} sequences of full length, {bounded:.1f} of those as {policy.name} holds "
-            "them (half of each prompt; logged queries aside); --kv-cache-memory",
+            f"{full:.1f} sequences of full length, {bounded:.1f} as {policy.name} holds them (half "
+            "prompt, half answer; without logged queries); --kv-cache-memory",
         ),
         ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
@@ -89,11 +90,11 @@ def _entries_row(plan: RankPlan) -> Row:
 
 
 def log_row(log: LogForm) -> Row:
-    """How queries are logged, and whose requests that turns away."""
+    """How queries are logged, and which policies requests cannot choose because of it."""
     numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
     state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
     others = [name for name in policy_names() if not _fits(_default(name), log)]
-    refused = f"; requests for {', '.join(others)} are refused unless they log so too"
+    refused = f"; requests for {', '.join(others)} are refused unless they log in this form"
     flags = "--policy.query_reduce, --policy.query_dtype"
     return "query log", state, flags + (refused if others else "")
 
@@ -120,7 +121,7 @@ def memory_row(profile: Profile) -> Row:
         f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
     )
     if not profile.step:
-        return "memory", f"weights {weights}", "a step is measured where a GPU's pool is sized"
+        return "memory", f"weights {weights}", "a step is measured only to size a GPU's pool"
     state = f"weights {weights}, a step {step}, events and swaps {events}"
     return "memory", state, "measured before the pool; --gpu-memory-utilization"
 
@@ -146,7 +147,7 @@ def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
 
 
 def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:
-    """Who runs, who makes way, and when events run."""
+    """Which requests run, what preemption does, and when events run."""
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
@@ -155,11 +156,15 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
         (
             "overlapped steps",
             "on" if overlaps else "off",
-            "--async-scheduling; on unless told otherwise where there is a GPU",
+            "--async-scheduling; by default on where there is a GPU",
         ),
-        ("preemption", swap, "--swap-space; uncompressed ones, and what fits not, are recomputed"),
+        (
+            "preemption",
+            swap,
+            "--swap-space; what was never compressed, or does not fit, is recomputed",
+        ),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
-        ("break-even gate", config.compression.gate, "--gate on leaves out events that cannot pay"),
+        ("break-even gate", config.compression.gate, "--gate on skips events that cannot pay"),
     ]
 
 
@@ -171,6 +176,16 @@ def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
     if defaults.left_out:
         reason = f"generation_config.json, but {_listed(defaults.left_out)} is out of range"
     return "sampling defaults", _listed(defaults.sampling) or "none", reason
+
+
+def policy_state(policy: Policy) -> str:
+    """Its name and the fields that differ from their defaults: ``kara, window 128, buffer 16``."""
+    given = [
+        f"{item.name} {getattr(policy, item.name)}"
+        for item in fields(policy)  # type: ignore[arg-type]
+        if getattr(policy, item.name) != item.default
+    ]
+    return ", ".join([policy.name, *given])
 
 
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:

@@ -23,10 +23,14 @@ _Event = RequestOutput | Exception
 
 
 class AsyncEngine:
-    """``await start()``, then ``generate`` as often as you like, ``await shutdown()``.
+    """An engine for an event loop: the server's own, and one for programs that stream.
 
-    ``mode="process"`` keeps this interpreter free for the event loop; ``"thread"`` is for tests and
-    notebooks.
+    ``await start()``, then ``generate`` as often as you like, at last ``await shutdown()``. With
+    ``mode="process"`` the engine has a process of its own and this interpreter is free for the
+    event loop; ``"thread"`` is for tests and notebooks.
+
+    Example: ``async for output in engine.generate("Hello", SamplingParams(), "my-id"): ...``, with
+    ``engine = AsyncEngine(EngineConfig.from_flat(model="kvserve/tiny"))``.
     """
 
     def __init__(

@@ -19,12 +19,15 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model with its engine, in this process. Settings are those of the command line.
+    """A model with its engine, in this process: prompts in, outputs back.
 
-    With ``tensor_parallel_size`` the other ranks are processes that end with this one, or with
-    ``close``.
+    ``model`` is a directory, a hub id, or ``kvserve/tiny``, which ships. ``policy`` is the KV cache
+    policy: a name, or ``{"name": ..., **fields}``. ``settings`` are the flags of ``kvserve serve``
+    with underscores, as in ``max_num_seqs=8``. Raises ``ConfigError``, which names the setting, if
+    it cannot start. With ``tensor_parallel_size`` above 1 the other ranks are processes that end
+    with this one, or with ``close``.
 
-    ``policy`` is a name or ``{"name": ..., **fields}``. Raises ``ConfigError`` if it cannot start.
+    Example: ``LLM("kvserve/tiny", policy={"name": "kara", "window": 128, "buffer": 16})``.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; ``None`` with ``skip_tokenizer_init``."""
         return self.engine.tokenizer
 
     def close(self) -> None:
@@ -47,6 +51,7 @@ class LLM:
         self.engine.close()
 
     def stats(self) -> EngineStats:
+        """The pool and the counters, as ``GET /v1/kv/stats`` has them."""
         return self.engine.stats()
 
     def generate(
@@ -55,10 +60,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many (text or token ids); outputs are in the prompts' order.
+        """Generate for one prompt or many; returns one output per prompt, in the prompts' order.
 
-        One ``SamplingParams`` serves all prompts, a sequence gives each its own; the default is the
-        checkpoint's. Raises ``RequestError`` before anything runs if a prompt is refused.
+        A prompt is a text or a list of token ids. One ``SamplingParams`` serves all prompts, a
+        sequence gives each its own; without any the checkpoint's defaults hold. Raises
+        ``RequestError``, which names the field, before anything runs if a prompt is refused, and
+        ``ValueError`` if there are more or fewer settings than prompts.
+
+        Example: ``llm.generate("Once upon a time", SamplingParams(max_tokens=50))``.
         """
         batch = _as_batch(prompts)
         params = sampling_params or SamplingParams(**self.engine.core.info.default_sampling)
@@ -83,7 +92,12 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the next turn of one conversation or of several."""
+        """Generate the next turn of one conversation or of several, in their order.
+
+        A conversation is a list of ``{"role": ..., "content": ...}``; further arguments go to the
+        chat template. Raises ``ConfigError`` without a tokenizer, ``RequestError`` if the model has
+        no chat template.
+        """
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; drop skip_tokenizer_init")
         one = bool(messages) and isinstance(messages[0], Mapping)

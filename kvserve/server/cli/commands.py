@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from kvserve import __version__
-from kvserve.log import ConfigError, EngineDeadError, RequestError
+from kvserve.log import ConfigError, EngineDeadError, RequestError, say
 from kvserve.server.settings.args import Parser, UsageError, gather_dotted
 
 
@@ -131,5 +131,5 @@ def _help() -> str:
 
 def _fail(name: str, exc: Exception, status: int) -> int:
     prefix = "kvserve" if name == "kvserve" else f"kvserve {name}"
-    sys.stderr.write(f"{prefix}: error: {' '.join(str(exc).split())}\n")
+    say(f"{prefix}: error: {' '.join(str(exc).split())}\n")
     return status

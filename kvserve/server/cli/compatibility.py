@@ -99,7 +99,7 @@ def _core(policy: Mapping[str, Any]) -> EngineCore:
 
 
 def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
-    """What an engine of two ranks would say, without starting one."""
+    """The answer of an engine of two ranks, without starting one."""
     layout = core.scheduler.layout
     made = make_policy(policy).for_model(layout.num_layers, layout.block_size)
     try:
@@ -110,7 +110,7 @@ def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[st
 
 
 def _when_preempted(core: EngineCore) -> str:
-    """What becomes of a row that makes way: one without events is computed again in any case."""
+    """What happens to a preempted row; one without events is always computed again."""
     if core.info.policy_name == "none":
         return "computed again"
     codes = core.scheduler.blocks.codes is not None

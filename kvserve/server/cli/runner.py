@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import uvicorn
 
 from kvserve import __version__
 from kvserve.config import EngineConfig
-from kvserve.log import ConfigError, EngineDeadError, logger
+from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.http.app import create_app
 from kvserve.server.http.http_protocol import LimitedHttpProtocol
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -177,8 +176,8 @@ class DrainingServer(uvicorn.Server):
 async def _tell_while_loading(
     state: ServerState, serving: asyncio.Task[None], loading: asyncio.Task[None]
 ) -> None:
-    """Until the model is loaded, or nobody wants it any more; says every ten seconds that it is
-    still loading, and what is wrong with the tokenizer as soon as there is one."""
+    """Wait until the model is loaded or the server is stopped. Log every ten seconds that it is
+    still loading; check the tokenizer as soon as there is one."""
     started, tasks = time.monotonic(), (serving, loading)
     told, checked = 1, False
     while not (serving.done() or loading.done()):
@@ -193,7 +192,7 @@ async def _tell_while_loading(
 
 
 def _connections_that_fit(wanted: int) -> int:
-    """As many as the process may have open files for, some aside; asks for the most it may."""
+    """At most as many connections as open files allow; raises the limit where that is allowed."""
     try:
         import resource
     except ImportError:
@@ -294,11 +293,10 @@ def _announce(state: ServerState, settings: ServeSettings, listener: socket.sock
     address = _address(settings, listener)
     rows = [*state.engine.summary, *_server_rows(state, settings)]
     names = ", ".join(state.options.served_names)
-    sys.stderr.write(
+    say(
         f"{table(('feature', 'state', 'why'), rows)}\n"
         f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
     )
-    sys.stderr.flush()
 
 
 def _address(settings: ServeSettings, listener: socket.socket) -> str:

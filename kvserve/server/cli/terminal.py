@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the server is, and what it wants to see."""
+    """The flags for the server's address and key."""
     parser.add_argument(
         "--url", default="http://localhost:8000", help="the server (default: %(default)s)"
     )

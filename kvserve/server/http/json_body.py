@@ -1,4 +1,4 @@
-"""How request bodies become values: strictly, and never deeper than what handles them can walk."""
+"""Reads request bodies: strict JSON, and only as deep as the code behind can walk."""
 
 from __future__ import annotations
 

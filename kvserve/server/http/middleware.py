@@ -36,7 +36,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestIdMiddleware:
     """Gives each request an id (``X-Request-Id``, or a new one) and sends it back.
 
-    Also turns an exception that nobody handled into the common error body, id included.
+    Also turns an unhandled exception into the common error body, id included.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -68,7 +68,7 @@ class RequestIdMiddleware:
 
 
 class MetricsMiddleware:
-    """Counts and times answers by route; probes are left out, and paths nobody serves are one."""
+    """Counts and times answers by route; probes are left out, and unknown paths count as one."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app

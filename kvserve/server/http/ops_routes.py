@@ -1,4 +1,4 @@
-"""Routes for whoever operates the server: deep health, load, aborts and the prefix cache."""
+"""Routes for operators of the server: deep health, load, aborts and the prefix cache."""
 
 from __future__ import annotations
 

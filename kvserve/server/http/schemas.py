@@ -1,4 +1,4 @@
-"""The shapes of answers, for the OpenAPI document and whoever generates clients from it."""
+"""The shapes of answers, for the OpenAPI document and clients generated from it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _token_id(key: Any) -> int | None:
 
 
 class FirstFault(FailFast):
-    """A list that is wrong is wrong by its first item: a million errors help nobody."""
+    """A wrong list is reported by its first wrong item alone, not by a million errors."""
 
     __hash__ = object.__hash__
 

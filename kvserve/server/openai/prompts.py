@@ -22,7 +22,7 @@ _SEAM = 64
 _FEW = 16
 """Messages over which a template runs in no time."""
 _TEXTS = ThreadPoolExecutor(4, "kvserve-text")
-"""Where texts become tokens and templates run; long ones wait for each other, not for the loop."""
+"""Threads for tokenizing and templates: long texts wait for each other, not the event loop."""
 _T = TypeVar("_T")
 
 _NOT_FOR_TEMPLATES = frozenset(

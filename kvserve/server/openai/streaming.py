@@ -32,7 +32,7 @@ _PING = b": ping\n\n"
 
 @dataclass
 class _Cursor:
-    """How far into one choice the client has been told."""
+    """How much of one choice the client has got."""
 
     started: bool = False
     text: int = 0

@@ -1,4 +1,4 @@
-"""What a model says before it answers: the reasoning, told apart from the content as it streams."""
+"""A model's reasoning, separated from the content of its answer as it streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReasoningParser:
 
 
 class ReasoningSplit:
-    """One choice's text in two streams. Newlines around the marks are nobody's."""
+    """One choice's text in two streams. Newlines around the marks belong to neither."""
 
     def __init__(self, inside: bool | None) -> None:
         self._held = ""

@@ -43,7 +43,7 @@ PARSERS = {
     "internlm": ToolSyntax("<|action_start|><|plugin|>", "<|action_end|>", special=True),
 }
 REQUIRED = ToolSyntax("", skipped=" \n\r\t[],", at_start=True)
-"""How ``tool_choice: required`` makes every model write."""
+"""The form in which every model writes calls under ``tool_choice: required``."""
 
 _ARGS = "[ARGS]"
 
@@ -170,7 +170,7 @@ class ToolSplit:
                 yield from self._give_up()
 
     def _give_up(self) -> Iterator[Json]:
-        """What was opened is no call: it is content after all."""
+        """The text that was held back is not a call: it is content."""
         self._listing, self._started = False, True
         yield {"content": self._since_open + self._held}
         self._held = self._since_open = ""

@@ -80,7 +80,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
-    """What a client is told about ``exc``; the unforeseen is logged and stays on the server."""
+    """The error that a client gets for ``exc``; unforeseen ones are logged and not shown."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):

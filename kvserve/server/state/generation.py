@@ -1,6 +1,6 @@
 """The prompts of one HTTP request while the engine works on them.
 
-One task per prompt reads the engine; whoever answers the client reads the merged state. A slow
+One task per prompt reads the engine; what answers the client reads the merged state. A slow
 client finds several tokens at once instead of a growing queue.
 """
 

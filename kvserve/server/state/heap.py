@@ -8,7 +8,7 @@ import gc
 def freeze_heap() -> None:
     """Keep what was loaded out of later collections, which would stop every stream for 0.3 s.
 
-    What requests leave is freed by counting; rarer collections of it stop nobody for long.
+    What requests leave is freed by reference counting; the rare collections are short.
     """
     gc.collect()
     gc.freeze()

@@ -257,7 +257,7 @@ class Metrics:
                 released[engine, counts.policy] += counts.blocks_released
         yield self._counter_by(
             "kv_compactions",
-            "Compactions; reason is due, or pressure where one came early for want of blocks",
+            "Compactions; reason is due, or pressure where one came early because blocks ran out",
             ("policy", "reason"),
             events,
         )

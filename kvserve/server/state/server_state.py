@@ -79,7 +79,7 @@ class ServerState:
         return model or names[0]
 
     def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
-        """That it is allowed here, and that its fields are what a policy and the context allow."""
+        """``RequestError`` unless it is allowed here, and fits the policy and the context."""
         if kv_policy is None:
             return
         # Not when this module is loaded: policies load torch.
@@ -90,7 +90,7 @@ class ServerState:
         read_policy(kv_policy, self.engine.max_model_len)
 
     def check_trace(self, kv_trace: bool | None) -> None:
-        """That this server follows positions for those who ask."""
+        """``RequestError`` if positions are asked for and this server does not follow them."""
         if kv_trace and not self.options.allow_kv_trace:
             raise RequestError(
                 "kv_trace: this server does not follow positions (start it with --allow-kv-trace)",

@@ -28,7 +28,7 @@ _PING = b": ping\n\n"
 
 
 class EventFeed:
-    """The newest event, and whoever reads it; made for one event loop."""
+    """The newest event and its readers; made for one event loop."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -52,7 +52,7 @@ class EventFeed:
             self._state.engine.watch_pool(False)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """What is newest whenever it is asked for, until the server ends."""
+        """The newest event, each time the reader is ready, until the server ends."""
         told, quiet = -1, time.monotonic()
         while not self._over:
             number, event = self._newest

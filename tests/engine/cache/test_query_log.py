@@ -40,8 +40,8 @@ def test_how_many_tokens_a_block_logs() -> None:
     ("form", "refused"),
     [
         (LogForm(8, "int4"), ""),
-        (LogForm(8), "; requests for kara are refused unless they log so too"),
-        (LogForm(8, "fp8"), "; requests for kara are refused unless they log so too"),
+        (LogForm(8), "; requests for kara are refused unless they log in this form"),
+        (LogForm(8, "fp8"), "; requests for kara are refused unless they log in this form"),
     ],
 )
 def test_the_start_up_table_names_whom_the_log_turns_away(form: LogForm, refused: str) -> None:

@@ -136,7 +136,9 @@ def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
     )
     rows = {row[0]: row for row in llm.engine.core.info.summary}
     assert rows["memory"][1].startswith("weights 1 MiB")
-    assert "10.0 sequences of full length, 80.0 of those as streaming_llm" in rows["kv pool"][2]
+    assert "10.0 sequences of full length, 80.0 as streaming_llm" in rows["kv pool"][2]
+    # Of the policy's fields only those that differ from their defaults.
+    assert rows["policy"][1] == "streaming_llm, budget 32"
 
 
 FAULTS = """
