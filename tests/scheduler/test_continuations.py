@@ -15,6 +15,7 @@ from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
@@ -279,6 +280,24 @@ def test_a_failed_step_forgets_them() -> None:
     talks.scheduler.give_up(output)
     assert not len(talks.store) and not talks.store.num_blocks
     talks.scheduler.check_integrity()
+
+
+def test_a_scheduler_that_begins_again_knows_none() -> None:
+    """Nobody goes on from blocks of the pool that is gone; followers have all their turns again."""
+    talks = Talks()
+    first = talks.turn(range(2, 32), 30)
+    seq = talks.sequence(more(first), 30)
+    expected = talks.turn(more(first), 30).token_ids.tolist()
+    talks.scheduler.add(seq)
+    for _ in range(6):
+        talks.loop.step()
+    assert seq.resumed is not None and seq.resumed.continuation in talks.store
+    before = talks.store.hits
+    fresh = make_scheduler(200, continuations=True)
+    start_over(talks.scheduler, fresh, blamed={-1})
+    assert not len(talks.store) and talks.store.hits == before
+    drain(talks.scheduler, ShadowRunner(talks.scheduler))
+    assert seq.token_ids.tolist() == expected and len(talks.store) == 1
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])

@@ -39,6 +39,10 @@ class Continuations:
     def __len__(self) -> int:
         return len(self._by_use)
 
+    def __contains__(self, known: Continuation) -> bool:
+        """Whether it is still there; after a failed step there is another store."""
+        return self._by_use.get(id(known)) is known
+
     @property
     def num_blocks(self) -> int:
         """Blocks that continuations name."""
@@ -105,12 +109,12 @@ class Continuations:
         self.hits += 1
         self.resumed_tokens += found.num_tokens
         found.continuation.taken += 1
-        if found.continuation.row is not None:
+        if found.continuation in self:
             self.touch(found.continuation)
 
     def supersede(self, known: Continuation) -> None:
         """Its only follower has left a continuation of its own: it goes first."""
-        if known.row is not None and known.taken == 1:
+        if known in self and known.taken == 1:
             known.used = 0
             self._by_use.move_to_end(id(known), last=False)
 

@@ -85,7 +85,7 @@ class Conversations:
             return None
         if seq.resumed is not None or seq.replay_until:
             found = seq.resumed
-            return None if found is None or found.continuation.row is None else found
+            return found if found is not None and found.continuation in self.store else None
         return self._look_up(seq)[0]
 
     def plan(self, seq: Sequence, found: Resumption) -> NextTurn:
