@@ -217,8 +217,8 @@ def test_long_answers_get_as_many_bytes_everywhere(
     started: dict[str, FakeEngine] = {}
 
     def start(self: cpu_peers.Contestant, cpu: int) -> FakeEngine:
-        rate = {"kvserve none auto": 300.0, "kvserve kara auto": 600.0, "vllm": 200.0}[self.name]
-        return started.setdefault(self.name, FakeEngine(rate))
+        rates = {"kvserve none": 300.0, "kvserve kara": 600.0, "vllm": 200.0}
+        return started.setdefault(self.name, FakeEngine(rates[self.name.rpartition(" ")[0]]))
 
     monkeypatch.setattr(cpu_peers.Contestant, "start", start)
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
@@ -226,15 +226,19 @@ def test_long_answers_get_as_many_bytes_everywhere(
     python.parent.mkdir(parents=True)
     python.touch()
     long = ("--traffic", "long", "--dtypes", "bfloat16", "--num-prompts", "5", "--repeat", "2")
-    saved = compare(tmp_path, monkeypatch, *long, "--output-len", "400", "--disable-tqdm")
-    assert [row["vs_vllm"] for row in saved["rows"]] == pytest.approx([1.5, 3.0, 1.0])
-    assert [row.get("policy") for row in saved["rows"]] == ["none", "kara", None]
-    ours, theirs = (started[name].settings for name in ("kvserve kara auto", "vllm"))
+    held = ("--kv-cache-dtypes", "auto", "fp8", "--output-len", "400", "--disable-tqdm")
+    saved = compare(tmp_path, monkeypatch, *long, *held)
+    assert [row["vs_vllm"] for row in saved["rows"]] == pytest.approx([1.5, 1.5, 3, 3, 1, 1])
+    assert [row.get("policy") for row in saved["rows"][::2]] == ["none", "kara", None]
+    ours, theirs = (started[name].settings for name in ("kvserve kara auto", "vllm auto"))
     token = 2 * 4 * 4 * 32 * 2  # keys and values, layers, heads, head dim, bytes
     usable = (theirs["num_gpu_blocks_override"] - 1) * theirs["block_size"]
     assert 0 <= usable * token - (ours["kv_cache_memory"] - 16 * token) < 32 * token
     assert ours["policy"] == {"name": "kara"} and theirs["block_size"] == 32
     assert ours["max_model_len"] == theirs["max_model_len"] > 128 + 400
+    fp8 = started["vllm fp8"].settings
+    assert fp8["kv_cache_dtype"] == "fp8" and theirs["kv_cache_dtype"] == "auto"
+    assert 0 <= (fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable + 64 < 64 + 32
     assert all(process.closed for process in started.values())
 
 

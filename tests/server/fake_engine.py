@@ -75,7 +75,9 @@ class FakeEngine:
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     stats: EngineStats = field(
-        default_factory=lambda: EngineStats(blocks_total=100, blocks_free=100)
+        default_factory=lambda: EngineStats(
+            blocks_total=100, blocks_free=100, continuation_misses=(("new", 0),)
+        )
     )
     dead_error: BaseException | None = None
     aborted: list[str] = field(default_factory=list)
