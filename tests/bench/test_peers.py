@@ -238,7 +238,7 @@ def test_long_answers_get_as_many_bytes_everywhere(
     assert ours["max_model_len"] == theirs["max_model_len"] > 128 + 400
     fp8 = started["vllm fp8"].settings
     assert fp8["kv_cache_dtype"] == "fp8" and theirs["kv_cache_dtype"] == "auto"
-    assert 0 <= (fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable + 64 < 64 + 32
+    assert abs((fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable) <= 32
     assert all(process.closed for process in started.values())
 
 
