@@ -12,7 +12,6 @@ KARA = "kara:window=128,buffer=16"
 SNAPKV = "snapkv:trigger=threshold,budget=192,threshold=224"
 DEFAULT_KARA = "kara:window=128"
 OLD_KARA = KARA + ",query_reduce=group_mean,query_dtype=model,query_aggregate=max,chunk_budget=16"
-PAPER = "kara:preset=paper,window=128,buffer=16,budget=50,period=32"
 CHAINS = "--dataset chain --threads 1"
 
 # Every decoding policy on equal terms: the prompt's 191 entries and a share of the chain's 334.
@@ -32,9 +31,10 @@ def decoding_policies(retention: float) -> list[str]:
     ]
 
 
-def paper_policies(retention: float) -> str:
+def paper(retention: float) -> str:
     """The paper's preset, which counts entries, at a share of a window's older ones."""
-    return PAPER.replace("budget=50", f"budget={16 + math.ceil(retention * 112)}")
+    budget = 16 + math.ceil(retention * 112)
+    return f"kara:preset=paper,window=128,buffer=16,budget={budget},period=32"
 
 
 def flags(policies: Iterable[str]) -> str:
@@ -208,7 +208,7 @@ SUITE = (
         "The shape of the Kara paper's Tables 2 and 3: one pool, 16 to 256 sequences allowed at "
         "once. Up to 64 of them the pool has room for all; beyond, memory is what bounds.",
         f"bench sweep {CHAINS} --num-prompts 256 --pool-shares 0.25 "
-        f"--max-num-seqs 16 32 64 128 256 --repeat 2 " + flags((SNAPKV, PAPER, KARA)),
+        f"--max-num-seqs 16 32 64 128 256 --repeat 2 " + flags((SNAPKV, paper(0.3), KARA)),
         minutes=12,
         plots=True,
     ),
@@ -223,7 +223,7 @@ SUITE = (
         "StreamingLLM and H2O cannot leave the prompt alone, and count it in.",
         "eval --tasks chain --num-samples 100 --threads 1 --retention "
         f"{' '.join(map(str, RETENTIONS))} "
-        + flags((DEFAULT_KARA, OLD_KARA, *map(paper_policies, RETENTIONS)))
+        + flags((DEFAULT_KARA, OLD_KARA, *map(paper, RETENTIONS)))
         + " "
         + flags(policy for r in RETENTIONS for policy in decoding_policies(r)),
         minutes=20,

@@ -18,6 +18,9 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
+# In the order that kernels number them: over a window's queries, then over a group's heads.
+AGGREGATES = ("sum", "sum_squares", "max")
+GROUP_AGGREGATES = ("mean", "max", "rms")
 
 
 def check_head_dim(*tensors: Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.cpu import window_scores as compiled
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.scores.causal_scores import (
@@ -17,12 +18,7 @@ from kvserve.kernels.scores.causal_scores import (
     over_group,
     past_scores,
 )
-from kvserve.kernels.scores.window_scores import (
-    AGGREGATES,
-    GROUP_AGGREGATES,
-    window_scores_torch,
-    window_scores_triton,
-)
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
 from kvserve.kernels.seen import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvserve.kernels.checks import AGGREGATES
 from kvserve.kernels.scores.causal_scores import GQA_REDUCTIONS, causal_scores, past_scores
-from kvserve.kernels.scores.window_scores import AGGREGATES, window_scores
+from kvserve.kernels.scores.window_scores import window_scores
 
 KEYS = torch.tensor([[[0.0], [math.log(2)], [math.log(3)]]])
 QUERIES = torch.tensor([[[1.0], [0.0], [-1.0], [1.0]], [[0.0]] * 4])

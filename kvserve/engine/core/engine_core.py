@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.compression.event_runner import EventMemoryError
+from kvserve.engine.core.engine_stats import engine_stats
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.startup import build_engine
@@ -27,8 +27,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
-from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, RequestStats
-from kvserve.scheduler.continuation import MISSES
+from kvserve.outputs import Compaction, EngineStats, KVCacheDetails
 from kvserve.scheduler.output import SchedulerOutput
 from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over
@@ -70,8 +69,6 @@ class EngineCore:
         self.grammars = GrammarCompiler(config, self.info)
         self._tracer = KVTracer(self.runner)
         self._intake = Intake(config, built, self.grammars, self._tracer)
-        self._prompt_tokens = self._generation_tokens = 0
-        self._compaction_seconds = 0.0
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
         self._stats_due = 0.0
         # The scheduler's layout has the heads of all ranks.
@@ -98,7 +95,7 @@ class EngineCore:
         self.scheduler.add(sequence)
         self._sequences[new.seq_id] = (sequence, new.request_id)
         self._waiting_since[new.seq_id] = time.monotonic()
-        self._prompt_tokens += sequence.num_prompt_tokens
+        self._counts.prompt_tokens += sequence.num_prompt_tokens
         if self.runner.policies[sequence.policy_id].kept_scores:
             self._scored.add(new.seq_id)
         if new.kv_trace:
@@ -172,7 +169,7 @@ class EngineCore:
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
         self._failures = 0
-        self._compaction_seconds += result.compaction_seconds
+        self._counts.compaction_seconds += result.compaction_seconds
         if self.scheduler.events.gate is not None:
             self._record_costs(output, self._collected - since, result.compaction_seconds)
         traced = self._tracer.read(step.traced)
@@ -194,7 +191,7 @@ class EngineCore:
     ) -> StepOutputs:
         """A step's tokens, of those who ``gets`` one."""
         token_ids = list(compress(result.token_ids.tolist(), gets))
-        self._generation_tokens += len(token_ids)
+        self._counts.generation_tokens += len(token_ids)
         return StepOutputs(
             seq_ids=[seq.seq_id for seq in compress(output.sampled, gets)],
             token_ids=token_ids,
@@ -303,69 +300,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
-        scheduler = self.scheduler
-        rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
-        blocks = scheduler.blocks.held(n).tolist()
-        entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
-        held = (-(-entries // scheduler.layout.groups)).tolist()
-        logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
-        requests = tuple(
-            RequestStats(
-                request_id=self._sequences[seq.seq_id][1],
-                policy=self.runner.policies[seq.policy_id].name,
-                logical_tokens=logical[seq.row],
-                held_tokens=held[seq.row],
-                blocks=blocks[seq.row],
-                compactions=compactions[seq.row],
-                held_bytes=blocks[seq.row] * self._block_bytes,
-            )
-            for seq in scheduler.running
-        )
-        capacity = scheduler.pool.capacity
-        in_use = capacity - scheduler.pool.num_free - scheduler.blocks.num_cached
-        return EngineStats(
-            num_running=len(requests),
-            num_waiting=len(scheduler.waiting),
-            blocks_total=capacity,
-            blocks_free=scheduler.pool.num_free,
-            blocks_cached=scheduler.blocks.num_cached,
-            bytes_total=capacity * self._block_bytes,
-            bytes_held=in_use * self._block_bytes,
-            tokens_logical=sum(request.logical_tokens for request in requests),
-            tokens_held=sum(request.held_tokens for request in requests),
-            prompt_tokens_total=self._prompt_tokens,
-            generation_tokens_total=self._generation_tokens,
-            preemptions_total=scheduler.num_preemptions,
-            swaps_total=scheduler.num_swaps,
-            early_compactions_total=scheduler.events.early_compactions,
-            skipped_compactions_total=scheduler.events.skipped,
-            compactions_total=scheduler.events.compactions,
-            blocks_released_total=scheduler.events.blocks_released,
-            tokens_evicted_total=scheduler.events.tokens_evicted,
-            compaction_seconds_total=self._compaction_seconds,
-            steps_total=scheduler.num_steps,
-            coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
-            codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
-            scoring_workspace_bytes=self.runner.workspace_bytes,
-            compaction_counts=self._counts.compactions,
-            iterations=self._counts.iterations,
-            iteration_tokens_total=self._counts.num_tokens,
-            requests=requests,
-            **self._continuation_counts(),
-        )
-
-    def _continuation_counts(self) -> dict[str, Any]:
-        """Of ``EngineStats``, what there is to say of them."""
-        store = self.scheduler.blocks.idle.continuations
-        if store is None:
-            return {}
-        return {
-            "continuations": len(store),
-            "continuation_blocks": store.num_blocks,
-            "resumed_total": store.hits,
-            "resumed_tokens_total": store.resumed_tokens,
-            "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
-        }
+        names = {seq.seq_id: self._sequences[seq.seq_id][1] for seq in self.scheduler.running}
+        state = self.scheduler, self.runner.policies, self._counts
+        return engine_stats(*state, names, self._block_bytes, self.runner.workspace_bytes)
 
     # ---- sequences ---------------------------------------------------------------------------
 

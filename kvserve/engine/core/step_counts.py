@@ -20,7 +20,8 @@ class StepCounts:
         self._layout = layout
         self._policies = policies
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
-        self.num_tokens = 0
+        self.num_tokens = self.prompt_tokens = self.generation_tokens = 0
+        self.compaction_seconds = 0.0
         self._events: Counter[tuple[str, str]] = Counter()
         self._released: Counter[tuple[str, str]] = Counter()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     Queries,
@@ -18,12 +19,7 @@ from kvserve.kernels.scores.causal_scores import (
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.window_scores import (
-    AGGREGATES,
-    GROUP_AGGREGATES,
-    window_probs,
-    window_scores,
-)
+from kvserve.kernels.scores.window_scores import window_probs, window_scores
 from kvserve.kernels.seen import Seen
 
 __all__ = [

@@ -7,13 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
-_AGGREGATES = ("sum", "sum_squares", "max")
-_GROUP_AGGREGATES = ("mean", "max", "rms")
 _POINTERS = ("codes", "scales", "shares", "keys", "out")
 _NUMBERS = (
     *("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "later", "dim"),
@@ -80,8 +79,8 @@ def window_scores(
         held - length,
         dim,
         *((0, 1, 1) if seen is None else (seen.first, seen.step, seen.span)),
-        _AGGREGATES.index(aggregate),
-        _GROUP_AGGREGATES.index(group_aggregate),
+        AGGREGATES.index(aggregate),
+        GROUP_AGGREGATES.index(group_aggregate),
         key.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )

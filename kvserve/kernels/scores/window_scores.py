@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import dispatch
-from kvserve.kernels.checks import check_head_dim, runs_triton
+from kvserve.kernels.checks import (
+    AGGREGATES,
+    GROUP_AGGREGATES,
+    check_head_dim,
+    runs_triton,
+)
 from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.dispatch import Helper, Kernel, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
@@ -18,9 +23,6 @@ from kvserve.kernels.seen import Seen
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-AGGREGATES = ("sum", "sum_squares", "max")
-GROUP_AGGREGATES = ("mean", "max", "rms")
 
 
 def window_scores(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.kernels.scores.window_scores import (
-    AGGREGATES,
-    window_scores_torch,
-    window_scores_triton,
-)
+from kvserve.kernels.checks import AGGREGATES
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -1,0 +1,86 @@
+"""What ``GET /v1/kv/stats`` and the metrics show of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvserve.engine.core.step_counts import StepCounts
+from kvserve.engine.policies.base import Policy
+from kvserve.outputs import EngineStats, RequestStats
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.continuation import MISSES
+from kvserve.scheduler.step.scheduler import Scheduler
+
+
+def engine_stats(
+    scheduler: Scheduler,
+    policies: Mapping[int, Policy],
+    counts: StepCounts,
+    request_ids: Mapping[int, str],
+    block_bytes: int,
+    workspace_bytes: int,
+) -> EngineStats:
+    """Counters and the state of every running request; ``request_ids`` are those of sequences."""
+    rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
+    blocks = scheduler.blocks.held(n).tolist()
+    entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
+    held = (-(-entries // scheduler.layout.groups)).tolist()
+    logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
+    requests = tuple(
+        RequestStats(
+            request_id=request_ids[seq.seq_id],
+            policy=policies[seq.policy_id].name,
+            logical_tokens=logical[seq.row],
+            held_tokens=held[seq.row],
+            blocks=blocks[seq.row],
+            compactions=compactions[seq.row],
+            held_bytes=blocks[seq.row] * block_bytes,
+        )
+        for seq in scheduler.running
+    )
+    capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
+    cached = scheduler.blocks.num_cached
+    return EngineStats(
+        num_running=len(requests),
+        num_waiting=len(scheduler.waiting),
+        blocks_total=capacity,
+        blocks_free=free,
+        blocks_cached=cached,
+        bytes_total=capacity * block_bytes,
+        bytes_held=(capacity - free - cached) * block_bytes,
+        tokens_logical=sum(request.logical_tokens for request in requests),
+        tokens_held=sum(request.held_tokens for request in requests),
+        prompt_tokens_total=counts.prompt_tokens,
+        generation_tokens_total=counts.generation_tokens,
+        preemptions_total=scheduler.num_preemptions,
+        swaps_total=scheduler.num_swaps,
+        early_compactions_total=scheduler.events.early_compactions,
+        skipped_compactions_total=scheduler.events.skipped,
+        compactions_total=scheduler.events.compactions,
+        blocks_released_total=scheduler.events.blocks_released,
+        tokens_evicted_total=scheduler.events.tokens_evicted,
+        compaction_seconds_total=counts.compaction_seconds,
+        steps_total=scheduler.num_steps,
+        coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
+        codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
+        scoring_workspace_bytes=workspace_bytes,
+        compaction_counts=counts.compactions,
+        iterations=counts.iterations,
+        iteration_tokens_total=counts.num_tokens,
+        requests=requests,
+        **_of_continuations(scheduler.blocks.idle.continuations),
+    )
+
+
+def _of_continuations(store: Continuations | None) -> dict[str, Any]:
+    """Of ``EngineStats``, what there is to say of them."""
+    if store is None:
+        return {}
+    return {
+        "continuations": len(store),
+        "continuation_blocks": store.num_blocks,
+        "resumed_total": store.hits,
+        "resumed_tokens_total": store.resumed_tokens,
+        "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
+    }
