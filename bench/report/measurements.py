@@ -321,11 +321,21 @@ SUITE = (
         "Accuracy against bytes, the cache held in fewer bits",
         "The full cache and Kara, each with its entries held as they are computed (float32), as "
         "`int8`, as `k8v4` and as `fp8`. Bytes of entries count scales.",
-        "eval --tasks chain redundant-chain needle-1024 --num-samples 100 --threads 1 --retention "
-        "0.5 0.3 0.2 --compare-kv-cache-dtypes auto int8 k8v4 fp8 "
-        f"--policy none --policy {KARA.partition(',ratio')[0]}",
-        minutes=25,
+        "eval --tasks chain redundant-chain needle-512 needle-1024 needle-2048 recall "
+        "--num-samples 100 --threads 1 --retention 0.5 0.3 0.2 "
+        f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} --policy none --policy {KARA}",
+        minutes=35,
         plots=True,
+        in_pieces=False,
+    ),
+    Measurement(
+        "kv-cache-needles",
+        "Needles by depth and length, the cache held in fewer bits",
+        "",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} "
+        f"--policy none --policy snapkv:budget=128 --policy chunkkv:budget=128",
+        minutes=5,
         in_pieces=False,
     ),
     Measurement(

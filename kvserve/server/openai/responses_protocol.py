@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.fields import FirstFault
 from kvserve.server.openai.protocol import parse
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -74,7 +75,7 @@ class ResponsesRequest(BaseModel):
     model: str | None = None
     input: Input
     instructions: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], FirstFault()] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)

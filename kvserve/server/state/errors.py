@@ -114,7 +114,9 @@ def install_handlers(app: FastAPI) -> None:
     async def handle(request: Request, exc: Exception) -> Response:
         if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
             return _http_error(exc, request).response()
-        return as_api_error(exc, getattr(request.state, "request_id", None)).response()
+        response = as_api_error(exc, getattr(request.state, "request_id", None)).response()
+        _drop_frames(exc)
+        return response
 
     for kind in (
         RequestError,
@@ -124,6 +126,18 @@ def install_handlers(app: FastAPI) -> None:
         ClientDisconnect,
     ):
         app.add_exception_handler(kind, handle)
+
+
+def _drop_frames(exc: Exception) -> None:
+    """Free what a refusal's frames hold: the body, which may have megabytes.
+
+    Exceptions and frames refer to each other, and few objects wait long for the collector.
+    """
+    errors = exc.errors() if isinstance(exc, RequestValidationError) else ()
+    raised = [error["ctx"].get("error") for error in errors if "ctx" in error]  # by validators
+    for each in (exc, *raised):
+        if isinstance(each, Exception):  # JSON that is none has a text there
+            each.__traceback__ = each.__context__ = each.__cause__ = None
 
 
 def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
