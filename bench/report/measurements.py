@@ -90,8 +90,8 @@ LONG = (
         "Answers of 3,000 tokens",
         "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
         "a sequence takes of it is the mean over the run, logged queries included.",
-        f"bench throughput {long_answers(3000, 24)} --repeat 3 {flags(LONG_POLICIES)}",
-        minutes=14,
+        f"bench throughput {long_answers(3000, 48)} --repeat 1 {flags(LONG_POLICIES)}",
+        minutes=20,
         plots=True,
         in_pieces=True,
     ),
@@ -109,9 +109,9 @@ LONG = (
         "long-12000",
         "Answers of 12,000 tokens",
         "",
-        f"bench throughput {long_answers(12_000, 16, sigma=0.35)} --repeat 1 "
-        f"{flags(LONG_POLICIES[:4])}",
-        minutes=15,
+        f"bench throughput {long_answers(12_000, 32, sigma=0.35)} --repeat 1 "
+        f"{flags(LONG_POLICIES[:3])}",
+        minutes=30,
         in_pieces=True,
     ),
     Measurement(

@@ -95,7 +95,7 @@ def test_keeping_everything_is_none(llama_dir: Path, monkeypatch: pytest.MonkeyP
     "fields",
     [
         {},
-        {"query_reduce": "heads"},
+        pytest.param({"query_reduce": "heads"}, marks=pytest.mark.slow),
         {"query_dtype": "fp8"},
         pytest.param({"query_source": "recompute"}, marks=pytest.mark.slow),
         {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},

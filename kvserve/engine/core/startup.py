@@ -52,6 +52,7 @@ from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 
 FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
+NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -174,6 +175,8 @@ def _plan(
     form = _entry_form(config, spec, dtype, device)
     if policy.fits_values and form.quantized:
         raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
+    if policy.expects_turns and config.cache.continuations == "off":
+        raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
     log = _log_form(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, form, dtype.itemsize)

@@ -165,6 +165,11 @@ class Policy:
         return False
 
     @property
+    def expects_turns(self) -> bool:
+        """Whether an argument says what becomes of later prompts (``--continuations on``)."""
+        return False
+
+    @property
     def couples_heads(self) -> bool:
         """Whether counts or choices depend on several KV heads.
 

@@ -217,6 +217,10 @@ class Kara(Policy):
         return self.values == "fitted"
 
     @property
+    def expects_turns(self) -> bool:
+        return self.protect_turns
+
+    @property
     def later_entries(self) -> int:
         return self.buffer if self.sees_all else 0
 

@@ -97,7 +97,9 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("layout", ["model", pytest.param("layer", marks=pytest.mark.slow), "head"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "layer")), "head"]
+)
 def test_tokens_equal_those_of_torch(
     tiny_dir: Path, layout: str, request: pytest.FixtureRequest
 ) -> None:
@@ -116,7 +118,10 @@ def test_tokens_equal_those_of_torch(
     [
         ("mean", "torch", {"cudagraph_capture_sizes": (2,)}),
         ("mean", "torch", {"code_attention": "rebuild"}),
-        pytest.param("repeat", "cpu", {"cudagraph_capture_sizes": (2,)}, marks=needs_compiler),
+        pytest.param(
+            *("repeat", "cpu", {"cudagraph_capture_sizes": (2,)}),
+            marks=(needs_compiler, pytest.mark.slow),
+        ),
     ],
     ids=["direct", "rebuild", "repeat"],
 )

@@ -177,6 +177,16 @@ def test_logs_in_fewer_bits(llama_dir: Path, dtype: str) -> None:
     assert got.compactions > 3 and got.resumed_tokens
 
 
+def test_turns_are_not_protected_where_none_goes_on(llama_dir: Path) -> None:
+    protecting = {**KARA, "protect_turns": True}
+    with pytest.raises(ConfigError, match=r"--policy\.protect_turns: .*--continuations on"):
+        make_plain(llama_dir, protecting)
+    llm = make_plain(llama_dir, KARA)
+    with pytest.raises(RequestError, match="--continuations on") as refused:
+        llm.generate([PROMPT], SamplingParams(kv_policy=protecting), use_tqdm=False)
+    assert refused.value.param == "kv_policy.protect_turns"
+
+
 @pytest.mark.parametrize("swap_space", [0, 1 / 512])
 @pytest.mark.parametrize(
     ("layout", "policy"),
