@@ -90,8 +90,8 @@ LONG = (
         "Answers of 3,000 tokens",
         "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
         "a sequence takes of it is the mean over the run, logged queries included.",
-        f"bench throughput {long_answers(3000, 48)} --repeat 1 {flags(LONG_POLICIES)}",
-        minutes=20,
+        f"bench throughput {long_answers(3000, 48)} --repeat 1 {flags(LONG_POLICIES[:3])}",
+        minutes=14,
         plots=True,
         in_pieces=True,
     ),
@@ -100,9 +100,9 @@ LONG = (
         "Answers of 1,500 to 4,500 tokens",
         "Without the few very long answers of the log-normal ones, which run alone at the end.",
         "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random "
-        "--input-len 128 --output-len 3000 --random-range-ratio 0.5 --num-prompts 24 "
-        f"--pool-share 0.25 --repeat 3 {flags(LONG_POLICIES[:2])}",
-        minutes=8,
+        "--input-len 128 --output-len 3000 --random-range-ratio 0.5 --num-prompts 48 "
+        f"--pool-share 0.25 --repeat 1 {flags(LONG_POLICIES[:3])}",
+        minutes=14,
         in_pieces=True,
     ),
     Measurement(
@@ -110,7 +110,7 @@ LONG = (
         "Answers of 12,000 tokens",
         "",
         f"bench throughput {long_answers(12_000, 32, sigma=0.35)} --repeat 1 "
-        f"{flags(LONG_POLICIES[:3])}",
+        f"{flags(LONG_POLICIES[:2])}",
         minutes=30,
         in_pieces=True,
     ),

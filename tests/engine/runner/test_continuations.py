@@ -22,7 +22,7 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import RowState
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain
 from tests.engine.test_pressure import watch
@@ -274,3 +274,28 @@ def test_flags(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, "none", continuations="on", continuation_memory=2**20)
     rows = {name: (state, why) for name, state, why in llm.engine.core.info.summary}
     assert rows["continuations"][0] == "on" and "prefix cache" in rows["continuations"][1]
+
+
+def test_two_ranks_go_on_as_one_does(tmp_path: Path) -> None:
+    """Each rank copies blocks of its own heads, and a follower goes on in both."""
+    directory = write_checkpoint("llama", tmp_path, vocab_size=129)
+    policies = [KARA, {"name": "snapkv", "budget": 24, "window": 4}]
+    talks = []
+    for ranks in (1, 2):
+        llm = LLM(
+            str(directory),
+            policy=DEFAULT,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=ranks,
+            continuations="on",
+            block_size=4,
+        )
+        try:
+            talks.append(talk(llm, policies, turns=3))
+            assert llm.stats().resumed_total == 4
+        finally:
+            llm.close()
+    for one, two in zip(*talks, strict=True):
+        assert (two.answers, two.details) == (one.answers, one.details), one.policy
+        assert all(details.resumed_tokens for details in two.details[1:])

@@ -1,0 +1,66 @@
+"""A conversation over HTTP that goes on from its compressed cache, and requests that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.real_server import Server
+
+POLICY = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server(*POLICY, "--continuations", "on")
+    yield server
+    server.stop()
+
+
+def say(server: Server, prompt: list[int], **body: Any) -> tuple[list[int], dict[str, Any]]:
+    """All tokens so far, and the usage."""
+    settings = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = server.complete(prompt, **settings, **body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return [*prompt, *found["choices"][0]["token_ids"]], found["usage"]
+
+
+def test_a_second_turn_goes_on(server: Server) -> None:
+    said, first = say(server, list(range(10, 60)))
+    assert first["kv_cache_details"]["resumed_tokens"] == 0
+    told, second = say(server, [*said, *range(20, 40)])
+    details = second["kv_cache_details"]
+    # All but the newest token of the first answer, whose entry was never computed.
+    assert details["resumed_tokens"] == len(said) - 1
+    assert second["prompt_tokens_details"]["cached_tokens"] == len(said) - 1
+    assert details["compactions"] > first["kv_cache_details"]["compactions"] > 0
+    assert details["held_tokens"] < details["logical_tokens"] == len(told) - 1
+    stats = server.stats()["continuations"]
+    assert stats["count"] and stats["blocks"]
+    metrics = server.http.get("/metrics").text
+    assert "kvserve:kv_resumed_total" in metrics and "kvserve:kv_continuations" in metrics
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kv_resume": False},
+        {"cache_salt": "somebody else's"},
+        {"kv_policy": {"name": "kara", "window": 32, "buffer": 8, "ratio": 0.4}},
+        {"kv_policy": "none"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_others_do_not(server: Server, other: dict[str, Any]) -> None:
+    said, _ = say(server, list(range(100, 150)))
+    _, usage = say(server, [*said, 7], **other)
+    assert usage["kv_cache_details"]["resumed_tokens"] == 0
+
+
+@pytest.mark.parametrize("field", ["kv_resume", "cache_salt"])
+def test_what_is_no_answer_is_refused_by_name(server: Server, field: str) -> None:
+    answer = server.complete("Hello", max_tokens=1, **{field: []})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
