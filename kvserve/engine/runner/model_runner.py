@@ -155,7 +155,7 @@ class ModelRunner:
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses the id's old policy."""
+        """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses its old policy."""
         self.policies[policy_id] = policy
 
     @property
@@ -294,7 +294,7 @@ class ModelRunner:
 def _logprobs(
     found: list[np.ndarray[Any, Any]], wanted: IntArray
 ) -> list[TokenLogprobs | None] | None:
-    """Log-probabilities by row, from ``SampledTokens.tensors`` on the host; ``None`` without any."""
+    """Log-probabilities by row, from ``SampledTokens.tensors`` on the host; ``None`` if none."""
     if len(found) == 1:
         return None
     rows = zip(*(part.tolist() for part in found), wanted, strict=True)
