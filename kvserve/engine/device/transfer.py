@@ -38,7 +38,7 @@ class HostCopy:
         self._copied.record()
 
     def _start_copy(self) -> list[Tensor]:
-        """Start the copy. The host tensors are valid once an event behind it has been waited for."""
+        """Start the copy. The host tensors are valid once an event behind it is complete."""
         words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
         host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(words, non_blocking=True)
