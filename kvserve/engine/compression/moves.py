@@ -34,7 +34,7 @@ class MovePlan:
 
 
 def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVLayout) -> MovePlan:
-    """Entries before the region stay, kept ones follow, and then everything behind the windows.
+    """Plan events: entries before the region stay, then come kept ones, then all behind windows.
 
     kept: int64 [E, L, Hkv, C], physical entries; the first ``chosen [E, L, Hkv]`` ascend and count.
     """

@@ -1,4 +1,4 @@
-"""What events found when they observed, kept on the device until they are carried out."""
+"""Results of observed events, kept on the device until the events are carried out."""
 
 from __future__ import annotations
 

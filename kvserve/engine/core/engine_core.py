@@ -282,7 +282,7 @@ class EngineCore:
         return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
-        """Tell the gate what this step took."""
+        """Tell the gate how long this step took."""
         gate, decoding = self.scheduler.events.gate, output.num_decoding
         assert gate is not None
         if output.compactions:

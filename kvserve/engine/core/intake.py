@@ -96,7 +96,7 @@ class Intake:
         return sequence
 
     def _continue(self, sequence: Sequence, new: NewSequence, policy: Policy) -> None:
-        """Set which prefix columns it may share, and whether it saves and resumes continuations."""
+        """Set which columns the sequence shares, and whether it leaves and takes continuations."""
         if new.cache_salt is not None:
             sequence.cache_seed = salted_seed(new.cache_salt)
         if self._config.cache.continuations == "off" or policy.name == "none":
@@ -148,7 +148,7 @@ class Intake:
             )
 
     def _check_whole(self, prompt: int, policy: Policy) -> None:
-        """Refuse a pruned prompt longer than a step: its layers differ in tokens, so no chunks."""
+        """Refuse a prompt longer than a step: chunks need layers that compute the same tokens."""
         limit = self._config.scheduler.max_num_batched_tokens
         if prompt > limit:
             raise RequestError(

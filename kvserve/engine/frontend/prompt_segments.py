@@ -1,6 +1,6 @@
 """What the task classifier sees of a prompt: the sentences at its two ends, and its outward shape.
 
-Requests stand at an end, and the text that they are about lies between. A sentence has features for
+The request usually stands at an end, beside the text that it is about. A sentence has features for
 its words and for where it stands; a word that training never saw has no weight.
 """
 

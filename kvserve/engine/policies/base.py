@@ -110,7 +110,7 @@ class Policy:
 
     @property
     def caution(self) -> str:
-        """A caution for the start-up table about this policy on this model, or nothing."""
+        """What the start-up table warns of with this policy on this model; empty if nothing."""
         return ""
 
     # ---- when it has events, and what the engine has ready for them ----
@@ -140,7 +140,7 @@ class Policy:
 
     @property
     def logged_dtype(self) -> str:
-        """How queries are logged: model (the model's dtype), fp8, or auto (the engine's choice).
+        """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice).
 
         By default, the argument ``query_dtype``.
         """
@@ -213,10 +213,10 @@ class Policy:
         return best_and_newest(scores, length, keep)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """As ``select``, for lengths that differ: ``keep`` is the mean of the counts.
+        """As ``select``, for counts that differ; most policies take ``keep`` as their mean.
 
         A lane that holds fewer than ``length`` entries begins at a later place: the places before
-        it score -inf. Counts never exceed the entries that there are.
+        it score -inf. Counts never exceed the entries that a lane holds.
         """
         indices = self.select(scores, length, keep)
         return Selection(indices, torch.full_like(indices[..., 0], keep))

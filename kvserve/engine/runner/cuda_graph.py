@@ -139,7 +139,7 @@ class PaddedStep:
     planned: BatchAttention
 
     def forward(self) -> Tensor:
-        """Hidden states of all rows; those behind the first ``count`` mean nothing."""
+        """Hidden states of all rows; those behind the first ``count`` are padding."""
         input_ids = self.batch.update_graph_inputs(self.buffers, self.count)
         return self.model(input_ids, self.buffers, self.cache, self.planned)
 

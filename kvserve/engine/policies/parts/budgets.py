@@ -64,9 +64,10 @@ def linear_budgets(
 ) -> list[int]:
     """Entries before the window that each layer keeps, falling linearly from the first to the last.
 
-    Windows included, a layer keeps ``ratio`` of ``length`` entries on average, rounded down; the
-    last one keeps the share ``least`` of its context, or the first one all of it. Too small a ratio
-    is spread flat. SpindleKV, section 3 (with the sign of its second branch put right).
+    Windows included, a layer keeps ``ratio`` of ``length`` entries on average, rounded down. The
+    last one keeps the share ``least`` of its context; if the first one would then have to keep more
+    than its whole context, it keeps all of it instead. If ``ratio`` is too small for that, all
+    layers keep equally many. SpindleKV, section 3 (with the sign of its second branch put right).
     """
     context = length - window
     if context <= 0:
