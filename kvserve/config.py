@@ -193,7 +193,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """What happens to the cache while it serves."""
+    """Which policy compresses the cache, and which policies requests may choose."""
 
     policy: str = setting("none", "KV cache policy; `kvserve policies` lists them")
     policy_args: Mapping[str, Any] = setting(

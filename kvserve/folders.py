@@ -7,9 +7,9 @@ import tempfile
 
 
 def temporary_folder() -> str:
-    """``tempfile.gettempdir()``, on a full disk too.
+    """``tempfile.gettempdir()``, but on a full disk too.
 
-    That one tries folders by writing a file; sockets and empty folders need no room.
+    ``gettempdir`` tests folders by writing a file; our sockets and empty folders need no room.
     """
     try:
         return tempfile.gettempdir()

@@ -24,7 +24,7 @@ def configure_logging(level: str | int = "INFO") -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr; where that cannot be written, on a full disk, nothing ends over it."""
+    """Write to stderr; a write that fails, as on a full disk, is ignored."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -35,7 +35,7 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
 
 
 def shown(value: object) -> str:
-    """A value in a message: ``repr`` of a small one, the beginning of a large one."""
+    """A value for a message: its ``repr``, shortened if it is large."""
     return _SHOWN.repr(value)
 
 

@@ -50,7 +50,7 @@ class KVCacheDetails:
     codebook_entries: int = 0
     """Codebook vectors that stand for their keys and values."""
     resumed_tokens: int = 0
-    """Tokens that were held already, by what an earlier turn had left."""
+    """Tokens taken over from what an earlier turn left in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class KVTraceEvent:
     time: float
     """Seconds since the epoch."""
     seen: int
-    """Positions that the cache had, or had had, when the event came."""
+    """How many positions had entered the cache when the event came."""
     dropped: list[list[list[int]]]
     """``dropped[layer][kv_head]``: runs ``first, end, first, end, ...`` of dropped positions,
     ``end`` excluded."""
@@ -140,7 +140,7 @@ class RequestOutput:
     kv_cache_details: KVCacheDetails = field(default_factory=KVCacheDetails)
     """What the policy did."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens that came from the prefix cache, or from what an earlier turn left."""
     metrics: RequestMetrics | None = None
     """When it arrived, began and ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -179,7 +179,7 @@ class RequestStats:
 
 
 ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
-"""Sizes of steps that ``EngineStats.iterations`` tells apart: vLLM's."""
+"""Upper bounds of the step sizes that ``EngineStats.iterations`` counts, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +196,16 @@ class CompactionCounts:
 class EngineStats:
     """The engine's state and counters (totals since start).
 
-    ``blocks_cached`` are those that only the prefix cache and continuations name: they make room
-    when needed. ``continuations`` name ``continuation_blocks``, shared ones among them; of the
-    sequences that could have gone on from one, ``resumed_total`` did, from ``resumed_tokens_total``
-    tokens, and ``continuation_misses`` did not, each with its cause. The
-    pool has ``bytes_total`` on all ranks, ``bytes_held`` of them in blocks that requests name.
-    ``swaps_total`` of the preemptions went to host memory; ``early_compactions_total`` of the
-    compactions came early, because blocks ran out; ``skipped_compactions_total`` did not pay.
-    Of the entries of running requests ``coded_entries`` are held as codes, with
-    ``codebook_entries`` vectors for their keys and values.
-    ``iterations[i]`` steps had at most ``ITERATION_TOKENS[i]`` tokens, the last ones more.
+    ``blocks_cached`` are held only by the prefix cache and continuations, and are freed when
+    needed. ``continuations`` hold ``continuation_blocks``, shared ones included. Of the sequences
+    that could have continued from one, ``resumed_total`` did, from ``resumed_tokens_total`` tokens;
+    ``continuation_misses`` counts the others by cause. The pool has ``bytes_total`` on all ranks;
+    requests hold ``bytes_held`` of them. ``swaps_total`` of the preemptions went to host memory.
+    ``early_compactions_total`` of the compactions came early, because blocks ran out;
+    ``skipped_compactions_total`` more were left out, because they would not have paid. Of the
+    entries of running requests ``coded_entries`` are held as codes, with ``codebook_entries``
+    vectors for their keys and values. ``iterations[i]`` counts the steps with at most
+    ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last counts larger ones.
     """
 
     num_running: int = 0
@@ -243,7 +243,7 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the pool's blocks in use, 0 to 1; what only the prefix cache holds is not."""
+        """Share of the pool's blocks in use, 0 to 1; ``blocks_cached`` count as free."""
         if not self.blocks_total:
             return 0.0
         return 1.0 - (self.blocks_free + self.blocks_cached) / self.blocks_total
@@ -251,11 +251,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What the blocks are held for, beside the engine's ``stats`` at the same moment.
+    """What the blocks are held for, and the engine's ``stats`` at the same moment.
 
-    ``cells`` are runs over the pool, ``owner, count, owner, count, ...``, a cell for
-    ``blocks_per_cell`` blocks, of which it shows the first. Owners: 0 free, 1 prefix cache, 2
-    logged queries, 3 codes, 4 + i the request ``stats.requests[i]``, which logs queries in
+    ``cells`` are runs of equal cells over the pool: ``owner, count, owner, count, ...``. A cell
+    stands for ``blocks_per_cell`` blocks and shows the owner of the first. Owners: 0 free, 1 prefix
+    cache, 2 logged queries, 3 codes, 4 + i the request ``stats.requests[i]``, which logs queries in
     ``log_blocks[i]``.
     """
 

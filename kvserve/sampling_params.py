@@ -107,19 +107,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
     ignore_eos: bool = False
-    """Go on after the model's own end."""
+    """Go on after the model's end-of-sequence token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Seed of the draw; ``None``: the engine's."""
+    """Seed of the draw; ``None``: one that the engine draws from its own seed."""
     logprobs: int | None = None
     """Log-probabilities of each token and of the most probable ones, 0 to 20 of them."""
     prompt_logprobs: int | None = None
     """The same for the prompt; needs a policy that leaves the prompt whole until its end."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has; -2 to 2."""
+    """Subtracted from the logits of tokens that the answer already has; -2 to 2."""
     frequency_penalty: float = 0.0
-    """The same for each time that it has them; -2 to 2."""
+    """Subtracted once for each time that the answer already has the token; -2 to 2."""
     repetition_penalty: float = 1.0
     """Divides or multiplies logits of tokens of prompt and answer; above 1 discourages them."""
     logit_bias: Mapping[int, float] | None = None
@@ -143,10 +143,10 @@ class SamplingParams:
     kv_trace: bool = False
     """Report which positions each event drops: ``CompletionOutput.kv_trace``."""
     cache_salt: str | None = None
-    """Only requests with the same one share cached prompts and continuations."""
+    """Only requests with the same salt share cached prompts and continuations."""
     kv_resume: bool = True
-    """Go on from what an earlier turn left (``--continuations on``), if its tokens are the prompt's
-    first."""
+    """Go on from what an earlier turn left in the cache (``--continuations on``), if the prompt
+    begins with that turn's tokens."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
 
@@ -247,5 +247,5 @@ def _is_salt(salt: object) -> bool:
 
 
 def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:
-    """Every token is compared with them."""
+    """Whether there are few strings and all are short: every token is compared with them."""
     return len(texts) <= _MAX_WORDS and all(0 < len(text) <= longest for text in texts)

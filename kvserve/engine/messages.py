@@ -1,4 +1,4 @@
-"""What passes between the engine core and whoever feeds it, in one process or two."""
+"""Messages between the engine core and its client, in one process or two."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class NewSequence:
 class FinishedSequence:
     """How a sequence ended: ``reason`` is stop, length or abort.
 
-    ``num_cached_tokens`` of its tokens were found in the prefix cache, or held by what it went on
-    from.
+    ``num_cached_tokens`` counts its tokens that came from the prefix cache or a continuation.
     """
 
     seq_id: int
@@ -69,7 +68,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, slots=True)
 class RefusedSequence:
-    """A sequence that was never queued, or given up, and why; see ``RequestError``."""
+    """A sequence that was refused or ended by an error, and why; see ``RequestError``."""
 
     seq_id: int
     message: str
@@ -88,10 +87,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """New tokens of one step, aligned lists; ``stats`` comes now and then.
+    """One step's outputs; ``seq_ids``, ``token_ids`` and ``logprobs`` are aligned lists.
 
-    ``compactions`` are the step's, and so are ``traced`` events, each with its sequence; ``pool``
-    comes now and then while somebody watches.
+    ``compactions`` and ``traced`` pair each event with its sequence id. ``stats`` comes only with
+    some steps, ``pool`` only while a client watches.
     """
 
     seq_ids: list[int] = field(default_factory=list)
@@ -122,5 +121,5 @@ class EngineInfo:
 
 
 def policy_spec(value: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """A request's ``kv_policy`` in the form that travels."""
+    """A request's ``kv_policy`` in the form that messages carry."""
     return dict(value) if isinstance(value, Mapping) else value

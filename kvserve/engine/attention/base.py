@@ -1,4 +1,4 @@
-"""What a forward needs to know of its batch, and what an attention backend has to offer."""
+"""What a forward needs to know of its batch, and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens in S chunks, each of one table row: the decoding ones in front, one token a chunk.
+    """T tokens in S chunks of one table row each; decoding chunks, of one token, come first.
 
     On the device: ``positions [T]`` are logical (RoPE), ``prompt_lens [T]`` the prompt length of
     each token's sequence (dynamic RoPE); ``slots [LG, R, T]`` are where new entries go (empty: none
@@ -41,9 +41,9 @@ class ForwardBatch:
     ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups); ``causal``,
     whether every token of a chunk sees one entry more than the token before it.
 
-    Where rows are held as codes, either attention reads them: ``codes``, of each layer group and of
-    all ``num_rows``; or they are rebuilt before a layer attends: ``rebuilt``. ``recent [T]`` are
-    the newest entries whose share of attention is logged with a token's queries, at least one.
+    Rows held as codes are read by attention itself (``codes``, by layer group, of all
+    ``num_rows``), or rebuilt before a layer attends (``rebuilt``). ``recent [T]`` counts the newest
+    entries whose share of attention is logged with a token's queries, at least one.
     """
 
     positions: Tensor
@@ -62,12 +62,12 @@ class ForwardBatch:
 
     @property
     def num_decoding(self) -> int:
-        """Chunks of one token in front."""
+        """How many leading chunks have one token."""
         longer = np.diff(self.starts) > 1
         return int(longer.argmax()) if longer.any() else len(self.rows)
 
     def part(self, first: int, end: int) -> ForwardBatch:
-        """The chunks ``[first, end)`` alone, as attention sees them: nothing of them is stored."""
+        """The chunks ``[first, end)`` alone, for attention: their entries are stored already."""
         tokens = slice(int(self.starts[first]), int(self.starts[end]))
         return replace(
             self,
@@ -84,7 +84,7 @@ class ForwardBatch:
         )
 
     def by_token(self) -> ForwardBatch:
-        """The same with every token a chunk, for what knows no limits but a causal chunk's."""
+        """The same with one token per chunk, for backends that support only causal chunks."""
         lengths = np.diff(self.starts)
         return replace(
             self,
@@ -95,7 +95,7 @@ class ForwardBatch:
         )
 
     def chunk_rows(self) -> tuple[Tensor, Tensor]:
-        """Of every causal chunk's row with one table: blocks in use, and entries it may see.
+        """For every causal chunk (rows have one table): its row's blocks, and the entries it sees.
 
         int32 ``[LG, S, columns]`` and ``[LG, S]``, on the device.
         """
@@ -107,7 +107,7 @@ class ForwardBatch:
 
 
 def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
-    """What a kernel is asked for where shares are logged."""
+    """What a kernel has to write if shares are logged; else ``None``."""
     if out is None:
         return None
     assert recent is not None, "a batch that logs shares says of how many entries"
@@ -115,18 +115,18 @@ def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
 
 
 class LayerCache(Protocol):
-    """What a layer needs of a cache. ``KVCache`` writes what it is given; others may not."""
+    """What a layer needs of a cache. ``KVCache`` stores what it is given; other caches may not."""
 
     logs_shares: bool
-    """Whether beside a logged query stands what share of its attention newest entries got."""
+    """Whether each query is logged with the share of its attention that newest entries got."""
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Take one layer's new entries, before it attends. k, v: [T, Hkv, D]."""
         ...
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
-        """Take its queries, behind it. q: [T, Hq, D]; shares: float32 [T, Hq] where they are
-        logged."""
+        """Take the layer's queries, after it has attended. q: [T, Hq, D]; shares: float32 [T, Hq]
+        if they are logged."""
         ...
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
@@ -142,22 +142,23 @@ class BatchAttention(Protocol):
     ) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D].
 
-        ``shares`` float32 [T, Hq], contiguous, takes the logarithm of what each query gave to the
-        newest ``ForwardBatch.recent`` entries that it saw.
+        ``shares``, contiguous float32 [T, Hq], is filled with the logarithm of the attention that
+        each query gave to the newest ``ForwardBatch.recent`` entries that it saw.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention; ``select.py`` says which there are and what each can do."""
+    """One way to compute attention; ``select.py`` lists them and what each can do."""
 
     replays: bool
-    """Whether the plan of a decoding batch stays true when what its tensors hold changes, below
-    ``columns``: it keeps their addresses, copies nothing of them, and is the same for all lengths.
+    """Whether the plan of a decoding batch stays valid when its tensors' contents change, with
+    lengths up to ``columns`` blocks. Such a plan keeps the tensors' addresses, copies nothing from
+    them, and is the same for all lengths.
     """
     reads_codes: bool
     """Whether it attends to ``ForwardBatch.codes``."""
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """Prepare, once for all layers, whatever this backend wants to know of a batch."""
+        """Prepare what this backend needs to know of a batch, once for all layers."""
         ...

@@ -1,4 +1,4 @@
-"""Decoding tokens and chunks apart: two shapes of work, maybe by two backends."""
+"""Attention of decoding tokens and of chunks apart, by one backend or by two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvserve.engine.attention.base import (
 
 
 class ByPhase:
-    """Chunks by ``prefill``, the tokens in front of them by ``decode``."""
+    """Runs chunks by ``prefill`` and the decoding tokens in front of them by ``decode``."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill = prefill

@@ -1,4 +1,4 @@
-"""What attention is told of a batch's coded entries, and the tables it follows from."""
+"""What attention needs to know of a batch's coded entries, and the tables of codes."""
 
 from __future__ import annotations
 

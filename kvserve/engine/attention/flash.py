@@ -30,7 +30,7 @@ class FlashAttention:
         self._scale = scale
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """It knows causal chunks alone: tokens with limits of their own are chunks of one."""
+        """The package takes only causal chunks: in other batches each token is its own chunk."""
         batch = batch if batch.causal else batch.by_token()
         tables, held = batch.chunk_rows()
         return _Planned(

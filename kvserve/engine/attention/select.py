@@ -33,7 +33,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Needs:
     """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
 
-    ``log_shares``: what share of their attention newest entries got is logged beside queries.
+    ``log_shares``: queries are logged with the share of their attention that newest entries got.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``.
     """
 
@@ -49,8 +49,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was taken: its name, or ``PREFILL,DECODE``; ``reason`` says how it works and why not
-    others."""
+    """The chosen backend: ``name`` is its name, or ``PREFILL,DECODE``; ``reason`` says how it works
+    and why others were refused."""
 
     name: str
     backend: AttentionBackend
@@ -63,11 +63,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """``None`` among dtypes: all of them. ``refuse`` says why not, where the other fields do not.
+    """A backend and what it can do. ``refuse`` gives reasons that the other fields do not.
 
-    ``quantized`` is how entries of levels are handled, ``None`` where attention reads none.
-
-    ``only_named``: devices where ``auto`` leaves it alone.
+    ``dtypes`` is ``None`` if it takes all of them. ``quantized`` are the kernels for quantised
+    entries, ``None`` if it cannot read these. ``only_named``: devices where ``auto`` skips it.
     """
 
     name: str
@@ -119,7 +118,7 @@ def _make_flash(needs: Needs) -> AttentionBackend:
 
 
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
-    """What holds for both packages that kvserve adapts."""
+    """The limits of both packages that kvserve adapts."""
     if find_spec(package) is None:
         return f"not installed: pip install 'kvserve[{extra}]'"
     if needs.log_shares:
@@ -133,7 +132,7 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
     return None
 
 
-# In the order of preference. What no GPU has run yet comes behind what the interpreter has.
+# In order of preference. Adapters that no GPU has run yet come behind our own kernels.
 _CANDIDATES = (
     _Candidate(
         name="cpu",
@@ -189,9 +188,9 @@ NAMES = ("auto", *(candidate.name for candidate in _CANDIDATES))
 
 
 def select_backend(wanted: str, needs: Needs) -> Choice:
-    """``NAME`` for both, or ``PREFILL,DECODE``; ``auto`` is the first that can.
+    """``wanted``: ``NAME`` for both phases, or ``PREFILL,DECODE``; ``auto``: the first that can.
 
-    ``ConfigError`` if one that is named cannot.
+    ``ConfigError`` if a backend is named that cannot serve ``needs``.
     """
     names = wanted.split(",")
     if len(names) > 2 or not set(names) <= set(NAMES):
@@ -236,7 +235,7 @@ def _take(
 ) -> tuple[_Candidate, AttentionBackend]:
     """The candidate of this name or, for ``auto``, the first that does not refuse.
 
-    Adds to ``refused`` why each other does.
+    Adds the reasons of those that refuse to ``refused``.
     """
     taken, named = None, name != "auto"
     for candidate in _CANDIDATES:

@@ -1,4 +1,4 @@
-"""Chunks of similar size as padded batches with masks, for attention that knows no paging."""
+"""Chunks of similar size as padded batches with masks, for attention without paging."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span:
 
 
 def build_spans(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
-    """One span per size class of chunks and of caches: short ones do not pay for long ones."""
+    """One span per size class of chunks and caches, so short ones are not padded to long ones."""
     lengths = np.diff(batch.starts)
     classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
     return [
@@ -42,7 +42,7 @@ def build_spans(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> lis
 def _span(
     batch: ForwardBatch, at: IntArray, lengths: IntArray, block_size: int, dtype: torch.dtype
 ) -> Span:
-    """The chunks ``at`` as one."""
+    """The chunks ``at`` as one span."""
     device = batch.tables.device
     width, columns = int(lengths[at].max()), int(batch.columns[at].max())
     place = np.minimum(np.arange(width), lengths[at][:, None] - 1)

@@ -83,7 +83,7 @@ class TorchAttention:
         chunks, width, heads, dim = q.shape
         rows = chunks * tables.shape[1]
         k, v = (self._gather(i, x, tables, rows, q.dtype) for i, x in enumerate((keys, values)))
-        for x in (k, v):  # 0 times NaN is NaN, and so is NaN less infinity
+        for x in (k, v):  # unseen slots may hold NaN, which no mask hides: 0 * NaN is NaN
             x.masked_fill_(span.unseen[group], 0.0)
         kv_heads = k.shape[1]
         if shares is not None:
@@ -103,7 +103,7 @@ class TorchAttention:
     def _shares(self, q: Tensor, k: Tensor, mask: Tensor, per_row: int, recent: Tensor) -> Tensor:
         """float32 [P, Q, Hq]: logarithms of what the newest ``recent [P, Q]`` entries got.
 
-        SDPA keeps its sums to itself, so the logits are made once more.
+        SDPA does not return its sums, so the logits are computed again.
         """
         chunks, width, kv_heads = *q.shape[:2], k.shape[1]
         # [P * R, Hb, G * Q, D]

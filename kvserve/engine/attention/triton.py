@@ -44,7 +44,7 @@ class TritonAttention:
         self._block_size = block_size
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """Bounds from what the host knows, so that nothing waits for the device."""
+        """Takes bounds from what the host knows, so that it does not wait for the device."""
         device, max_chunk = batch.tables.device, int(np.diff(batch.starts).max())
         rows = to_device(batch.rows, device)
         starts = None if max_chunk == 1 else to_device(batch.starts, device)

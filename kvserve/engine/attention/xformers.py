@@ -28,7 +28,7 @@ class XformersAttention:
         self._block_size = block_size
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """It knows causal chunks alone: tokens with limits of their own are chunks of one."""
+        """The package takes only causal chunks: in other batches each token is its own chunk."""
         batch = batch if batch.causal else batch.by_token()
         tables, held = batch.chunk_rows()
         room = tables.shape[-1] * self._block_size
@@ -38,7 +38,7 @@ class XformersAttention:
             kv_seqlen=[room] * len(batch.rows),
             device=tables.device,
         )
-        # The host knows bounds alone: what the rows hold is put in on the device.
+        # The host knows only upper bounds: the rows' lengths are put in on the device.
         masks = [replace(mask, k_seqinfo=replace(mask.k_seqinfo, seqlen=seqlen)) for seqlen in held]
         return _Planned(self._fmha.memory_efficient_attention_forward, masks, tables, self._scale)
 

@@ -1,5 +1,5 @@
-"""Codes in the cache: two readings of its blocks, and what is rebuilt of them for attention that
-does not read codes itself."""
+"""Codes in the cache: blocks viewed as slots and as vectors, and entries rebuilt from them for
+attention that cannot read codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ assert SLOT_BYTES == 2 * CODE_WORDS
 
 
 def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
-    """Slots of an index block; ``ConfigError`` where a model's rows cannot be held as codes."""
+    """Slots in an index block; ``ConfigError`` if the model's rows cannot be held as codes."""
     if rope.kind == "dynamic":
         raise ConfigError(
             "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
@@ -45,7 +45,7 @@ def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
 
 
 def mask_refusal(policy: Policy, spec: ModelSpec, *, direct: bool) -> str | None:
-    """Why entries cannot be hidden from some query heads of a group, if a policy wants that."""
+    """Why entries cannot be hidden from some query heads of a GQA group, if a policy wants that."""
     if not (writes_codes(policy) and policy.gqa == "repeat"):
         return None
     if not direct:
@@ -84,11 +84,11 @@ class CodeStore:
         return rotated(keys, angle.cos(), angle.sin())
 
     def rebuild(self, layer: int, rows: CodedRows) -> None:
-        """Write keys and values of one layer's coded entries to the scratch that tables name."""
+        """Write keys and values of one layer's coded entries to the tables' scratch blocks."""
         tables = CodeTables(*(table[layer] for table in rows.tables))
         counts, total = tables.coded.reshape(-1), rows.totals[layer]
         lane = torch.arange(len(counts), device=counts.device)
-        # With the size known, a GPU need not be waited for.
+        # The host knows the size, so it does not wait for the GPU.
         lane = lane.repeat_interleave(counts, output_size=total)
         entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
         codes = self.codes(tables.coded, tables.code_slots, tables.vectors)

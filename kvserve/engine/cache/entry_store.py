@@ -1,7 +1,7 @@
-"""How entries stand in the pool's blocks: one interface, an implementation for each form.
+"""How entries are stored in the pool's blocks: one interface, one implementation per form.
 
-A block is one run of bytes whatever the form, so tables, swaps, the prefix cache and the query log
-need not know it. What does: storing, what attention is given, what an event looks at, and moves.
+A block is one range of bytes in every form, so tables, swaps, the prefix cache and the query log do
+not depend on it. Writing, attention's reads, events' reads and moves do: they are here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EntryStore(Protocol):
     memory: Tensor
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Bring what a layer's attention reads to where it reads it."""
+        """Make a layer's earlier entries readable for attention."""
         ...
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -56,7 +56,7 @@ class EntryStore(Protocol):
         ...
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        """Copy entries, bit for bit: int64 slots [L, Hkv, S], in ``runs`` events of one length."""
+        """Copy entries, bit for bit: int64 slots [L, Hkv, S], ``runs`` events of equal length."""
         ...
 
 
@@ -90,14 +90,14 @@ class RawEntries:
 
 
 class CodedEntries(RawEntries):
-    """Numbers as they were computed, the first of a lane maybe as codes of its codebook."""
+    """Numbers as they were computed; the first entries of a lane may be codes of its codebook."""
 
     def __init__(self, memory: Tensor, store_kv: StoreKV, codes: CodeStore) -> None:
         super().__init__(memory, store_kv)
         self.codes = codes
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Rebuild coded entries in scratch blocks, for attention that does not read codes."""
+        """Rebuild coded entries in scratch blocks, for attention that cannot read codes."""
         if batch.rebuilt is not None:
             self.codes.rebuild(layer, batch.rebuilt)
 
@@ -105,7 +105,7 @@ class CodedEntries(RawEntries):
 class QuantizedEntries:
     """Levels with a scale for each vector: ``memory`` uint8 [num_blocks, L/LG, bytes].
 
-    A number is rounded once, when it is stored; what events see are numbers of ``dtype``.
+    A number is rounded once, when it is stored; events read numbers of ``dtype``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def block_bytes(layout: KVLayout, form: EntryFormat) -> int:
 
 
 def memory_shape(layout: KVLayout, form: EntryFormat, num_blocks: int) -> tuple[int, ...]:
-    """Of so many blocks: of bytes, or of numbers as they are computed."""
+    """Shape of ``num_blocks`` blocks: of bytes if entries are quantised, else of numbers."""
     if not form.quantized:
         return layout.cache_shape(num_blocks)
     layers = layout.layers_per_block

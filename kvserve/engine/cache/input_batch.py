@@ -1,4 +1,4 @@
-"""The device's side of the rows: tokens, lengths, tables and sampling settings, kept in place.
+"""The rows' arrays on the device: tokens, lengths, tables and sampling settings.
 
 The device owns ``kv_lens`` and ``num_computed``; the scheduler's message says only what changes.
 Decode ids come from ``last_token``, so a step can be prepared before the last one's tokens are
@@ -39,7 +39,7 @@ class InputBatch(RowArrays):
     coded: Tensor = per_group()
     num_vectors: Tensor = per_group()
     block_tables: Tensor = per_group(None)
-    """This and the following ones: what they name comes as updates."""
+    """Entries of this table and the next three come as updates."""
     log_tables: Tensor = per_group(None)
     index_tables: Tensor = per_group(None)
     vector_tables: Tensor = per_group(None)
@@ -75,17 +75,17 @@ class InputBatch(RowArrays):
         )
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
-        self.log_span.fill_(1)  # padded rows are divided by it, too
+        self.log_span.fill_(1)  # padded rows divide by it, too
         self.codes: tuple[Codes, ...] | None = None
-        """What attention reads of them, by layer group, where it reads codes itself."""
+        """By layer group, what attention reads if it reads codes itself; else ``None``."""
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._scores = torch.zeros(0)
-        """[rows, L, Hkv, m] of policies whose scores go on, each in the rows of its sequences."""
+        """[rows, L, Hkv, m]: scores that policies keep from event to event."""
         self._parked_scores: dict[int, Tensor] = {}
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Swap rows, set up newcomers, take over table entries. Compactions have run before."""
+        """Swap rows, set up new ones, update the tables. Compactions have run before."""
         self._swap(output.row_swaps)
         self._park_scores(output)
         new = output.admitted
@@ -99,12 +99,12 @@ class InputBatch(RowArrays):
         _scatter(self.vector_tables, output.vector_update)
 
     def begin_turns(self, turns: BegunTurns) -> None:
-        """Before a step's events: rows log queries from elsewhere on."""
+        """Set from which position rows log queries; called before a step's events."""
         if len(turns.rows):
             self.log_from[self._long(turns.rows)] = self._long(turns.log_from)
 
     def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
-        """Ids of newcomers that cannot be set up; for when setting up all of them has failed."""
+        """Ids of new sequences that cannot be set up; called when setting up all has failed."""
         found = []
         for request in requests:
             try:
@@ -127,16 +127,16 @@ class InputBatch(RowArrays):
 
     @property
     def kept_score_bytes(self) -> int:
-        """Memory that kept scores take beside the pool."""
+        """Bytes that kept scores take outside the pool."""
         return self._scores.numel() * self._scores.itemsize
 
     def forget_scores(self) -> None:
-        """Give back the scores that policies kept: no sequence goes on with any."""
+        """Free the scores that policies kept; no sequence may need them any more."""
         self._scores = torch.zeros(0)
         self._parked_scores.clear()
 
     def after_compaction(self, task: CompactionTask) -> None:
-        """Each group of each row holds what the task left it."""
+        """Set the rows' lengths to those that ``task`` leaves."""
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
@@ -151,13 +151,13 @@ class InputBatch(RowArrays):
         return CodeTables(*tables, self.coded, self.num_vectors)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
-        """Let ``group`` compare what these rows hold and what came last."""
+        """Let ``group`` compare these rows' lengths, positions and last tokens."""
         at = self._long(rows)
         for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
             group.add_to_fingerprint(lengths)
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
-        """Token ids [T] and the batch, its new entries counted."""
+        """Token ids [T] and the batch; the rows' lengths count its new entries from here on."""
         decoding, prefill = output.num_decoding, output.prefill
         rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
         lengths = np.concatenate([np.ones(decoding, np.int32), prefill.lengths])
@@ -194,8 +194,8 @@ class InputBatch(RowArrays):
         return input_ids, batch
 
     def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
-        """Buffers for one token of each of the first ``size`` rows, for ``refill``; rows may hold
-        as much as tables can name."""
+        """Buffers for one token of each of the first ``size`` rows, which ``update_graph_inputs``
+        fills; rows may be as long as the tables allow."""
         lanes = self.layout.layer_groups, self.layout.rows, size
         slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
         return ForwardBatch(
@@ -213,7 +213,7 @@ class InputBatch(RowArrays):
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
-        """A chunk of so many tokens that see nothing and are stored in the null block."""
+        """A chunk of ``tokens`` tokens that see no entries and are stored in the null block."""
         lanes = self.layout.layer_groups, self.layout.rows, tokens
         slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
         zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
@@ -232,10 +232,10 @@ class InputBatch(RowArrays):
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
-        """Let the first ``count []`` rows of ``decoding``'s buffers decode, their entries counted.
+        """Fill ``decoding``'s buffers for the first ``count []`` rows, and count their new entries.
 
-        Returns token ids, at the same address each time. The other rows' tokens see nothing, and
-        are stored in the null block: those rows may be of sequences that sit the step out.
+        Returns token ids, at the same address each time. The other rows' tokens see no entries and
+        are stored in the null block: those rows may be of sequences that this step skips.
         """
         size, places = len(batch.rows), torch.arange(len(batch.rows), device=self.device)
         real = places < count
@@ -254,7 +254,7 @@ class InputBatch(RowArrays):
         return self.last_token[:size]
 
     def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
-        """A forward over the prompt of ``task``'s only row, which holds what that leaves now."""
+        """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.after_compaction(task)
         self.num_computed[rows] = count
@@ -301,20 +301,20 @@ class InputBatch(RowArrays):
         return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where queries go: their log slot, or the null block for those nobody will ask for."""
+        """Log slots of queries; the null block for queries that no event needs."""
         lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
         return torch.where(positions >= self.log_from[rows], slots, 0)
 
     def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """How many of the newest entries of a token stand in its window, itself among them: [T].
+        """How many of a token's newest entries, its own included, are in its window: [T].
 
         Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
         """
         return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
 
     def _park_scores(self, output: SchedulerOutput) -> None:
-        """What policies keep of a row goes with it to host memory, and comes back or is dropped."""
+        """Swap kept scores to host memory and back with their rows; drop those discarded."""
         for place in output.discarded:
             self._parked_scores.pop(place, None)  # not there if the step that parked it failed
         if self._scores.numel():
@@ -323,7 +323,7 @@ class InputBatch(RowArrays):
         for task in output.swap_ins:
             scores = self._parked_scores.pop(task.place, None)
             if scores is not None and self._scores.numel():
-                # Others may have asked for more meanwhile, never for less.
+                # Meanwhile other policies may have widened the tensor; it never narrows.
                 places = slice(scores.shape[-1])
                 self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
 
@@ -351,5 +351,5 @@ def _scatter(tables: Tensor, update: TableUpdate) -> None:
 
 
 def _starts(lengths: IntArray) -> IntArray:
-    """First places of runs of these lengths, and the end of the last."""
+    """Starts of consecutive runs of these ``lengths``, and the end of the last one."""
     return np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths)])

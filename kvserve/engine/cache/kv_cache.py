@@ -1,4 +1,4 @@
-"""The cache's one piece of memory, and its readings: blocks of entries, blocks of queries."""
+"""The cache's one tensor, viewed as blocks of entries and as blocks of logged queries."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
-"""Most that blocks take at once on their way to host memory or back, on the device and pinned."""
+"""Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
 
 class KVCache:
-    """``kv [num_blocks, L/LG, ...]`` holds ``entries``; ``query_log`` is it as log blocks.
+    """``kv [num_blocks, L/LG, ...]``, read and written as ``entries`` and as ``query_log``.
 
     ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
     """
@@ -64,7 +64,7 @@ class KVCache:
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.zeros(shape, dtype=stored, device=device)
-        # Block 0 is a null block here too. Not pinned: pages that no sequence was parked in cost no
+        # Block 0 is a null block here too. Not pinned: pages that no swap has written cost no
         # memory, and pinned memory is rounded up to a power of two.
         self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
         staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
@@ -82,11 +82,11 @@ class KVCache:
 
     @property
     def codes(self) -> CodeStore | None:
-        """What reads and writes the same memory as codes, where rows may be held so."""
+        """Reads and writes the same memory as codes; ``None`` if no rows are held as codes."""
         return self.entries.codes if isinstance(self.entries, CodedEntries) else None
 
     def hold_codes(self, codes: CodeStore) -> None:
-        """Rows may be held as codes from now on."""
+        """Let rows be held as codes from now on."""
         self.entries = CodedEntries(self.kv, self._store_kv, codes)
 
     def block_bytes(self, layout: KVLayout) -> int:
@@ -96,7 +96,7 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D].
 
-        Before them, what attention needs of the others.
+        The layer's earlier entries are prepared for attention first.
         """
         self.entries.prepare(layer, batch)
         group, place = divmod(layer, self.layout.layers_per_block)
@@ -114,9 +114,9 @@ class KVCache:
         ins: tuple[SwapTask, ...],
         copies: BlockCopies = NO_COPIES,
     ) -> None:
-        """Copy blocks to host memory and others on the device, then blocks back.
+        """Swap blocks out to host memory, copy blocks on the device, then swap blocks in.
 
-        Logged queries are blocks like others.
+        Blocks of logged queries are treated as all others.
         """
         for task in outs:
             for device, host, staged in self._blocks(task):
@@ -131,9 +131,9 @@ class KVCache:
                 self.kv[device] = staged.to(self.kv.device)
 
     def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """As many blocks at a time as are staged: their places, there and here, and room for them.
+        """Yield device blocks, host blocks and staging memory, as many blocks as it takes at once.
 
-        The room is used again at once, so copies from and to it are waited for.
+        The staging memory is reused each time, so copies from and to it have to be synchronous.
         """
         count = max(1, len(self._staging))
         for at in range(0, len(task.device_blocks), count):

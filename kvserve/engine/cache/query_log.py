@@ -21,8 +21,7 @@ class LogForm:
     """What a token logs: ``heads`` vectors, Hkv (means over GQA groups) or Hq.
 
     ``dtype``: ``model`` (the cache's), ``fp8`` (e4m3, a byte a number), or ``int4`` (4 bits a
-    number, and beside each vector its scale and the share of its attention that newest entries
-    got).
+    number; each vector has its scale and the share of its attention that newest entries got).
     """
 
     heads: int
@@ -33,8 +32,8 @@ class LogForm:
     def block_tokens(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
         """Tokens whose queries one block holds, ``itemsize`` bytes a number as it is computed.
 
-        Raises ``ValueError`` where a block holds none, or queries as numbers do not fill a block of
-        such entries.
+        Raises ``ValueError`` if a block holds no token's queries, or if queries do not fill it
+        exactly, unless they are int4 or the entries are quantised.
         """
         dim = layout.head_dim
         part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
@@ -48,9 +47,9 @@ class LogForm:
         return held
 
     def read_as_log(self, kv: Tensor, layout: KVLayout, tokens: int, dtype: torch.dtype) -> Queries:
-        """Blocks ``kv [num_blocks, L/LG, ...]`` as those of a log of ``tokens`` each.
+        """View blocks ``kv [num_blocks, L/LG, ...]`` as log blocks of ``tokens`` tokens each.
 
-        [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
+        Returns [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
         """
         heads, dim = self.heads // layout.rows, layout.head_dim
         memory = kv.flatten(2).view(torch.uint8)
@@ -82,13 +81,13 @@ class QueryLog:
 
     @property
     def holds_shares(self) -> bool:
-        """Whether beside a query stands what share of its attention newest entries got."""
+        """Whether each query is stored with the share of its attention that newest entries got."""
         return self.form.dtype == "int4"
 
     def store(self, layer: int, slots: Tensor, q: Tensor, shares: Tensor | None) -> None:
         """Log one layer's queries: ``layer`` is its place in a block, ``slots`` int64 [R, T].
 
-        q: [T, Hq, D]; shares: float32 [T, Hq], their logarithms, where they are held.
+        q: [T, Hq, D]; shares: float32 [T, Hq], logarithms, if the log ``holds_shares``.
         """
         if isinstance(self.blocks, Tensor):
             self._store_queries(self.blocks, layer, slots, q)
@@ -99,7 +98,7 @@ class QueryLog:
     def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
         """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
 
-        Those in 4 bits and e4m3 numbers stay as they are: who computes widens them.
+        4-bit and e4m3 queries keep their form; the scoring kernels widen them.
         """
         if not isinstance(self.blocks, Tensor):
             return gather_int4(self.blocks, slots, layers)

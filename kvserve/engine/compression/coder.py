@@ -1,8 +1,8 @@
 """Events that turn entries into codes: observed in one step, written in the next.
 
-What an event keeps is read when it is observed and held until it is carried out, so that what it
-writes may stand in the very blocks that it gave back. The first event of a sequence also evicts, by
-its policy's scores; later ones code the oldest raw blocks of the lanes that are coded already.
+Kept entries are read when an event is observed, and held until it is carried out, so that it may
+write to the very blocks that it released. The first event of a sequence also evicts, by its
+policy's scores; later ones code the oldest raw blocks of the lanes that are coded already.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _HALF_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """Vectors that lanes have: ``vectors [E, L, H, M, D]``, of which ``counts [E, L, H]`` exist.
+    """The lanes' vectors: ``vectors [E, L, H, M, D]``, of which ``counts [E, L, H]`` exist.
 
-    ``of_key [E, L, H, M]`` tells keys from values; ``position`` is where a key's vector stood.
+    ``of_key [E, L, H, M]`` is true for keys; ``position`` is the position of a key's vector.
     """
 
     vectors: Tensor
@@ -47,9 +47,9 @@ class Codebook:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What events observed together found: entries as they are and as codes, ``[E, L, H, N, ...]``.
+    """Results of events observed together: entries raw and as codes, ``[E, L, H, N, ...]``.
 
-    ``new_vectors [E, L, H, V, D]`` begin behind those that the lanes had.
+    ``new_vectors [E, L, H, V, D]`` follow the vectors that the lanes already had.
     """
 
     keys: Tensor
@@ -58,7 +58,7 @@ class Found:
     new_vectors: Tensor
 
     def of(self, events: list[int]) -> Found:
-        """Some of the events."""
+        """The results of some of the events."""
         at = to_device(events, self.keys.device)
         slots = Slots(*(getattr(self.slots, f.name)[at] for f in fields(Slots)))
         return Found(self.keys[at], self.values[at], slots, self.new_vectors[at])
@@ -75,9 +75,9 @@ class Coder:
     def observe(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
-        """Entries kept (or coded in addition) and the vectors they need: [LG, E, R, 2].
+        """Counts of entries kept (or newly coded) and of new vectors they need: [LG, E, R, 2].
 
-        And by sequence what was found together with it, and which of these it is.
+        Also, by sequence, the results of its batch of events and its index in that batch.
         """
         lanes = self._cache.layout.num_layers, self._cache.layout.num_kv_heads
         device = self._cache.kv.device
@@ -96,7 +96,7 @@ class Coder:
         return groups_of(result, self._cache.layout), by_sequence
 
     def run(self, task: CompactionTask, found: dict[int, tuple[Found, int]]) -> None:
-        """Write codes, and the raw entries of rows that begin afresh."""
+        """Write codes and, for first events, the raw entries."""
         by_batch: dict[int, list[int]] = {}
         for e, seq in enumerate(task.seq_ids.tolist()):
             by_batch.setdefault(id(found[seq][0]), []).append(e)
@@ -110,8 +110,8 @@ class Coder:
     def _kept(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """A row's kept entries and who attends to them [E, L, H, N] (``None``: everybody), how many
-        there are, and how many can be coded."""
+        """For first events: kept entries and the query heads that attend to each, [E, L, H, N]
+        (``None``: all heads), how many are kept, and how many can be coded."""
         lens, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
         found = [kept[seq] for seq in task.seq_ids.tolist()]
         entries = _padded([each.entries for each in found])
@@ -122,7 +122,7 @@ class Coder:
     def _tail(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, None, Tensor, Tensor]:
-        """The oldest raw entries of coded lanes, whole blocks of them."""
+        """For later events: the oldest raw entries of coded lanes, in whole blocks."""
         coded = self._by_lane(tables.coded, task.rows)
         held = to_device(lanes_of(task.old_lens, self._cache.layout), coded.device)
         size = self._cache.layout.block_size
@@ -144,14 +144,14 @@ class Coder:
         coded: Tensor,
         tables: CodeTables,
     ) -> tuple[Found, Tensor]:
-        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also the new vectors.
+        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also counts new vectors.
 
         An entry counts once for each of the query ``heads`` that attend to it.
         """
         keys, values = self._read(task.rows, entries, tables.kv)
         shape, number = entries.shape, torch.arange(entries.shape[-1], device=entries.device)
         there = number < coded[..., None]
-        # Entries that no event has taken are the newest tokens, in order.
+        # Entries behind the compressed ones are the newest tokens, in order.
         held = lanes_of(task.old_lens, self._cache.layout)
         first = to_device(task.plan.first_uncompressed_pos[:, None, None] - held, entries.device)
         position = entries + first[..., None]
@@ -177,7 +177,7 @@ class Coder:
             for name in ("ref", "centres")
         )
         made = torch.cat([p.counts for p in parts]).view(2, *coded.shape)
-        # Both kinds are numbered from the same place: values come behind the keys.
+        # Keys and values share one numbering: the new values' vectors come behind the new keys'.
         ref[1] += torch.where(ref[1] >= book.counts[..., None], made[0][..., None], 0)
         ref = torch.where(there, ref, 0)
         vectors, stood = _with_new(book, keys, values, position, centres, made)
@@ -196,13 +196,13 @@ class Coder:
         return Found(keys, values, slots, _gather(vectors, mine)), made.sum(dim=0)
 
     def _weights(self, heads: Tensor) -> Tensor:
-        """How many query heads attend, where each of them has its queries logged."""
+        """How many query heads attend to each entry, of those whose queries are logged."""
         group = self._cache.query_log.heads // self._cache.layout.num_kv_heads
         bits = heads[..., None] >> torch.arange(group, device=heads.device) & 1
         return bits.sum(dim=-1)
 
     def _streams_at_once(self, new: int, old: int) -> int:
-        """Streams whose similarities the scratch holds."""
+        """How many streams' similarities the scratch holds at once."""
         tile = min(new, 2048)
         return max(1, _SCRATCH_BYTES // (16 * max(tile * (tile + old), 1)))
 
@@ -215,7 +215,7 @@ class Coder:
         return self._store.vectors[at], self._store.vectors[at + layout.block_size]
 
     def _codebook(self, task: ObservationTask, tables: CodeTables) -> Codebook:
-        """What lanes have so far; which vectors are keys, and where these stood, slots tell."""
+        """The lanes' codebooks so far. Slots tell which vectors are keys, and their positions."""
         store, layout = self._store, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         both = tables.coded, tables.num_vectors
@@ -240,7 +240,7 @@ class Coder:
         return Codebook(vectors, counts, of_key[..., :last], position[..., :last])
 
     def _tell(self, task: CompactionTask, found: Found) -> None:
-        """Let followers know what a row holds that begins afresh; until then entry is position."""
+        """Tell tracers what rows hold after their first event; until then entry is position."""
         if task.plan.window_len[0]:
             counts = lanes_of(task.new_lens, self._cache.layout)
             self._compressor.tell(task, found.slots.position, counts)
@@ -273,17 +273,17 @@ class Coder:
 
 
 def _padded(places: list[Tensor]) -> Tensor:
-    """[L, H, N] of every event -> [E, L, H, N], filled up with zeros."""
+    """[L, H, N] of every event -> [E, L, H, N], padded with zeros."""
     return pad_sequence([x.movedim(-1, 0) for x in places], batch_first=True).movedim(1, -1)
 
 
 def _put(
     flat: Tensor, x: Tensor, number: Tensor, which: Tensor, blocks: Tensor, per_block: int
 ) -> None:
-    """Write ``x [E, L, H, N, ...]`` where ``which``, each as the ``number``-th of its lane.
+    """Write ``x [E, L, H, N, ...]`` where ``which`` is true, at index ``number`` of its lane.
 
-    blocks: [E, L, H, M]. The others go to the null block, as zeros: to leave them out, a device
-    would have to be waited for.
+    blocks: [E, L, H, M]. The others are written to the null block, as zeros: leaving them out would
+    make the host wait for the device.
     """
     if blocks.shape[-1]:
         column = (number // per_block).clamp(max=blocks.shape[-1] - 1)
@@ -294,9 +294,9 @@ def _put(
 def _with_new(
     book: Codebook, keys: Tensor, values: Tensor, position: Tensor, centres: Tensor, new: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Vectors and where they stood: behind each lane's own its new ones, keys, then values.
+    """Vectors and their positions: each lane's old ones, then new keys', then new values'.
 
-    The last of both is nobody's.
+    The last place of both is a dummy.
     """
     length, room = keys.shape[3], 2 * keys.shape[3] + 1
     vectors = torch.cat([book.vectors, _room(book.vectors, room)], dim=3)

@@ -39,8 +39,10 @@ SCRATCH_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``, ``Selection.heads``
-    alike."""
+    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``.
+
+    ``heads`` is as ``Selection.heads``, in the shape of ``entries``.
+    """
 
     entries: Tensor
     heads: Tensor | None
@@ -48,9 +50,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the ``events [E']`` of a task, alike in shape, will keep of the sequences ``seq_ids``.
+    """What equal-shaped ``events [E']`` of a task will keep of the sequences ``seq_ids``.
 
-    ``entries [E', L, Hkv, C]``, of which ``counts [E', L, Hkv]`` count; ``heads`` as the entries.
+    The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``heads`` is as
+    ``Selection.heads``, in the shape of ``entries``.
     """
 
     events: IntArray
@@ -78,7 +81,7 @@ class Compressor:
         group: RankGroup = ALONE,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
-        """Called with every plan before it is carried out, for those who follow positions."""
+        """Called with every plan before it is carried out, for tracers of positions."""
         self._cache = cache
         self._scale = scale
         self._recomputer = recomputer
@@ -98,10 +101,10 @@ class Compressor:
         log_tables: Tensor,
         kept_scores: Tensor | None = None,
     ) -> None:
-        """Carry out ``task`` with the tables as they were before it, events of a shape together.
+        """Carry out ``task`` with the tables from before it; events of equal shape run together.
 
-        ``kept_scores [rows, L, Hkv, m]`` is what the policy's ``kept_scores`` entries of every row
-        scored at its last event; it is brought up to date.
+        ``kept_scores [rows, L, Hkv, m]`` are the scores that the policy's ``kept_scores`` entries
+        of every row had at its last event; they are updated in place.
         """
         plan, layout = task.plan, self._cache.layout
         for part, _ in by_shape(task, plan.window_len, plan.keep, plan.num_queries):
@@ -118,7 +121,7 @@ class Compressor:
     def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> Iterator[Choice]:
-        """What events will keep whose scores decide how much, events of a shape together."""
+        """What events with uneven counts will keep; events of equal shape run together."""
         layout = self._cache.layout
         sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
         for part, at in by_shape(task, *sizes):
@@ -150,26 +153,26 @@ class Compressor:
     def run_observed(
         self, task: CompactionTask, found: Mapping[int, Kept], block_tables: Tensor
     ) -> None:
-        """Carry out events with the entries that ``choices`` found in a step before."""
+        """Carry out events with the entries that ``choices`` found in an earlier step."""
         for part, kept, counts in self._of_observed(task, found):
             self._move(part, plan_moves(part, kept, counts, self._cache.layout), block_tables)
 
     def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
-        """As ``run_observed``, for events that move nothing: followers are told."""
+        """As ``run_observed``, for events that move nothing: only ``on_moves`` is called."""
         for part, kept, counts in self._of_observed(task, found):
             self.tell(part, kept, counts)
 
     def _of_observed(
         self, task: CompactionTask, found: Mapping[int, Kept]
     ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
-        """Events of a shape, the entries they keep [E', L, Hkv, C], and how many of these exist."""
+        """Equal-shaped events, their kept entries [E', L, Hkv, C], and how many of these exist."""
         for part, _ in by_shape(task, uneven_lengths(task)):
             kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
             held = lanes_of(part.new_lens, self._cache.layout)
             yield part, kept, held - part.plan.region_start[:, None, None]
 
     def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
-        """Let followers know what rows hold whose entries need no move: ``kept [E, L, Hkv, C]``."""
+        """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
         if self.on_moves is not None:
             start = torch.zeros_like(kept[:, 0, 0, 0])
             self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
@@ -184,9 +187,9 @@ class Compressor:
         self._cache.entries.move(src, dst, runs=len(task.rows))
 
     def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
-        """Slots [L, Hkv, E * P] of the entries from ``start [E]`` on, where they stand afterwards.
+        """Slots [L, Hkv, E * P], after the event, of the entries from ``start [E]`` on.
 
-        ``exists``: bool [E, L, Hkv, P]; what does not goes to slot 0.
+        ``exists``: bool [E, L, Hkv, P]; entries that do not exist get slot 0.
         """
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
@@ -206,10 +209,10 @@ class Compressor:
         log_tables: Tensor,
         kept_scores: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Kept places of every window of equal-shaped events, [E', L, Hkv, N], and what their
-        values become, [E', L, Hkv, N, D], where a policy fits them."""
+        """Kept places of every window of equal-shaped events, [E', L, Hkv, N], and, if the policy
+        fits values, their new values [E', L, Hkv, N, D]."""
         keep = int(task.plan.keep[0])
-        # Queries that cover all entries are the first event's: nothing has been scored before.
+        # If queries cover all entries, this is the first event, and there are no earlier scores.
         first = int(task.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         leaders, where = self._leaders(policy)
@@ -230,7 +233,7 @@ class Compressor:
         return _led(torch.cat(parts), where), fitted
 
     def _write_values(self, task: CompactionTask, values: Tensor) -> None:
-        """Give what events have kept its new values [E, L, Hkv, C, D], where it stands now."""
+        """Write the new values [E, L, Hkv, C, D] of kept entries, which have been moved already."""
         place = torch.arange(values.shape[3], device=values.device)
         counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None, None]
         exists = (place < counts).expand(values.shape[:-1])
@@ -245,9 +248,9 @@ class Compressor:
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
     def _leaders(self, policy: Policy) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The layers that are scored, and for every layer the place of its own among them.
+        """The layers that are scored, and for every layer the index of its leader among them.
 
-        On the device; ``None`` twice where all are.
+        Both on the device; ``None`` twice if all layers are scored.
         """
         leaders = policy.leaders(self._cache.layout.num_layers)
         scored, device = sorted(set(leaders)), self._cache.kv.device
@@ -265,7 +268,7 @@ class Compressor:
         log_tables: Tensor,
         earlier: Tensor | None = None,
     ) -> Iterator[tuple[slice, Observation]]:
-        """As many windows at a time as the scratch holds: which, and what their scorer sees."""
+        """As many windows at a time as the scratch holds: their slice, and what a policy scores."""
         cache, layout = self._cache, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
@@ -314,7 +317,7 @@ class Compressor:
         )
 
     def _query_heads(self, policy: Policy) -> int:
-        """Query vectors that a token is scored with."""
+        """Query vectors per token of the window."""
         reduction = policy.recomputed_reduction
         if reduction is None:
             return self._cache.query_log.heads
@@ -330,7 +333,7 @@ class Compressor:
 
 
 def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
-    """``x`` at the places ``layers [L']`` of ``dim``; ``None``: all of them as they are."""
+    """``x`` at the indices ``layers [L']`` of ``dim``; unchanged if ``layers`` is ``None``."""
     return x if layers is None else x.index_select(dim, layers)
 
 

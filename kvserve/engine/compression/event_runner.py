@@ -1,4 +1,4 @@
-"""A step's events on one rank: those that are scheduled, then those whose scores are wanted."""
+"""A step's events on one rank: scheduled ones are carried out, then later ones are scored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 
 ScoredEvents = list[tuple[EventKind, Tensor]]
-"""For each of ``SchedulerOutput.observations`` what goes to the host."""
+"""For each of ``SchedulerOutput.observations``, its kind and what goes to the host."""
 
 
 class EventRunner:
@@ -82,13 +82,13 @@ class EventRunner:
         return scored, watch
 
     def compute_pruned(self, task: CompactionTask, *, logs_queries: bool) -> Tensor:
-        """Compute a prompt that is pruned on the way; its last hidden state [1, hidden]."""
+        """Compute a prompt that is pruned between layers; its last hidden state [1, hidden]."""
         policy = self._policies[task.policy_id]
         return self._pruned.compute(task, policy, logs_queries=logs_queries)
 
 
 class EventMemoryError(torch.OutOfMemoryError):
-    """There was no memory for the events of these sequences: the newest of them makes way."""
+    """There was no memory for the events of these sequences: the newest one is to be ended."""
 
     def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class EventMemoryError(torch.OutOfMemoryError):
 
 @contextmanager
 def _blaming(seq_ids: IntArray) -> Iterator[None]:
-    """What fails here concerns these sequences alone."""
+    """Turn an error inside the block into one that names these sequences."""
     try:
         yield
     except EngineDeadError:

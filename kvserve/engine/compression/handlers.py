@@ -23,21 +23,21 @@ from kvserve.scheduler.output import CompactionTask, ObservationTask
 
 
 class EvenEvents:
-    """Events that leave equally much in all lanes: scored and carried out at once."""
+    """Events that leave equally many entries in all lanes: scored and carried out at once."""
 
     def __init__(self, compressor: Compressor, batch: InputBatch) -> None:
         self._compressor = compressor
         self._batch = batch
 
     def begin_step(self) -> None:
-        """What an earlier step has scored, and nobody has come for, is forgotten."""
+        """Drop the scores of earlier steps that no event has used; even events have none."""
 
     def score(self, task: ObservationTask, policy: Policy) -> Tensor:
-        """What the host wants to know of the events (``kvserve.scheduler.event.answer``)."""
+        """What the host needs to know of the events (``kvserve.scheduler.event.answer``)."""
         raise AssertionError("their lengths are known beforehand")
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
-        """Carry events out, with the tables as they were before."""
+        """Carry out events, with the tables from before them."""
         scores = self._batch.kept_scores(policy.kept_scores)
         tables = self._batch.block_tables, self._batch.log_tables
         self._compressor.run(task, policy, *tables, scores)
@@ -68,7 +68,7 @@ class BlockEvents(UnevenEvents):
     """Events that keep whole blocks: the host is told which, and no entry moves."""
 
     def score(self, task: ObservationTask, policy: Policy) -> Tensor:
-        """Columns [LG, E, R, K], -1 behind the last."""
+        """Kept columns [LG, E, R, K], -1 behind the last."""
         layout, batch = self._batch.layout, self._batch
         size = layout.block_size
         lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
@@ -85,7 +85,7 @@ class BlockEvents(UnevenEvents):
 
 
 class CodedEvents(EvenEvents):
-    """Events that turn entries into codes, in the step after the one that has matched them."""
+    """Events that turn entries into codes, in a step after the one that scored them."""
 
     def __init__(
         self, compressor: Compressor, batch: InputBatch, coder: Coder, *, overlaps: bool

@@ -8,20 +8,20 @@ from kvserve.scheduler.block_pool import IntArray
 
 
 class LanePositions:
-    """``lanes[layer][head]`` are positions in the order of the cache; ``seen`` tokens are in."""
+    """``lanes[layer][head]`` are positions in the order of the cache, of ``seen`` tokens so far."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
         self.seen = 0
 
     def see(self, seen: int) -> None:
-        """Every lane holds the tokens that have come since."""
+        """Append the tokens up to ``seen`` to every lane."""
         new = np.arange(self.seen, seen, dtype=np.int32)
         self.lanes = [[np.concatenate([lane, new]) for lane in row] for row in self.lanes]
         self.seen = seen
 
     def see_longest(self, length: int) -> None:
-        """As many more tokens as make the longest lane ``length`` long."""
+        """Append tokens until the longest lane is ``length`` long."""
         self.see(self.seen + length - max(len(lane) for row in self.lanes for lane in row))
 
     def move(self, start: int, source: IntArray, counts: IntArray) -> None:
@@ -35,7 +35,7 @@ class LanePositions:
         ]
 
     def padded(self) -> IntArray:
-        """[L, Hkv, n], with -1 behind what shorter lanes hold."""
+        """The positions as [L, Hkv, n]; shorter lanes are padded with -1."""
         longest = max(len(lane) for row in self.lanes for lane in row)
         padded = np.full((len(self.lanes), len(self.lanes[0]), longest), -1, np.int32)
         for layer, row in enumerate(self.lanes):

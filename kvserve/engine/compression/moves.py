@@ -1,4 +1,4 @@
-"""From what an event keeps to which entry goes where."""
+"""Plans an event's moves: which entry goes where, given the entries that are kept."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvserve.scheduler.output import CompactionTask
 class MovePlan:
     """Where the entries of E events come from: ``src [E, L, Hkv, P]``, physical.
 
-    Those of lane (e, l, h) go, in order, to the entries from ``copy_start[e]`` on; only the first
-    ``counts[e, l, h]`` exist, behind them ``src`` is 0. ``copy_start`` is ``[E]``.
+    Entries of lane (e, l, h) go, in order, to the physical places from ``copy_start[e]`` on. Only
+    the first ``counts[e, l, h]`` exist; behind them ``src`` is 0. ``copy_start`` is ``[E]``.
     """
 
     src: Tensor
@@ -34,9 +34,9 @@ class MovePlan:
 
 
 def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVLayout) -> MovePlan:
-    """Entries before the region stay, kept ones follow, and then everything behind the windows.
+    """Plan events: entries before the region stay, then come kept ones, then all behind windows.
 
-    kept: int64 [E, L, Hkv, C], ascending physical entries, of which ``chosen [E, L, Hkv]`` count.
+    kept: int64 [E, L, Hkv, C], physical entries; the first ``chosen [E, L, Hkv]`` ascend and count.
     """
     old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
     counts = new - task.copy_start[:, None, None]

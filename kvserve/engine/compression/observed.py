@@ -1,4 +1,4 @@
-"""What events found when they observed, kept on the device until they are carried out."""
+"""Results of observed events, kept on the device until the events are carried out."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ T = TypeVar("T")
 
 
 class PendingSelections(Generic[T]):
-    """By sequence. An event is carried out as soon as its counts have been to the host: in the next
-    step or, where steps overlap, the one after. What is not taken then is observed again.
+    """Results by sequence. An event is carried out once its counts are on the host: in the next
+    step or, if steps overlap, the one after. Results that are not taken by then are dropped, and
+    the event is observed again.
     """
 
     def __init__(self, *, overlaps: bool) -> None:
         self._steps: deque[dict[int, T]] = deque(maxlen=2 if overlaps else 1)
 
     def take(self) -> dict[int, T]:
-        """All that may be carried out in the step that begins now."""
+        """The results of all events that may be carried out in the step that begins now."""
         found = {seq_id: each for step in self._steps for seq_id, each in step.items()}
         self._steps.append({})
         return found
 
     def add(self, found: Mapping[int, T]) -> None:
-        """Found in the step that has begun."""
+        """Add results of the step that has begun."""
         self._steps[-1].update(found)

@@ -1,6 +1,7 @@
-"""A prompt in one forward, from layer to layer fewer of its tokens (PyramidInfer).
+"""Computes a prompt in one forward whose layers compute fewer and fewer tokens (PyramidInfer).
 
-The one place where a policy runs between layers: what it drops is not computed in those above.
+This is the only place where a policy runs between layers: the layers above do not compute the
+tokens that it drops.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PrunedPrefill:
 
 
 class _Seen:
-    """Stands before the cache: what a layer stores there can be scored after it."""
+    """Wraps the cache and remembers a layer's queries and keys, to score them after the layer."""
 
     def __init__(self, cache: LayerCache, group: RankGroup) -> None:
         self._cache = cache
@@ -99,7 +100,7 @@ class _Seen:
 
 
 def _part(whole: ForwardBatch, at: Tensor, block_size: int) -> ForwardBatch:
-    """Tokens ``at`` of a prompt alone, whose entries stand one behind the other."""
+    """The batch of the tokens ``at`` alone; their entries are stored one behind the other."""
     count = len(at)
     query_slots = None if whole.query_slots is None else whole.query_slots[..., at]
     recent = None if whole.recent is None else torch.ones_like(whole.recent[at])

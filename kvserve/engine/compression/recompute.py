@@ -1,7 +1,7 @@
-"""Queries of tokens whose keys and values are already held, computed once more.
+"""Recomputes queries of tokens whose keys and values are already in the cache.
 
-One forward that writes nothing. Each token attends to what its sequence holds up to the token's
-own entry, so tokens do not depend on each other and any subset of them may be asked for.
+This is one forward that writes nothing. Each token attends to what its sequence holds up to the
+token's own entry, so tokens do not depend on each other and any subset of them may be computed.
 """
 
 from __future__ import annotations

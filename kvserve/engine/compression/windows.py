@@ -28,9 +28,9 @@ class Windows:
     """E' windows of ``length`` places; ``places [Q]`` are those of the queries that score them.
 
     ``entries [E', A, H]`` are the physical entries at place 0, one for all lanes or one for each
-    layer and KV head; lanes that hold less than ``length`` are aligned to the right, and what lies
-    before ``begin [E']`` does not exist. ``positions [E']`` are the logical positions of the first
-    queries; ``token_ids [E', Q]`` are there if queries are recomputed.
+    layer and KV head. Lanes that hold less than ``length`` are aligned to the right: entries before
+    ``begin [E']`` do not exist. ``positions [E']`` are the logical positions of the first queries;
+    ``token_ids [E', Q]`` are given if queries are recomputed.
     """
 
     length: int
@@ -43,7 +43,7 @@ class Windows:
 
     @classmethod
     def of(cls, task: ObservationTask, places: range) -> Windows:
-        """The windows of events that are alike in all lanes."""
+        """The windows of events whose lanes have equal lengths."""
         plan, at = task.plan, np.asarray(places, np.int64)
         positions = _window_starts(plan.query_start, plan)
         token_ids = None
@@ -57,7 +57,7 @@ class Windows:
 
     @classmethod
     def of_uneven(cls, task: ObservationTask, places: range, layout: KVLayout) -> Windows:
-        """One window per event, from its region's beginning to the end of each lane."""
+        """One window per event, from the start of its region to the end of each lane."""
         held, begin = lanes_of(task.old_lens, layout), task.plan.region_start
         length = int(uneven_lengths(task)[0])
         at, positions = np.asarray(places, np.int64), task.plan.query_start
@@ -69,13 +69,13 @@ class Windows:
 
     @property
     def query_positions(self) -> IntArray:
-        """Logical: [E', Q]."""
+        """Logical positions of the queries: [E', Q]."""
         positions: IntArray = self.positions[:, None] + self.places
         return positions
 
     def held(self, later: int = 0) -> IntArray:
-        """Physical entries at all places, and at ``later`` ones behind them: [E', A, H, length +
-        later]; below ``begin`` where none is."""
+        """Physical entries at all places and at ``later`` ones behind them: [E', A, H, length +
+        later]. A number below ``begin`` stands for no entry."""
         held: IntArray = self.entries[..., None] + np.arange(self.length + later)
         return held
 
@@ -126,14 +126,14 @@ def by_window(x: Tensor, windows: int) -> Tensor:
 
 
 def queries_by_window(queries: Queries, windows: int) -> Queries:
-    """The same of queries, as numbers or in 4 bits."""
+    """``by_window`` for queries, as numbers or in 4 bits."""
     if isinstance(queries, Tensor):
         return by_window(queries, windows)
     return Int4Queries(*(by_window(part, windows) for part in queries))
 
 
 def by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
-    """Events that are alike in all of ``sizes [E]``, and which they are."""
+    """Yield batches of events that are equal in all of ``sizes [E]``, with their indices."""
     shapes = np.stack(sizes, axis=1)
     for shape in np.unique(shapes, axis=0):
         at = np.flatnonzero((shapes == shape).all(axis=1))
@@ -141,7 +141,7 @@ def by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
 
 
 def by_event(task: CompactionTask, kept: Tensor) -> Tensor:
-    """Kept entries of all windows, [E', L, Hkv, N, ...], event by event: [E, L, Hkv, C, ...],
+    """Kept entries of all windows, [E', L, Hkv, N, ...], joined by event: [E, L, Hkv, C, ...],
     padded."""
     windows = task.plan.windows
     if (windows == 1).all():
@@ -154,7 +154,7 @@ def by_event(task: CompactionTask, kept: Tensor) -> Tensor:
 
 
 def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
-    """``first`` of every window of every event; neighbours are ``window_len`` apart."""
+    """The starts of all windows of all events: from ``first [E]`` on, ``window_len`` apart."""
     strides = np.repeat(plan.window_len, plan.windows)
     starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
     return starts

@@ -1,4 +1,4 @@
-"""Which sequences may leave what they hold to the next turn of their conversation."""
+"""Which policies may save a sequence's cache for the next turn of its conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvserve.scheduler.layout import Granularity
 
 
 def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
-    """Why none under ``policy`` may, on this model; ``None``: they may."""
+    """Why sequences under ``policy`` cannot be continued on this model; ``None`` if they can."""
     name = policy.name
     if spec.rope.kind == "dynamic":
         return "this model's keys depend on the prompt's length (dynamic NTK)"

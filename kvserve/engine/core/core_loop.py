@@ -1,4 +1,4 @@
-"""The loop around an engine core that takes commands from elsewhere: a thread's or a process's."""
+"""The loop that runs an engine core on commands from another thread or process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvserve.log import RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
 _IDLE_S = 0.02
-"""How long commands may wait for a grammar when nothing runs."""
+"""Seconds that the loop waits for a grammar, without reading commands, while no step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class WatchPool:
-    """Somebody wants to see the pool, or nobody any more."""
+    """Start or stop sending views of the pool."""
 
     on: bool
 
@@ -44,7 +44,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A new sequence that did not come through as one."""
+    """A new sequence whose message could not be decoded."""
 
     seq_id: int
     reason: str
@@ -57,14 +57,14 @@ class Channel(Protocol):
     """Commands in, outputs out."""
 
     def receive(self, block: bool) -> Iterable[Command]:
-        """All commands that wait; with ``block``, at least one (or none after a while)."""
+        """All queued commands; with ``block``, waits a while for the first one."""
         ...
 
     def send(self, outputs: StepOutputs) -> None: ...
 
 
 class GrammarQueue:
-    """Sequences whose grammar a thread compiles, so that no other sequence has to wait for it."""
+    """Sequences whose grammar is compiled by a thread, so that no other sequence waits for it."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -83,7 +83,10 @@ class GrammarQueue:
                 self._queue.pop(seq_id)[1].cancel()
 
     def take(self, timeout: float) -> list[tuple[NewSequence, Future[Matcher]]]:
-        """Those that have been compiled, or refused; waits for one if there is none."""
+        """Remove and return the sequences whose grammar is compiled or refused.
+
+        Waits up to ``timeout`` seconds for one of the queued grammars.
+        """
         if not self._queue:
             return []
         wait([future for _, future in self._queue.values()], timeout, FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """Both ends of an engine core in a process of its own: msgspec messages over ZeroMQ.
 
-Every message is two frames, its kind and its body. Nothing else in the package knows either
-library, so the engine itself runs without them.
+Every message is two frames, its kind and its body. Only this module imports either library, so the
+engine itself runs without them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ParentLink:
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PUSH)
-        # Connecting, not binding: a PUSH socket that nobody has connected to blocks its sender.
+        # Connect, not bind: a bound PUSH socket without a peer blocks its sender.
         self._commands.connect(addresses[0])
         self._outputs = zmq.asyncio.Socket(_socket(self._context, zmq.PULL))
         self._outputs.bind(addresses[1])
@@ -72,7 +72,7 @@ class ParentLink:
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
 
     async def wait_until_ready(self) -> EngineInfo:
-        """Until the model is loaded; raises ``ConfigError`` where it cannot be."""
+        """Wait until the model is loaded; raises ``ConfigError`` if it cannot be."""
         try:
             message = await self._next()
         except BaseException:
@@ -92,12 +92,12 @@ class ParentLink:
         self._commands.send_multipart(_pack(command))
 
     async def close(self) -> None:
-        """Ask the process to leave; make it, if it does not within seconds."""
+        """Ask the process to exit, and kill it if it is still there after a few seconds."""
         if not self._died.is_set():
             if self._ready:
                 self.send(Stop())
             else:
-                self._process.terminate()  # it loads, and hears nothing else
+                self._process.terminate()  # while it loads, it reads no commands
             try:
                 await asyncio.wait_for(self._died.wait(), _EXIT_TIMEOUT_S)
             except asyncio.TimeoutError:
@@ -112,7 +112,7 @@ class ParentLink:
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait((frames, died), return_when=asyncio.FIRST_COMPLETED)
         died.cancel()
-        # Its last words may still be on their way when the process is gone.
+        # The last message of a process may arrive after the process has ended.
         await asyncio.wait((frames,), timeout=_LAST_WORDS_S)
         if not frames.done():
             frames.cancel()
@@ -136,7 +136,7 @@ class ParentLink:
 def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
     """Main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
-    signal.signal(signal.SIGTERM, _leave)  # while it loads nobody waits for anything
+    signal.signal(signal.SIGTERM, _leave)  # no request is open while it loads
     configure_logging(log_level)
     share_one_arena()
     channel = _SocketChannel(commands, outputs)
@@ -146,7 +146,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
             channel.send_frames(_pack(core.info))
             run_core(core, channel)
     except Exception as error:
-        # The parent asks it to leave once it knows; it leaves anyway, undisturbed.
+        # The process exits now anyway: a SIGTERM from the parent must not interrupt it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         channel.send_frames(_last_words(error))
     finally:
@@ -154,7 +154,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
 
 
 def _last_words(error: Exception) -> list[bytes]:
-    """What the parent is told: a refusal, or a failure whose traceback is logged here."""
+    """The message to the parent: a refusal, or a failure, whose traceback is logged here."""
     if isinstance(error, ConfigError):
         return [_REFUSED, str(error).encode()]
     if isinstance(error, MemoryError):
@@ -164,12 +164,12 @@ def _last_words(error: Exception) -> list[bytes]:
 
 
 def _leave(*_: object) -> NoReturn:
-    """Unwind, so that a compiler that runs ends too, and its unfinished file goes."""
+    """Exit by an exception, so that a running compiler ends and its unfinished file is deleted."""
     sys.exit(0)
 
 
 class _SocketChannel:
-    """The process's end."""
+    """The engine process's end of both sockets."""
 
     def __init__(self, commands: str, outputs: str) -> None:
         self._context = zmq.Context()
@@ -201,7 +201,7 @@ class _SocketChannel:
 
 
 def _read_command(kind: bytes, body: bytes) -> Command:
-    """A command; one sequence that cannot be read is no reason to stop for the others."""
+    """Decode a command. An invalid new sequence becomes ``Unreadable``, and the others go on."""
     try:
         command: Command = msgspec.msgpack.decode(body, type=_KINDS[kind])
     except msgspec.ValidationError as error:
@@ -212,7 +212,7 @@ def _read_command(kind: bytes, body: bytes) -> Command:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket whose queue has no bound: the server bounds its requests."""
+    """A socket with an unbounded queue: the server limits the number of requests."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     return socket

@@ -34,7 +34,7 @@ from kvserve.scheduler.step.recovery import culprits, start_over
 
 _STATS_INTERVAL = 0.05
 _MOST_FAILURES = 3
-"""Steps that may fail one after the other before the engine ends."""
+"""Consecutive failed steps that the engine survives."""
 _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
     found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
 )
@@ -43,8 +43,7 @@ INTERNAL_ERROR = "an internal error ended this request; the server's log has the
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that the device has been given, or that failed; ``output`` is ``None`` if it could not
-    even be scheduled."""
+    """A step that was launched or has failed; ``output`` is ``None`` if scheduling it failed."""
 
     output: SchedulerOutput | None
     compactions: list[tuple[int, Compaction]]
@@ -79,7 +78,7 @@ class EngineCore:
         self._scored: set[int] = set()
         """Sequences whose policies keep scores from event to event."""
         self._failures = 0
-        """Steps that failed since one did not."""
+        """Failed steps since the last one that succeeded."""
 
     @property
     def has_work(self) -> bool:
@@ -88,7 +87,7 @@ class EngineCore:
     def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
         """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
 
-        ``matcher`` is its grammar where it has been compiled before.
+        ``matcher`` is the sequence's grammar if it is compiled already.
         """
         others = (seq for seq, _ in self._sequences.values())
         sequence = self._intake.sequence(new, others, matcher)
@@ -126,7 +125,7 @@ class EngineCore:
             with self.executor.together():
                 result = step.launched.collect()
         except Exception as error:
-            self._in_flight = None  # it was launched on top of this one
+            self._in_flight = None  # the next step was launched on top of this one
             self._check_containable(error)
             return self._contain(error)
         return self._take_in(step, result)
@@ -149,8 +148,10 @@ class EngineCore:
         return StepInFlight(output, compactions, started, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
-        """Raise ``error`` again where it concerns everybody: other ranks cannot take their part of
-        the step back, a broken device fails for good, and so does what failed some times running.
+        """Raise ``error`` again if it has to end the engine.
+
+        That is so with several ranks (the others cannot undo their part of the step), on a broken
+        device, and after too many failures in a row.
         """
         broken = isinstance(error, (EngineDeadError, *_DEVICE_ERROR))
         often = self._failures >= _MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError)
@@ -158,13 +159,14 @@ class EngineCore:
             raise error
 
     def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
-        """Tell the scheduler what came of a step; who has ended meanwhile gets no token."""
+        """Give a step's results to the scheduler. A sequence that ended meanwhile gets no token."""
         output, since = step.output, max(step.started, self._collected)
         assert output is not None
         self._collected = time.perf_counter()
         following = self._in_flight
         if following is not None and following.output is None:
-            # It failed half way in the scheduler, which now knows nothing for sure but tokens.
+            # Scheduling the next step failed half way: of the scheduler's state only the tokens
+            # are still reliable.
             self._in_flight = None
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
@@ -189,7 +191,7 @@ class EngineCore:
     def _tokens_of(
         self, output: SchedulerOutput, result: ModelRunnerOutput, gets: list[bool]
     ) -> StepOutputs:
-        """A step's tokens, of those who ``gets`` one."""
+        """A step's tokens, for the sequences whose ``gets`` is true."""
         token_ids = list(compress(result.token_ids.tolist(), gets))
         self._counts.generation_tokens += len(token_ids)
         return StepOutputs(
@@ -202,7 +204,7 @@ class EngineCore:
     def _end_failed_grammars(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[RefusedSequence]:
-        """End sequences whose grammars went wrong on the way."""
+        """End the sequences whose grammar failed in this step."""
         refused = []
         for place, error in result.failed_grammars:
             seq = output.sampled[place]
@@ -218,9 +220,9 @@ class EngineCore:
         known: SchedulerOutput | None = None,
         result: ModelRunnerOutput | None = None,
     ) -> StepOutputs:
-        """End those over whom a step failed; the others compute their caches anew.
+        """End the sequences that made a step fail; all others recompute their caches.
 
-        The step before may be ``known`` with its ``result``: its tokens are passed on.
+        ``known`` and ``result`` are the step before, if it was collected: its tokens are passed on.
         """
         self._failures += 1
         if isinstance(error, SequenceError):
@@ -254,7 +256,7 @@ class EngineCore:
         )
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
-        """End the newest of a step that found no memory; the others compute their caches anew."""
+        """End the newest sequence of a step that ran out of memory; the others are recomputed."""
         _forget_frames(error)
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
         newest, finished = self.scheduler.give_up(output, among)
@@ -280,7 +282,7 @@ class EngineCore:
         return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
     def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
-        """Tell the gate what this step took."""
+        """Tell the gate how long this step took."""
         gate, decoding = self.scheduler.events.gate, output.num_decoding
         assert gate is not None
         if output.compactions:
@@ -307,7 +309,7 @@ class EngineCore:
     # ---- sequences ---------------------------------------------------------------------------
 
     def _note_admitted(self, output: SchedulerOutput) -> None:
-        """How long newcomers have waited; one that returns from a preemption is no newcomer."""
+        """Record how long each new sequence waited; a return from preemption does not count."""
         now = time.monotonic()
         for seq in output.admitted.requests:
             since = self._waiting_since.pop(seq.seq_id, None)
@@ -340,7 +342,7 @@ class EngineCore:
         )
 
     def _give_back(self, seq: Sequence) -> None:
-        """Memory beside the pool that only this sequence's kind wants."""
+        """Free memory outside the pool that only sequences of this kind need."""
         self._tracer.drop(seq.seq_id)
         if seq.seq_id in self._scored:
             self._scored.discard(seq.seq_id)
@@ -359,13 +361,16 @@ class EngineCore:
 
 
 def _forget_frames(error: Exception) -> None:
-    """Let go of what a failed step had in its hands. The frame that caught ``error`` is one of its
-    traceback's, so that both would live, tensors included, until somebody collects cycles."""
+    """Drop an error's traceback, which keeps the failed step's tensors alive.
+
+    The traceback refers to the frame that holds ``error``: only a garbage collection would free
+    this cycle.
+    """
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _as_out_of_memory(error: Exception) -> Exception:
-    """What torch and Python say on a CPU where there is no memory, as what torch says on a GPU."""
+    """Turn the CPU's out-of-memory errors (torch's, Python's) into the one torch has for a GPU."""
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return torch.OutOfMemoryError(str(error))
     return error

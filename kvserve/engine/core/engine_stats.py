@@ -21,7 +21,7 @@ def engine_stats(
     block_bytes: int,
     workspace_bytes: int,
 ) -> EngineStats:
-    """Counters and the state of every running request; ``request_ids`` are those of sequences."""
+    """Counters and the state of every running request; ``request_ids`` are by sequence id."""
     rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
     blocks = scheduler.blocks.held(n).tolist()
     entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
@@ -74,7 +74,7 @@ def engine_stats(
 
 
 def _of_continuations(store: Continuations | None) -> dict[str, Any]:
-    """Of ``EngineStats``, what there is to say of them."""
+    """The fields of ``EngineStats`` about continuations; empty if these are off."""
     if store is None:
         return {}
     return {

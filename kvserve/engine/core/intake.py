@@ -1,4 +1,4 @@
-"""What a sequence has to be to get in, and what the scheduler is told of it."""
+"""Check new requests, and build the scheduler's sequences from them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from kvserve.scheduler.trigger import RowState
 
 
 class Intake:
-    """Makes sequences of what clients send. ``RequestError`` says what is wrong, and changes
-    nothing."""
+    """Builds sequences from what clients send; ``RequestError`` says what is wrong with it."""
 
     def __init__(
         self,
@@ -51,7 +50,11 @@ class Intake:
     def sequence(
         self, new: NewSequence, others: Iterable[Sequence], matcher: Matcher | None
     ) -> Sequence:
-        """``others`` are in the engine now; ``matcher`` is its grammar, if that is compiled."""
+        """The sequence for ``new``, or ``RequestError``.
+
+        ``others`` are the sequences in the engine; ``matcher`` is the grammar of ``new`` if it is
+        compiled already.
+        """
         self._check_prompt(new)
         prompt, limit = len(new.token_ids), self._info.max_model_len
         self._check_tokens(new)
@@ -88,12 +91,12 @@ class Intake:
         )
         self._continue(sequence, new, policy)
         if new.prompt_logprobs is not None:
-            # Tokens found in the prefix cache have no logits: a prefix of its own finds none.
+            # Tokens found in the prefix cache have no logits. A random first hash finds none.
             sequence.column_hashes = [os.urandom(16)]
         return sequence
 
     def _continue(self, sequence: Sequence, new: NewSequence, policy: Policy) -> None:
-        """With whom it shares columns, and whether it leaves and takes continuations."""
+        """Set which columns the sequence shares, and whether it leaves and takes continuations."""
         if new.cache_salt is not None:
             sequence.cache_seed = salted_seed(new.cache_salt)
         if self._config.cache.continuations == "off" or policy.name == "none":
@@ -108,7 +111,7 @@ class Intake:
             sequence.refuses = REFUSED
 
     def _check_prompt(self, new: NewSequence) -> None:
-        """Its length, its tokens, and how many may follow."""
+        """Check the prompt's length and token ids, and how many tokens may follow."""
         prompt, limit = len(new.token_ids), self._info.max_model_len
         if not prompt:
             raise RequestError("prompt must not be empty", param="prompt")
@@ -145,7 +148,7 @@ class Intake:
             )
 
     def _check_whole(self, prompt: int, policy: Policy) -> None:
-        """Layers that compute different tokens cannot be computed chunk by chunk."""
+        """Refuse a prompt longer than a step: chunks need layers that compute the same tokens."""
         limit = self._config.scheduler.max_num_batched_tokens
         if prompt > limit:
             raise RequestError(
@@ -157,7 +160,7 @@ class Intake:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Token ids other than the prompt's."""
+        """Check the token ids that other fields than the prompt name."""
         named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
         for name, ids in named.items():
             if any(not 0 <= token < self._info.vocab_size for token in ids):
@@ -192,7 +195,7 @@ class Intake:
 
 
 def event_kind(policy: Policy) -> EventKind:
-    """What decides how much a policy's events keep."""
+    """The kind of a policy's events: what decides how much they keep."""
     if isinstance(policy.event_trigger, Pruned):
         return EventKind.PRUNED
     if isinstance(policy.event_trigger, QuantizeTrigger):
@@ -203,7 +206,10 @@ def event_kind(policy: Policy) -> EventKind:
 
 
 def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
-    """A prompt is scored against all of itself: no event may come before its end."""
+    """Refuse prompt log-probabilities if an event comes before the prompt's end.
+
+    Each prompt token is scored with the whole prompt before it in the cache.
+    """
     prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
     state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
     if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:

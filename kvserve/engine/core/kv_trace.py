@@ -1,7 +1,7 @@
-"""What events drop of sequences that asked for ``kv_trace``: positions, by layer and KV head.
+"""Which positions events drop, by layer and KV head, for sequences that asked for ``kv_trace``.
 
-Plans come as they do for ``inspect``, while a step is launched; their numbers go to the host behind
-them and are read once that step is back, so nobody waits for the device.
+Move plans arrive while a step is launched, as they do for ``inspect``. They are copied to the host
+asynchronously and read when the step is collected, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, SchedulerOutput
 
 MOST_POSITIONS = 2**21
-"""Positions, times layers and KV heads, that all traced sequences of an engine may have."""
+"""Limit on positions x layers x KV heads, summed over an engine's traced sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedMove:
-    """One event of one sequence on its way to the host; no plan: the sequence begins (anew)."""
+    """One event of one sequence, on its way to the host; no plan: the sequence (re)starts."""
 
     seq_id: int
     reason: str = "start"
@@ -47,7 +47,7 @@ class KVTracer:
         self._moves: list[TracedMove] = []
 
     def check(self, tokens: int) -> None:
-        """``RequestError`` where a sequence of so many ``tokens`` cannot be followed now."""
+        """Raise ``RequestError`` if a sequence of up to ``tokens`` tokens cannot be traced now."""
         if self._runner.group.size > 1:
             raise RequestError(
                 "kv_trace follows positions on one rank only; use --tensor-parallel-size 1",
@@ -76,14 +76,14 @@ class KVTracer:
         self._runner.compressor.on_moves = self._on_moves
 
     def drop(self, seq_id: int) -> None:
-        """It has ended."""
+        """Stop following a sequence, which has ended."""
         if self._positions.pop(seq_id, None) is not None:
             self._lanes.pop(seq_id, None)
             if not self._positions:
                 self._runner.compressor.on_moves = None
 
     def begin_step(self, output: SchedulerOutput) -> None:
-        """Who is given a row begins with what it computes; who comes back goes on."""
+        """Start a trace for each sequence that gets a row; one that is swapped in keeps its own."""
         self._moves = []
         if self._positions:
             back = {task.row for task in output.swap_ins}
@@ -94,12 +94,12 @@ class KVTracer:
             ]
 
     def take_moves(self) -> list[TracedMove]:
-        """Those of the step that has just been launched."""
+        """The moves of the step that has just been launched; they are returned once."""
         moves, self._moves = self._moves, []
         return moves
 
     def read(self, moves: list[TracedMove]) -> list[tuple[int, KVTraceEvent]]:
-        """What the moves of a step that is back have dropped, each with its sequence."""
+        """What the moves of a collected step dropped, as (sequence id, event)."""
         found = [
             (move.seq_id, self._event(move)) for move in moves if move.seq_id in self._positions
         ]

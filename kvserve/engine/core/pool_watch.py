@@ -1,4 +1,4 @@
-"""What the pool looks like while somebody watches; nothing is computed while nobody does."""
+"""Views of the pool for a client that watches it; without one, nothing is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_CELLS = 16_384
 
 
 class PoolWatch:
-    """Views of one core's pool, at most one each ``INTERVAL_S``, and none where nothing changed."""
+    """Views of one core's pool, at most one per ``INTERVAL_S``, and none if nothing changed."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -39,7 +39,7 @@ class PoolWatch:
         return self._core.has_work or self._shown != self._state()
 
     def view(self) -> PoolView:
-        """What blocks are held for now."""
+        """The pool as it is now: what each block is held for."""
         core, scheduler = self._core, self._core.scheduler
         self._next, self._shown = time.monotonic() + INTERVAL_S, self._state()
         stats, blocks = core.stats(), scheduler.blocks
@@ -53,7 +53,7 @@ class PoolWatch:
         return PoolView(time.time(), stats, step, cells, logged)
 
     def _state(self) -> tuple[int, ...]:
-        """What has changed where an engine at rest is not as it was."""
+        """Numbers of which one differs whenever the pool of an idle engine has changed."""
         scheduler = self._core.scheduler
         pool = scheduler.pool.num_free, scheduler.blocks.num_cached
         return scheduler.num_steps, len(scheduler.waiting), *pool, int(self._core.has_work)

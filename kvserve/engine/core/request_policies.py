@@ -1,4 +1,4 @@
-"""Which policies requests may bring, and the numbers by which scheduler and runner know them."""
+"""Check the policies that requests choose, and give each the id that scheduler and runner use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REMEMBERED = 32
 
 
 class RequestPolicies:
-    """The server's policy, and those of requests where they can run beside it."""
+    """The server's policy, and the policies of requests that can run beside it."""
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
@@ -72,9 +72,9 @@ class RequestPolicies:
         return policy
 
     def id_of(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
-        """A policy's number; an unused one's goes to a new policy, so memory stays bounded.
+        """A policy's id. A new policy may take the id of an unused one, so memory stays bounded.
 
-        ``sequences`` are all that are under way.
+        ``sequences`` are all sequences in the engine.
         """
         if policy not in self._ids:
             self._ids[policy] = self._free_id(policy, sequences)
@@ -82,7 +82,7 @@ class RequestPolicies:
         return self._ids[policy]
 
     def _check_codes(self, policy: Policy) -> None:
-        """Blocks for codes were laid out at start, and so was who reads them."""
+        """Code blocks, and how attention reads them, are fixed at start."""
         codes = self._built.scheduler.blocks.codes
         if codes is None:
             if writes_codes(policy):
@@ -99,7 +99,7 @@ class RequestPolicies:
             raise RequestError(refusal, param="kv_policy.gqa")
 
     def _check_scores(self, policy: Policy) -> None:
-        """Scores that go on from event to event lie beside the pool, in memory of fixed size."""
+        """Scores kept from event to event lie outside the pool, in memory of fixed size."""
         most = self._built.most_kept_scores
         if policy.kept_scores > most:
             raise RequestError(
@@ -110,7 +110,7 @@ class RequestPolicies:
             )
 
     def _check_log(self, policy: Policy) -> None:
-        """The query log's geometry was fixed at start."""
+        """The form of the query log is fixed at start."""
         laid_out = "on this server (its query log was laid out for that at start)"
         dtype, reduction = self._built.query_dtype, self._built.query_reduce
         if policy.query_reduction and policy.logged_dtype not in ("auto", dtype):
@@ -121,14 +121,14 @@ class RequestPolicies:
             )
 
     def _is_servers(self, policy: Policy) -> bool:
-        """Whether it is the server's policy, whatever task a classifier has named."""
+        """Whether it is the server's policy, except for the task that a classifier chose."""
         default = self._built.policy
         if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
             policy = replace(policy, task=default.task)
         return policy == default
 
     def _is_pinned(self, policy: Policy) -> bool:
-        """The server's own policy and ``none`` have their numbers for good."""
+        """Whether the policy keeps its id for good: the server's own policy and ``none`` do."""
         return policy.name == "none" or self._is_servers(policy)
 
     def _free_id(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
@@ -159,7 +159,7 @@ def read_policy(spec: Any, max_model_len: int) -> Policy:
     except PolicyError as error:
         raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        # What a plug-in makes of values that it does not expect; ours name the field.
+        # A plug-in may raise these for unexpected values; our own policies name the field.
         raise RequestError(
             f"kv_policy: no policy can be made of it ({type(error).__name__})", param="kv_policy"
         ) from error

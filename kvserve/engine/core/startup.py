@@ -69,9 +69,9 @@ class BuiltEngine:
     query_dtype: str
     overlaps: bool
     most_kept_scores: int
-    """Scores a head that a policy may keep of each row."""
+    """Most scores per head that a policy may keep for each row."""
     new_scheduler: Callable[[], Scheduler]
-    """Another one like ``scheduler``, that knows nobody."""
+    """Builds another scheduler with the same settings and no sequences."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -251,7 +251,7 @@ def _blocks_of(memory: int | None, block_bytes: int) -> int | None:
 
 @contextmanager
 def _naming_flags() -> Iterator[None]:
-    """A policy's argument is a flag of the command line."""
+    """Turn a policy's errors into ``ConfigError`` that names the command line's flag."""
     try:
         yield
     except PolicyError as error:
@@ -262,7 +262,7 @@ def _naming_flags() -> Iterator[None]:
 def _entry_form(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
 ) -> EntryFormat:
-    """What entries are stored as; ``ConfigError`` if heads or the device do not allow it."""
+    """The format of entries; ``ConfigError`` if the head size or the device does not support it."""
     name = config.cache.kv_cache_dtype
     form = entry_format(name, dtype.itemsize)
     if (refusal := form.refusal(spec.head_dim)) is not None:
@@ -303,7 +303,7 @@ def _check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    # Within its window, a sliding-window layer sees everything, as any other does.
+    # Up to the window's length, a sliding-window layer is the same as full attention.
     longest = min(spec.max_position, spec.window or spec.max_position)
     wanted = config.model.max_model_len or longest
     if wanted > longest:
@@ -327,7 +327,10 @@ def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
 
 
 def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
-    """The layout that was asked for, or what the policy needs; ``ConfigError`` if it cannot be."""
+    """The layout that ``--kv-layout`` names, or (auto) the one that the policy needs.
+
+    ``ConfigError`` if the policy or the number of ranks does not allow it.
+    """
     auto = config.cache.kv_layout == "auto"
     layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
     if not policy.granularity.fits(layout):
@@ -346,10 +349,10 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
 def _log_form(
     config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
 ) -> LogForm:
-    """How this engine logs queries, for the policies of requests too.
+    """How this engine logs queries; the policies of requests share this form.
 
-    A server's policy that logs none leaves the form to them: Kara's, unless an attention backend
-    is named that cannot log it.
+    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
+    cannot log it.
     """
     reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
     if reduction is None:

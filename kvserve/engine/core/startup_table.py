@@ -35,7 +35,7 @@ _LAYOUT_MEANS = {
 def plan_rows(
     policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
 ) -> list[Row]:
-    """The model, the cache, and how they are shared out; ``fp8``: weights are held as such."""
+    """The model, the cache, and how ranks share them; ``fp8``: the weights are held in FP8."""
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
     pool = num_blocks * plan.block_bytes
@@ -100,23 +100,23 @@ def log_row(log: LogForm) -> Row:
 
 
 def _fits(policy: Policy | None, log: LogForm) -> bool:
-    """Whether a policy's queries are logged so, as far as it needs a log."""
+    """Whether ``log`` is the form a policy needs; a policy that logs no queries always fits."""
     if policy is None or policy.query_reduction is None:
         return True
     return policy.query_reduction == log.reduction and policy.logged_dtype in ("auto", log.dtype)
 
 
 def _default(name: str) -> Policy | None:
-    """A policy that is told no more than it must be."""
+    """A policy with its required argument only; ``None`` if that is not enough."""
     needed = policy_class(name).needs[:1]
     try:
         return make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)})
-    except PolicyError:  # a plug-in that wants more
+    except PolicyError:  # a plug-in that needs more arguments
         return None
 
 
 def memory_row(profile: Profile) -> Row:
-    """What a rank's memory goes to beside the pool."""
+    """What a rank's memory holds besides the pool."""
     weights, step, events = (
         f"{size / 2**20:.0f} MiB" for size in (profile.weights, profile.step, profile.events)
     )
@@ -127,7 +127,7 @@ def memory_row(profile: Profile) -> Row:
 
 
 def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:
-    """How attention gets at entries held as codes, where there may be any."""
+    """How attention reads coded entries; no row if the engine has none."""
     if not plan.code_slots:
         return []
     direct, reason = plan.code_attention(attention)
@@ -142,7 +142,7 @@ def graphs_row(sizes: list[int], reason: str) -> Row:
 
 
 def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
-    """What multiplies matrices."""
+    """Which matrix product the linear layers use."""
     return "linear layers", *select_product(dtype, device)
 
 
@@ -169,7 +169,7 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
 
 
 def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
-    """What requests get that leave their sampling open."""
+    """The sampling defaults of requests that name none."""
     if config.model.generation_config == "none":
         return "sampling defaults", "none", "--generation-config"
     reason = "generation_config.json; --generation-config"
@@ -179,7 +179,7 @@ def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
 
 
 def policy_state(policy: Policy) -> str:
-    """Its name and the fields that differ from their defaults: ``kara, window 128, buffer 16``."""
+    """A policy's name and its fields that are not defaults: ``kara, window 128, buffer 16``."""
     given = [
         f"{item.name} {getattr(policy, item.name)}"
         for item in fields(policy)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """How many threads a CPU engine takes, on a machine that may be busy with other work.
 
 More threads than free cores cost a multiple of what they save: each parallel loop waits for its
-slowest thread, several times a layer. So the cores that are idle at start-up count.
+slowest thread, several times a layer. So the engine takes as many as are idle at start-up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _IDLE = (3, 4)
 
 
 def limit_threads(ranks: int = 1) -> tuple[str, str]:
-    """Set torch's threads, which the compiled kernels share: how many, and why.
+    """Set torch's number of threads, which the compiled kernels share; returns it and the reason.
 
-    Never more than torch would take, and what OMP_NUM_THREADS says is left alone. ``ranks``
-    processes share the cores, and each gets so many.
+    It never exceeds torch's own choice, and OMP_NUM_THREADS takes precedence. ``ranks`` processes
+    share the cores equally.
     """
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -38,14 +38,14 @@ def limit_threads(ranks: int = 1) -> tuple[str, str]:
 
 
 def _cores() -> set[int]:
-    """Those this process may run on."""
+    """The cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def _quota() -> int:
-    """Whole cores that a container's limit allows; where there is none, all of them."""
+    """Whole cores that a container's limit allows; all of them without a limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, int(limit) // int(period))
@@ -66,7 +66,7 @@ def _core_times() -> dict[int, list[int]]:
 def _idle_cores(
     before: dict[int, list[int]], after: dict[int, list[int]], cores: set[int]
 ) -> float:
-    """How many of ``cores`` did nothing between the two; one that is not known counts as idle."""
+    """How many of ``cores`` were idle between two measurements; an unknown one counts as idle."""
     idle = 0.0
     for core in cores:
         spent = [b - a for a, b in zip(before.get(core, ()), after.get(core, ()), strict=True)]

@@ -1,1 +1,1 @@
-"""What the machine offers: copies, ranks, pages."""
+"""Copies between host and device, tensor-parallel ranks, memory pages."""

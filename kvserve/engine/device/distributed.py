@@ -1,7 +1,7 @@
-"""The ranks that share one model, and what they tell each other in the middle of a step.
+"""The ranks that share one model, and how they communicate within a step.
 
-Only this file knows torch.distributed. Groups are made from a store in the file system, so nothing
-is global: a process may hold several, and ranks are on one machine.
+Only this file knows torch.distributed. A group is made from a store in the file system, so there is
+no global state: a process may hold several groups. All ranks are on one machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 _TIMEOUT = timedelta(seconds=120)
-"""A rank that keeps the others waiting for longer is given up."""
+"""A collective fails if a rank keeps the others waiting for longer."""
 _FACTOR = 0x5851F42D4C957F2D
 
 
 class RankGroup:
     """``size`` ranks, each with an equal part of the heads; this one is ``rank``, the first is 0.
 
-    All ranks make the same calls in the same order. A rank alone talks to nobody.
+    All ranks make the same calls in the same order. A group of one rank does not communicate.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, backend: Any = None) -> None:
@@ -71,7 +71,7 @@ class RankGroup:
         return x
 
     def add_to_fingerprint(self, x: Tensor) -> None:
-        """Let integers ``x``, which should be equal on all ranks, count in the next ``agree``."""
+        """Add integers ``x``, which should be equal on all ranks, to what ``agree`` compares."""
         if self.size == 1:
             return
         places = torch.arange(1, 2 * x.numel(), 2, device=x.device) * _FACTOR
@@ -79,19 +79,20 @@ class RankGroup:
         self._noted = digest if self._noted is None else self._noted * _FACTOR + digest
 
     def agree(self) -> Tensor | None:
-        """Whether all ranks have noted the same since the last time: bool []; None: nothing."""
+        """Whether all ranks added the same since the last call: bool []; ``None`` if nothing."""
         noted, self._noted = self._noted, None
         if noted is None:
             return None
         import torch.distributed as dist
 
-        # The largest and, negated, the smallest. Shifted, so that the negation cannot overflow.
+        # One MAX finds the largest and, negated, the smallest digest. The shift keeps the negation
+        # from overflowing.
         ends = torch.stack([noted >> 1, -(noted >> 1)])
         self._backend.allreduce(ends, dist.ReduceOp.MAX).wait()
         return ends.sum() == 0
 
     def abort(self) -> None:
-        """Let whatever waits for another rank fail."""
+        """Make every call that waits for another rank fail."""
         if self._backend is not None:
             self._backend.abort()
 

@@ -1,4 +1,4 @@
-"""What a CPU engine asks of the system's memory."""
+"""Settings of malloc and of the system's pages for CPU engines."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _MADV_COLLAPSE = 25  # of Linux 6.1's mman.h
 def keep_freed_memory() -> None:
     """Let this process's malloc keep what a step on a CPU frees, up to ``_KEPT_BYTES``.
 
-    Else glibc returns large tensors to the system, and each step has their pages mapped and cleared
-    again: up to a fifth of a prefill. Other C libraries are left alone.
+    Otherwise glibc returns large tensors to the system, and each step maps and clears their pages
+    again, which takes up to a fifth of a prefill. Other C libraries are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    # Before 2.35, glibc takes 32 MiB at most.
+    # Before 2.35, glibc accepts 32 MiB at most.
     if mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, 2**25):
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def use_large_pages(address: int, size: int) -> None:
-    """Move these bytes of this process to large pages, as many as lie in whole ones.
+    """Move this range of the process's memory to large pages, as far as it fills whole ones.
 
-    Weights that no cache holds are read a tenth faster. Where the system has none, nothing changes.
+    Weights larger than the CPU's caches are read a tenth faster. If the system has no large pages,
+    nothing changes.
     """
     first, end = -(-address // _LARGE_PAGE), (address + size) // _LARGE_PAGE
     if first < end and sys.platform == "linux":
@@ -39,10 +40,10 @@ def use_large_pages(address: int, size: int) -> None:
 
 
 def share_one_arena() -> None:
-    """Let threads that start from now on take memory from where the first one does.
+    """Let threads that start from now on share the first thread's malloc arena.
 
-    glibc's ``malloc_trim`` gives back the end of the first thread's arena alone, and a thread that
-    compiles grammars leaves some hundred MiB.
+    glibc's ``malloc_trim`` gives back only the end of that arena, and a thread that compiles
+    grammars leaves some hundred MiB in its own.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -50,7 +51,7 @@ def share_one_arena() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
+    """Bytes of memory that this process holds now; 0 if the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -59,7 +60,7 @@ def resident_bytes() -> int:
 
 
 def trim_memory() -> None:
-    """Let malloc give back to the system what nobody uses."""
+    """Let malloc return unused memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

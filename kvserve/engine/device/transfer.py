@@ -1,4 +1,4 @@
-"""Between host and device without waiting for more than is wanted."""
+"""Copies between host and device that wait for no more than they need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
     """``array`` (numbers, numpy, or a CPU tensor) as ``dtype`` on ``device``.
 
-    A copy from pageable memory makes torch wait for all that the GPU was given before; one from
-    pinned memory, which torch keeps until the copy is done, is queued like a kernel.
+    A copy from pageable memory makes torch wait for all work queued on the GPU. A copy from pinned
+    memory is queued like a kernel; torch keeps that memory until the copy is done.
     """
     host = torch.as_tensor(array, dtype=dtype)
     if torch.device(device).type == "cuda":
@@ -24,10 +24,10 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
 
 
 class HostCopy:
-    """Tensors on their way to the host in one copy, behind what ``device`` was given before."""
+    """One copy of several tensors to the host, queued behind the work ``device`` already has."""
 
     def __init__(self, tensors: Sequence[Tensor], device: str) -> None:
-        """Of any shapes; float32, or integers (or booleans) that fit int32. There may be none."""
+        """``tensors`` of any shapes: float32, or integers (or booleans) that fit int32, or none."""
         self._tensors = [x if x.dtype == torch.float32 else x.int() for x in tensors]
         self._copied: torch.cuda.Event | None = None
         if device != "cuda":
@@ -38,7 +38,7 @@ class HostCopy:
         self._copied.record()
 
     def _start_copy(self) -> list[Tensor]:
-        """Host tensors that hold something once an event behind this has been waited for."""
+        """Start the copy. The host tensors are valid once an event behind it is complete."""
         words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
         host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(words, non_blocking=True)
@@ -48,14 +48,14 @@ class HostCopy:
         ]
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
-        """The tensors, once they are there, and the device with them: float32 and int32."""
+        """Wait for the copy, and the device's work before it: arrays of float32 and int32."""
         if self._copied is not None:
             self._copied.synchronize()
         return [tensor.numpy() for tensor in self._tensors]
 
 
 class Stopwatch:
-    """Seconds that the device takes for what it is given between here and ``stop``."""
+    """Measures how long the device takes for the work queued between ``__init__`` and ``stop``."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class Stopwatch:
         self._stopped = self._now()
 
     def seconds(self) -> float:
-        """Once the device has come that far."""
+        """The measured seconds; the device must have finished that work."""
         if isinstance(self._started, float):
             return self._stopped - self._started
         return float(self._started.elapsed_time(self._stopped)) / 1e3

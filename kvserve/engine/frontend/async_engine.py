@@ -41,7 +41,7 @@ class AsyncEngine:
         self.dead_error: BaseException | None = None
         self.stats = EngineStats()
         self.pool: PoolView | None = None
-        """The newest while ``watch_pool`` is on."""
+        """The newest view while ``watch_pool`` is on."""
         self._client: EngineClient = (
             ProcessClient(config) if mode == "process" else ThreadClient(config)
         )
@@ -50,8 +50,8 @@ class AsyncEngine:
         self._queues: dict[str, asyncio.Queue[_Event]] = {}
 
     async def start(self) -> None:
-        """Load the model; raises ``ConfigError`` with one line where that cannot work."""
-        # Both at once: what is wrong with the tokenizer is known before a model is loaded.
+        """Load the model; raises ``ConfigError`` with one line if that cannot work."""
+        # Both at once: errors of the tokenizer show before the model is loaded.
         texts = asyncio.ensure_future(asyncio.to_thread(self._load_tokenizer))
         core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
         try:
@@ -69,7 +69,7 @@ class AsyncEngine:
         self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, tasks)
 
     def _load_tokenizer(self) -> TaskResolver:
-        """The tokenizer, and what names the task of a prompt."""
+        """Load the tokenizer; returns what decides the tasks of prompts."""
         model = self.config.model
         path = model.model
         if not model.skip_tokenizer_init and model.tokenizer is None:
@@ -128,7 +128,7 @@ class AsyncEngine:
                 self._client.add(new)
             while not output.finished:
                 event = await events.get()
-                # One look at the newest state is enough; nothing comes behind an error.
+                # Only the newest output is yielded; nothing comes behind an error.
                 while not (isinstance(event, Exception) or events.empty()):
                     event = events.get_nowait()
                 if isinstance(event, Exception):
@@ -146,11 +146,11 @@ class AsyncEngine:
             self._queues[request_id].put_nowait(error)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached blocks before anything that is sent later starts."""
+        """Forget cached blocks; requests sent later find none of them."""
         self._client.reset_prefix_cache()
 
     def watch_pool(self, on: bool) -> None:
-        """Look at the pool some times a second, or no more."""
+        """Start or stop views of the pool (``pool``), which come several times a second."""
         self.pool = None
         if self.dead_error is None:
             self._client.watch_pool(on)

@@ -1,7 +1,7 @@
-"""Where an engine core runs when somebody else's event loop must stay free: a thread or a process.
+"""Runs an engine core in a thread or a process, so that the caller's event loop stays free.
 
-A thread shares the interpreter lock with its client and costs it a fifth of the throughput; the
-server takes the process, tests and notebooks may take the thread.
+A thread shares the interpreter lock with its client, which costs a fifth of the throughput. So the
+server uses the process; tests and notebooks may use the thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OnDeath = Callable[[BaseException], None]
 
 
 class EngineClient(Protocol):
-    """A core somewhere. The callbacks run in the event loop that called ``start``."""
+    """A core that runs elsewhere. The callbacks run in the event loop that called ``start``."""
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
 
@@ -159,12 +159,12 @@ class ProcessClient:
                 on_outputs(await link.receive())
         except EngineDeadError as error:
             on_death(error)
-        except Exception as error:  # nobody would hear of the engine any more
+        except Exception as error:  # else open requests would wait forever
             logger.exception("the engine's answers cannot be read")
             on_death(EngineDeadError(f"its answers cannot be read: {error}"))
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argument: T) -> None:
-    """Run a callback in the loop; one that has been closed no longer wants it."""
+    """Run a callback in the loop, unless the loop has been closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, argument)

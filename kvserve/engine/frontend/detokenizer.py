@@ -1,4 +1,4 @@
-"""Ids to text as they come: no half characters, and nothing that may open a stop string."""
+"""Turns ids into text as they come, without half characters and possible parts of stop strings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class IncrementalDetokenizer:
         try:
             piece = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:  # tokenizers has no type for it
-            # With byte fallback, a byte that is no character spoils those before it in the
-            # decoder's eyes. They have been shown, so go on behind them.
+            # With byte fallback, a byte that makes no character also makes the bytes before it
+            # invalid for the decoder. These have been shown, so go on behind them.
             piece = self._behind()
             self._stream = DecodeStream(self._ids, self._skip_special)
         if piece:
@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
             self._append(piece)
 
     def flush(self) -> None:
-        """The end: show what was held back, unfinished characters included."""
+        """At the end, show what was held back, unfinished characters included."""
         if self.stop is None:
             self.text += self._held + self._behind()
             self._held = ""

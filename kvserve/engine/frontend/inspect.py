@@ -1,6 +1,6 @@
-"""Which positions a policy keeps: one prompt, a given continuation, and every move followed.
+"""Finds which positions a policy keeps of a prompt and a given continuation, by following moves.
 
-The continuation is forced upon the sampler; all else is the engine as it always runs.
+The sampler is made to return the continuation; the engine runs as always otherwise.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask
 
 _MORE_TOKENS = 2
-"""Tokens after the last given one: events due at its end run in the step that feeds the first."""
+"""Tokens sampled behind the continuation: events due at its end run as the first is computed."""
 
 
 @dataclass(frozen=True)
 class Event:
     """What was held after one event: positions ``held [L, Hkv, n]`` of the ``seen`` tokens.
 
-    -1 stands behind what a shorter lane holds; ``before`` is what the longest held until then.
+    Shorter lanes are padded with -1; ``before`` is the length of the longest before the event.
     """
 
     seen: int
@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Positions ``held [L, Hkv, n]`` (-1: none) once all is in and every event due has run."""
+    """Positions ``held [L, Hkv, n]`` (-1: none) after all tokens and all events that were due."""
 
     input_ids: IntArray
     held: IntArray

@@ -20,7 +20,7 @@ from kvserve.sampling_params import SamplingParams
 class LLMEngine:
     """``add_request``, then ``step`` while ``has_unfinished_requests``.
 
-    ``model``: one already loaded with these settings, of an engine before this one.
+    ``model``: a model that an earlier engine has loaded with the same settings.
     """
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:

@@ -123,7 +123,7 @@ class OutputProcessor:
             if branch.metrics.first_token_time is None:
                 branch.metrics.first_token_time = now
             if branch.detokenizer is not None and branch.detokenizer.stop is not None:
-                # Stop strings are seen here, not in the core; its counts come with the abort.
+                # The core does not see stop strings: the sequence is aborted to get its counts.
                 branch.choice.finish_reason = "stop"
                 branch.choice.stop_reason = branch.detokenizer.stop
                 if seq_id not in ended:
@@ -151,7 +151,7 @@ class OutputProcessor:
         return failed
 
     def _fail(self, seq_id: int, error: Exception) -> None:
-        """What is wrong with one sequence's text is no reason to stop the others'."""
+        """End a sequence whose text cannot be made; the others go on."""
         branch = self._branches.pop(seq_id)
         request_id = branch.request.request_id
         logger.error("the text of request %s could not be made", request_id, exc_info=error)
@@ -199,7 +199,7 @@ class OutputProcessor:
         self._close(branch)
 
     def _close(self, branch: _Branch) -> None:
-        """One branch has ended; with the last one its request has."""
+        """Finish the request if ``branch``, which has ended, was its last one."""
         request = branch.request
         if all(seq_id not in self._branches for seq_id in self._by_request[request.request_id]):
             request.finished = True

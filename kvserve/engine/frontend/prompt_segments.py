@@ -1,6 +1,6 @@
 """What the task classifier sees of a prompt: the sentences at its two ends, and its outward shape.
 
-Requests stand at an end, and the text that they are about lies between. A sentence has features for
+The request usually stands at an end, beside the text that it is about. A sentence has features for
 its words and for where it stands; a word that training never saw has no weight.
 """
 
@@ -30,7 +30,7 @@ _MARKS = str.maketrans("\u2018\u2019\u201c\u201d\u061f\u037e", "''\"\"??")
 
 
 def _lexicon() -> dict[str, str]:
-    """Words that say alike, each under one heading."""
+    """The heading of each known word; words of similar meaning share one."""
     lines = (DATA / "lexicon.txt").read_text(encoding="utf-8").splitlines()
     parts = [line.partition(": ") for line in lines]
     return {word: sort for sort, _, words in reversed(parts) for word in words.split()}
@@ -43,8 +43,9 @@ LEXICON = _lexicon()
 class Segment:
     """A sentence or line: ``prompt[start:end]``; its number from the front and from the back.
 
-    ``front_block`` and ``back_block`` are the sentences of the first and the last paragraph, if it
-    belongs to that; ``begins`` how it begins, and ``alike`` whether most others do so too.
+    ``front_block`` and ``back_block`` are how many sentences the first and the last paragraph have
+    if this one belongs to it, else 0. ``begins`` is the kind of its beginning, and ``alike`` says
+    whether most other sentences begin the same way.
     """
 
     text: str
@@ -148,13 +149,13 @@ def segments(prompt: str) -> list[Segment]:
 
 
 def _label(text: str) -> str | None:
-    """The label that a line begins with, "Answer:", with numbers alike."""
+    """The label that a line begins with, like "Answer:"; numbers in it make no difference."""
     found = _LABEL.match(text)
     return (found[1] or "#").lower() + found[2] if found else None
 
 
 def _beginning(text: str, again: bool) -> str:
-    """The kind of a sentence's first character, or that it has a label, perhaps one of many."""
+    """How a sentence begins: with a label (``again``: one of several), or its first character."""
     if _label(text):
         return "label again" if again else "label"
     if text[0].isalpha():
@@ -184,7 +185,7 @@ def shape(prompt: str) -> list[str]:
 
 
 def _split(text: str, offset: int) -> list[tuple[int, int]]:
-    """Where the sentences of a text begin and end, which holds more than a mark each."""
+    """Where the sentences of a text begin and end; each has a letter or a digit at least."""
     places, start = [], 0
     for at, after in [*((m.start(), m.end()) for m in _BREAK.finditer(text)), (len(text),) * 2]:
         while start < at and text[start].isspace():

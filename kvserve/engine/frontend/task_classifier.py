@@ -1,8 +1,9 @@
-"""WindowKV's question to a prompt: does it locate an answer, or aggregate (arXiv 2503.17922)?
+"""Classifies prompts for WindowKV (arXiv 2503.17922): does a task locate an answer, or aggregate?
 
-Runs where text is known, before a request reaches the engine, and fills in the policy's
-``task="auto"``. The paper's classifier is a fine-tuned BERT whose weights are not public: give a
-checkpoint of one. Otherwise a small one that ships with the package decides, by hashed words alone.
+This runs before a request reaches the engine, where its text is known, and decides the policy's
+``task="auto"``. The paper's classifier is a fine-tuned BERT whose weights are not public; a
+checkpoint of one can be given. Without it a small classifier that ships with the package decides,
+by hashed words alone.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ def resolve_task(
 
 
 class TaskResolver:
-    """Names the task of every request that runs under WindowKV and leaves it open."""
+    """Decides the task of requests that run under WindowKV and do not name one."""
 
     def __init__(self, config: CompressionConfig, tokenizer: Tokenizer | None) -> None:
         self._server_policy = {"name": config.policy, **config.policy_args}
         self._checkpoint = config.task_classifier
         self._tokenizer = tokenizer
         if self._checkpoint:
-            _ = self._classifier  # what is wrong with it shows at the start
+            _ = self._classifier  # loaded now, so that its errors show at start
 
     def resolve(
         self, spec: str | Mapping[str, Any] | None, prompt: str | None, token_ids: list[int]
     ) -> str | Mapping[str, Any] | None:
-        """A request's ``kv_policy``; ``None``, the server's policy, stays so if nothing is open."""
+        """A request's ``kv_policy`` with its task; ``spec`` itself if no task is open."""
         asked = self._server_policy if spec is None else spec
         name = asked if isinstance(asked, str) else asked.get("name")
         if name != "windowkv":
@@ -116,9 +117,9 @@ class HashedClassifier:
         return LOCALIZATION if self.logit(prompt) >= 0 else AGGREGATION
 
     def logit(self, prompt: str) -> float:
-        """Log odds of localization: what its sentences say and, added to that, its outward shape.
+        """Log odds of localization: those of its sentences' words plus those of its outward shape.
 
-        Of sentences the mean counts, each weighted by its odds of being the request.
+        Sentences count by their mean, each weighted by its odds of being the request.
         """
         said, asks = [], []
         for segment in segments(prompt):
@@ -131,7 +132,7 @@ class HashedClassifier:
         return total + build + float(self.biases[1])
 
     def _sum(self, weights: NDArray[np.int8], which: int, features: list[int]) -> float:
-        """The sum of a sentence's weights, over the root of how many features it has."""
+        """The sum of a sentence's weights, divided by the root of its number of features."""
         if not features or not len(self.keys):
             return 0.0
         wanted = np.array(features, np.uint32)

@@ -17,7 +17,7 @@ class Tokenizer:
 
         try:
             self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # what the file, the library or its own code thinks of it
+        except Exception as error:  # any error of the file, the library or remote code
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
@@ -37,7 +37,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: no text has more of them for a token."""
+        """Characters of the longest token, the most that a text can have per token."""
         return max(map(len, self._hf.get_vocab()), default=1)
 
     def describe(self) -> dict[str, Any]:

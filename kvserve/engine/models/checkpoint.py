@@ -51,8 +51,8 @@ class Checkpoint:
     ) -> Iterator[tuple[slice, Tensor]]:
         """A region of the tensor, and nothing else of it, ``rows`` at a time.
 
-        Each piece comes with its rows' place in the tensor, and is gone when the next one is asked
-        for.
+        Each piece comes with its rows' place in the tensor, and is valid until the next one is
+        asked for.
         """
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))

@@ -1,7 +1,8 @@
 """Weights held and multiplied as FP8 (e4m3): a scale per output, and one per token for activations.
 
-Half the memory of bfloat16, and half the bytes to read in a decode step, on GPUs whose tensor cores
-multiply such numbers. Every token is rounded to FP8 at a scale of its own before it is multiplied.
+They take half the memory of bfloat16, and half the bytes to read in a decode step, on GPUs whose
+tensor cores multiply FP8. Every token is rounded to FP8 at a scale of its own before it is
+multiplied.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def can_multiply(dtype: torch.dtype, device: str, *sizes: int) -> bool:
-    """Whether this machine multiplies matrices of these inputs and outputs to ``dtype``."""
+    """Whether this machine multiplies FP8 matrices of these sizes, with results in ``dtype``."""
     if device != "cuda" or dtype != torch.bfloat16 or any(size % _ALIGNMENT for size in sizes):
         return False
     return torch.cuda.get_device_capability() >= (9, 0)

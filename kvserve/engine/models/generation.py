@@ -16,7 +16,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """``sampling`` are fields of ``SamplingParams``; ``left_out`` those it does not take."""
+    """``sampling`` are fields of ``SamplingParams``; ``left_out`` are those that it refuses."""
 
     sampling: dict[str, Any]
     left_out: dict[str, Any]
@@ -26,7 +26,7 @@ class GenerationDefaults:
 def read_generation_config(
     directory: Path, spec: ModelSpec, *, use_sampling: bool = True
 ) -> GenerationDefaults:
-    """The file's settings; ending tokens come from config.json where it names none."""
+    """The file's settings; ending tokens come from config.json if the file names none."""
     path = directory / "generation_config.json"
     raw = read_json(path) if path.exists() else {}
     eos = raw.get("eos_token_id")

@@ -39,7 +39,7 @@ def find_model(
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:
         return _download(name, revision, download_dir, patterns)
-    except Exception as error:  # whatever the network, the disk and the hub come up with
+    except Exception as error:  # any error of the network, the disk or the hub
         raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from error
 
 

@@ -1,8 +1,8 @@
 """Matrix products: plain, over FP8, or over weights that are laid out for this CPU.
 
-On a CPU ``F.linear`` is MKL's for float32, which leaves AVX512 out on AMD CPUs. For bfloat16 it is
-oneDNN's, but reorders the weights in each call. So weights are put into panels for the compiled
-product once, or are packed for oneDNN where that is not there or has no match for the CPU.
+On a CPU ``F.linear`` is MKL's for float32, which does not use AVX512 on AMD CPUs. For bfloat16 it
+is oneDNN's, but reorders the weights in each call. So weights are laid out once: in panels for the
+compiled product, or packed for oneDNN if that is not there or the CPU has AMX.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def linear(
 
 
 def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
-    """What multiplies matrices, ``"compiled"``, ``"oneDNN"`` or ``"torch"``, and why."""
+    """Which product to use, ``"compiled"``, ``"oneDNN"`` or ``"torch"``, and why."""
     if device != "cpu" or dtype not in compiled.DTYPES:
         return "torch", "weights are laid out anew for float32 and bfloat16 on a CPU alone"
     bf16 = dtype == torch.bfloat16
@@ -52,8 +52,10 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
 
 
 def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
-    """The same weight [out, in] as ``product`` wants it, in its place if it can be: there is no
-    plain one afterwards, and this one can only be multiplied with."""
+    """The weight [out, in] as ``product`` wants it, in its place if possible.
+
+    The plain weight is gone afterwards, and ``linear`` is all that can use the packed one.
+    """
     odd = weight.shape[1] % (4 // weight.itemsize)
     if product == "torch" or (product == "compiled" and odd):
         return weight

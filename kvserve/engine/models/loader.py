@@ -88,8 +88,8 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
 
 
 def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str, held: torch.dtype) -> Storage:
-    """Quantised checkpoints keep some weights as they are: what is there decides, and how they are
-    ``held``."""
+    """How ``weight`` is stored: a quantised checkpoint keeps some weights plain, so the tensors it
+    has decide, and the type in which the model has the weight ``held``."""
     if held is FP8:
         return Fp8Values()
     if weight.endswith(".weight_scale"):
@@ -101,7 +101,7 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str, held: torch.d
 
 
 def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage]) -> None:
-    """Every tensor is there, and none that the model would not use."""
+    """``ConfigError`` if a tensor is missing, or if the model would not use one that is there."""
     wanted = {part for weight, storage in stored.items() for part in storage.parts(weight)}
     missing = sorted(wanted - checkpoint.names)
     if missing:

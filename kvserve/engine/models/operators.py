@@ -1,4 +1,4 @@
-"""What a model does beside its matrix products: compiled on a CPU, Triton's kernels on a GPU."""
+"""A model's operators besides matrix products: compiled on a CPU, Triton's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvserve.kernels.cpu.build import BuildError, load_library
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Functions of ``kvserve.kernels.elementwise``; ``name`` and ``reason`` for the start-up."""
+    """Functions of ``kvserve.kernels.elementwise``; ``name``, ``reason`` for the start-up table."""
 
     name: str
     reason: str

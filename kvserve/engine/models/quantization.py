@@ -1,8 +1,8 @@
-"""Quantised weights: what config.json says of them, and how they become numbers again.
+"""Quantised weights: what config.json says about them, and how they are dequantised.
 
-Weights are dequantised as they are read and held in the model's dtype: the checkpoint's accuracy,
-not its size. Where the machine multiplies FP8 (``fp8.py``) such weights are read as they are, if
-the checkpoint wants activations rounded token by token. The KV cache stays as it is.
+Weights are dequantised as they are read and held in the model's dtype: they have the checkpoint's
+accuracy, not its size. FP8 weights are held as stored if the machine multiplies FP8 (``fp8.py``)
+and the checkpoint wants activations rounded token by token. The KV cache is not quantised by this.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Quantization(Storage, Protocol):
 
     @property
     def not_applied(self) -> str:
-        """What else the checkpoint asks for and is not done, for the start-up table."""
+        """What else the checkpoint asks for that kvserve does not do, for the start-up table."""
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor serves what is not applied."""
+        """Whether the tensor is only for what is not applied."""
         ...
 
 
@@ -59,7 +59,7 @@ def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
 class Fp8:
     """e4m3 numbers times a float scale per tensor or per output channel.
 
-    ``by_token``: activations are to be rounded to FP8 at scales found as they come.
+    ``by_token``: the checkpoint wants activations rounded to FP8 at scales found at run time.
     """
 
     not_applied: str
@@ -82,7 +82,7 @@ class Fp8:
 
 
 class Fp8Values:
-    """The numbers alone, as they are stored."""
+    """FP8 weights as they are stored, without their scales."""
 
     def parts(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -102,7 +102,7 @@ class Fp8Values:
 
 
 class Fp8Scales:
-    """Their scales, one per output."""
+    """The scales of FP8 weights, one per output."""
 
     def parts(self, name: str) -> tuple[str, ...]:
         return (name,)

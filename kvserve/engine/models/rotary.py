@@ -55,7 +55,7 @@ def _exponents(dim: int) -> Tensor:
 
 
 def _inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
-    """float32 [D/2], up to the original context where they are dynamic."""
+    """float32 [D/2]; under dynamic NTK, those up to the original context."""
     inv_freq = 1.0 / rope.theta ** _exponents(dim)
     if rope.kind == "linear":
         return inv_freq / rope.parameters["factor"]
@@ -80,7 +80,7 @@ def _yarn(inv_freq: Tensor, rope: RopeSpec, dim: int) -> Tensor:
     p = rope.parameters
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns so often within the original context."""
+        """The dimension that makes ``rotations`` turns within the original context."""
         turns = rope.original / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -26,8 +26,8 @@ class RopeSpec:
 class ModelSpec:
     """A decoder of the Llama family as numbers and flags.
 
-    ``max_position`` is the longest context, scaled RoPE counted in. ``window`` is that of
-    sliding-window layers, ``None`` where every layer sees everything.
+    ``max_position`` is the longest context, scaled RoPE included. ``window`` is that of
+    sliding-window layers, ``None`` if every layer has full attention.
     """
 
     architecture: str
@@ -60,9 +60,9 @@ class ModelSpec:
         )
 
     def part(self, ranks: int) -> ModelSpec:
-        """What each of so many ranks computes: its heads and its part of the MLP.
+        """What each of ``ranks`` ranks computes: its heads and its part of the MLP.
 
-        ``ConfigError`` where they cannot be shared out equally.
+        ``ConfigError`` if they cannot be divided equally.
         """
         shared = {
             "KV heads (they are not copied to several ranks)": self.num_kv_heads,
@@ -168,7 +168,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A config.json read field by field; a field that is null is one that is absent."""
+    """A config.json read field by field; null counts as absent."""
 
     raw: Mapping[str, Any]
     where: str
@@ -209,7 +209,7 @@ class _Fields:
 
 
 def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
-    """What would change the model's answers and is not built."""
+    """``ConfigError`` for settings that change the model's answers and are not built."""
     raw = config.raw
     if architecture in _ALIBI or raw.get("alibi"):
         raise config.error(
@@ -272,7 +272,7 @@ def _rope(config: _Fields) -> RopeSpec:
 
 
 def _max_position(config: _Fields, rope: RopeSpec) -> int:
-    """The context that scaled RoPE is meant for; llama3 states it as it is."""
+    """The longest context with scaled RoPE; for llama3 it is max_position_embeddings itself."""
     stated = config.count("max_position_embeddings")
     if rope.kind in ("default", "llama3"):
         return stated

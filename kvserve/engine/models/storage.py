@@ -16,7 +16,7 @@ _PIECE_BYTES = 32 * 2**20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Region = tuple[slice, ...]
-"""A part of a weight: from where to where along each of its dimensions."""
+"""A part of a weight: a slice along each of its dimensions."""
 Piece = tuple[Region, Tensor]
 """A part of a weight (dimensions left out at the end are the wanted region's), and its values."""
 

@@ -98,8 +98,8 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """Token ids in, hidden states out; ``logits`` is separate, since few positions need it.
 
-    ``spec`` is the whole model, ``part`` what this rank has of each layer. The vocabulary is shared
-    out too, in equal parts; behind the last token the last rank's rows mean nothing.
+    ``spec`` is the whole model, ``part`` what this rank has of each layer. The vocabulary is also
+    divided into equal parts; the last rank's rows behind the last token are unused.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """input_ids: [T] -> hidden states before the last norm, [T, hidden].
 
-        ``attention`` is what the backend has planned for ``batch``. Only those of the tokens at
-        ``wanted`` [W], in its order, where that is given: behind the last layer's keys and values
-        nobody needs the others.
+        ``attention`` is the backend's plan for ``batch``. If ``wanted`` [W] is given, the result is
+        only the hidden states of the tokens at these places, in this order: of the others, the last
+        layer needs just the keys and values.
         """
         hidden = self.embed(input_ids)
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         return logits[:, : self.spec.vocab_size].float()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]: each token from the rank that has it, nothing from the others."""
+        """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
             return F.embedding(input_ids, self.embedding)
         rows = len(self.embedding)

@@ -37,7 +37,7 @@ _INTERNLM2 = {
 class Target:
     """A parameter or a part of one, and the ``region`` of a checkpoint's tensor that belongs there.
 
-    ``shape`` is the whole tensor's. Row i of the region is row ``order[i]`` here.
+    ``shape`` is the whole tensor's. Row i of the region is row ``order[i]`` of the parameter.
     """
 
     tensor: Tensor
@@ -55,9 +55,9 @@ class Target:
     def shared(
         cls, tensor: Tensor, group: RankGroup, dim: int = 0, total: int | None = None
     ) -> Target:
-        """This rank's equal part of ``total`` (default: just as many as there are) along ``dim``.
+        """This rank's equal part of ``total`` (default: all ranks' rows) along ``dim``.
 
-        Where the total is smaller, the last rows here belong to nothing.
+        If ``total`` is less than the ranks' rows, the last ranks' last rows are unused.
         """
         size = tensor.shape[dim]
         total = total or size * group.size
@@ -106,7 +106,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
 
 
 def is_unused(name: str, model: Transformer) -> bool:
-    """Whether a checkpoint may hold a tensor that no weight of the model comes from."""
+    """Whether the checkpoint may hold this tensor although the model does not use it."""
     quantization = model.spec.quantization
     if quantization is not None and quantization.is_unused(name):
         return True

@@ -43,7 +43,7 @@ _WHEN = ("budget", "ratio", "trigger", "threshold", "protect_prompt", "mode", "b
 
 
 def _scorers(name: str) -> Any:
-    """An argument that goes on to the scorer, as SnapKV declares it."""
+    """An argument that is passed on to the scorer, as SnapKV declares it."""
     return like(SnapKV, name, default=None, help=f"the scorer's {name} (default: its own)")
 
 
@@ -52,9 +52,9 @@ class AdaKV(BudgetedPolicy):
     """Keep a prompt's best entries by another policy's scores, more of them in heads whose scores
     stand out; with trigger threshold, bound what a long generation holds.
 
-    ``budget`` is the mean over heads. As released, rounding may hold some entries more or less.
-    With trigger threshold rounding holds none more; heads that have fewer entries than their share
-    keep what they have, and what they leave is not handed to others, so the mean may be less.
+    ``budget`` is the mean over heads. As released, rounding may keep some entries more or less.
+    With trigger threshold rounding never keeps more. A head that has fewer entries than its share
+    keeps them all, and the rest of its share goes to no other head, so the mean may be less.
     """
 
     name: ClassVar[str] = "adakv"
@@ -162,17 +162,17 @@ class AdaKV(BudgetedPolicy):
         return True
 
     def score(self, obs: Observation) -> Tensor:
-        """The scorer's, -inf where a shorter lane has no entry."""
+        """The scorer's scores, -inf where a shorter lane has no entry."""
         return obs.all_heads(obs.there(self.scores_by.score(obs)))
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """The best entries of each head, as many as its share, and the protected ones."""
+        """Of each head the best entries, as many as its share, and the protected ones."""
         newest = length - scores.shape[-1]
         counts = self.head_budgets(scores, self._layer_budgets(scores, length, keep)) + newest
         return Selection(uneven_best_and_newest(scores, length, counts), counts)
 
     def _layer_budgets(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """Mean over the heads of each layer, the protected entries aside: int64 [L, 1]."""
+        """Mean budget per head of each layer, without the protected entries: int64 [L, 1]."""
         num_layers, scorer = scores.shape[1], self.scores_by
         budgets = [keep - self.protected] * num_layers
         if isinstance(scorer, PyramidKV):
@@ -203,7 +203,7 @@ class AdaKV(BudgetedPolicy):
 
 @contextmanager
 def _naming(argument: str) -> Iterator[None]:
-    """Another policy's refusal becomes this one's, of an argument they share or of ``argument``."""
+    """Raise a scorer's error as this policy's: of an argument both have, else of ``argument``."""
     try:
         yield
     except PolicyError as error:

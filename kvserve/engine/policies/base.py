@@ -48,9 +48,10 @@ __all__ = [
 class Selection:
     """Kept places of E events: the first ``counts [E, L', Hkv]`` of ``indices [E, L', Hkv, K]``.
 
-    int64; these ascend, what stands behind them does not matter. Counts are equal over heads where
-    a policy's granularity is LAYER. ``heads``, as ``indices``, says by its bits which query heads
-    of the group attend to a place, for policies whose entries are held as codes; ``None``: all.
+    int64. The kept indices ascend; those behind them are ignored. Counts are equal over heads if
+    the policy's granularity is LAYER. ``heads``, in the shape of ``indices``, is for policies whose
+    entries are held as codes: bit g says whether query head g of the group attends to the place.
+    ``None``: all do.
     """
 
     indices: Tensor
@@ -75,15 +76,15 @@ class Policy:
     avoid: ClassVar[str] = ""
     """When not to use it."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Fields of which one has to be given."""
+    """Fields of which one must be given."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
-    """LAYER or HEAD where lengths differ after its events."""
+    """LAYER or HEAD if its events leave layers, or KV heads, with different lengths."""
     keeps_blocks: ClassVar[bool] = False
-    """It is uneven and keeps whole blocks (the last one aside): no entry moves."""
+    """It is uneven and keeps whole blocks (except for the last one), so no entry moves."""
     cuts_again: ClassVar[bool] = False
-    """It is uneven, and its events may follow one another on lanes that hold unequally much."""
+    """It is uneven, and can have further events on lanes whose lengths already differ."""
     ranks_entries: ClassVar[bool] = False
-    """Its scores rank single entries, so another policy may share them out (AdaKV)."""
+    """Its scores rank single entries, so AdaKV can share out a budget by them."""
     protects: ClassVar[str] = ""
     """The field that counts the newest entries which an event always keeps and does not score."""
 
@@ -94,22 +95,22 @@ class Policy:
         self.check()
 
     def check(self) -> None:
-        """Raise ``PolicyError`` unless the arguments, right by themselves, go together."""
+        """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
 
     def check_bounds(self, max_model_len: int, pool_tokens: int | None = None) -> None:
-        """Raise ``PolicyError`` where an argument exceeds a server's context, or its pool."""
+        """Raise ``PolicyError`` if an argument exceeds a server's context, or its pool."""
         check_bounds(self, max_model_len, pool_tokens)
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
-        """This policy with what depends on the model filled in; what runs is the result.
+        """The policy that runs on this model: this one, with fields that depend on it filled in.
 
-        Raises ``PolicyError`` where the model rules it out.
+        Raises ``PolicyError`` if the policy cannot run on it.
         """
         return self
 
     @property
     def caution(self) -> str:
-        """What the start-up table says of it on this model, if there is something to say."""
+        """What the start-up table warns of with this policy on this model; empty if nothing."""
         return ""
 
     # ---- when it has events, and what the engine has ready for them ----
@@ -118,7 +119,7 @@ class Policy:
     def event_trigger(self) -> Trigger:
         """When events are due, and what they do to lengths.
 
-        A policy that has no argument ``trigger`` may call it that.
+        A policy without an argument ``trigger`` may define it under that name.
         """
         return cast(Trigger, cast(Any, self).trigger)
 
@@ -132,23 +133,23 @@ class Policy:
     def query_reduction(self) -> str | None:
         """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed.
 
-        An argument ``query_reduce`` says it.
+        By default, the argument ``query_reduce``.
         """
         reduction: str | None = getattr(self, "query_reduce", None)
         return reduction
 
     @property
     def logged_dtype(self) -> str:
-        """How queries are logged: model (the model's dtype), fp8, or auto (the engine's choice).
+        """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice).
 
-        An argument ``query_dtype`` says it.
+        By default, the argument ``query_dtype``.
         """
         dtype: str = getattr(self, "query_dtype", "auto")
         return dtype
 
     @property
     def recomputed_reduction(self) -> str | None:
-        """As ``query_reduction``, where queries are recomputed at the event instead of logged.
+        """As ``query_reduction``, if queries are recomputed at the event instead of logged.
 
         For triggers that do not log, and whose windows are scored by their own tokens.
         """
@@ -156,31 +157,31 @@ class Policy:
 
     @property
     def kept_scores(self) -> int:
-        """Entries per head whose scores go on to the next event (0: scores are made anew)."""
+        """Entries per head whose scores are kept for the next event (0: none)."""
         return 0
 
     @property
     def fits_values(self) -> bool:
-        """Whether the values of what it keeps are computed anew (``new_values``)."""
+        """Whether kept entries get new values (``new_values``)."""
         return False
 
     @property
     def expects_turns(self) -> bool:
-        """Whether an argument says what becomes of later prompts (``--continuations on``)."""
+        """Whether an argument is about later prompts, which need ``--continuations on``."""
         return False
 
     @property
     def couples_heads(self) -> bool:
         """Whether counts or choices depend on several KV heads.
 
-        Its scores then are those of all tensor-parallel ranks' heads (``Observation.all_heads``),
-        and so are its choices, of which each rank takes its own.
+        If so, its scores and choices cover the heads of all tensor-parallel ranks
+        (``Observation.all_heads``), and each rank takes its own heads of the choice.
         """
         return False
 
     @property
     def later_entries(self) -> int:
-        """Entries behind a window's places whose keys its scores look at too."""
+        """How many entries behind a window's places its scores need the keys of."""
         return 0
 
     def query_places(self, num_queries: int) -> range:
@@ -194,7 +195,10 @@ class Policy:
     # ---- what is kept ----
 
     def score(self, obs: Observation) -> Tensor:
-        """float32 [E, L', Hkv, S'] for the leaders, of the first S' places; higher is kept."""
+        """Scores of the first S' places in the leader layers, higher is kept.
+
+        float32 [E, L', Hkv, S'].
+        """
         raise NotImplementedError(f"policy {self.name} scores nothing")
 
     def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
@@ -204,15 +208,15 @@ class Policy:
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep].
 
-        Unless a policy chooses otherwise: the best ones, and those behind the scored ones.
+        By default: all places behind the scored ones, and the best of the scored ones.
         """
         return best_and_newest(scores, length, keep)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """As ``select``, for lengths that differ: ``keep`` is what counts are on average.
+        """As ``select``, for counts that differ; most policies take ``keep`` as their mean.
 
-        A place that is not there (where a lane holds less than ``length``, its row begins later)
-        scores -inf, and counts never exceed what is there.
+        A lane that holds fewer than ``length`` entries begins at a later place: the places before
+        it score -inf. Counts never exceed the entries that a lane holds.
         """
         indices = self.select(scores, length, keep)
         return Selection(indices, torch.full_like(indices[..., 0], keep))

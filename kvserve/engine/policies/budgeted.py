@@ -16,7 +16,7 @@ from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
 
 @dataclass(frozen=True)
 class PromptPolicy(Policy):
-    """``budget`` or ``ratio`` of a prompt's entries stay, cut once, when it is in."""
+    """Cuts a prompt once, at its end: ``budget`` entries stay, or ``ratio`` of them."""
 
     budget: int | None = argument(
         None,
@@ -30,7 +30,7 @@ class PromptPolicy(Policy):
 
     needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
     nearest: ClassVar[bool] = False
-    """A ratio is rounded to the nearest, not down."""
+    """Whether a ratio is rounded to the nearest count instead of down."""
 
     @property
     def num_queries(self) -> int:
@@ -39,12 +39,12 @@ class PromptPolicy(Policy):
 
     @property
     def least(self) -> int:
-        """Smallest budget: the protected entries and a choice of one."""
+        """Smallest budget: the protected entries and one more."""
         return self.protected + 1
 
     @property
     def least_in_words(self) -> str:
-        """The same, for whom a smaller budget is refused."""
+        """The same in words, for the error that refuses a smaller budget."""
         if self.protects:
             return f"above {self.protects} ({self.protected})"
         return f"of at least {self.least}"
@@ -74,7 +74,7 @@ class PromptPolicy(Policy):
 
 @dataclass(frozen=True)
 class BudgetedPolicy(PromptPolicy):
-    """The same, or with trigger threshold whenever so many entries are held."""
+    """As ``PromptPolicy``; with trigger threshold, cuts whenever ``threshold`` entries are held."""
 
     trigger: str = argument(
         "prefill",
@@ -122,7 +122,7 @@ class Bound:
 
 
 class WindowVotes(Policy):
-    """How plug-ins said ``protects = "window"`` before."""
+    """An earlier way for plug-ins to say ``protects = "window"``."""
 
     protects: ClassVar[str] = "window"
 

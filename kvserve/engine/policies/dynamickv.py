@@ -1,9 +1,9 @@
 """DynamicKV: layers share a budget by what a prompt's attention says (arXiv 2412.14838).
 
 The best scores of all layers are taken together, and each layer gets its part of the budget in
-proportion to how many of them it has; this is repeated after every ``interval`` layers, and what
-an earlier round took is gone (Algorithm 1). Budgets are the exact proportions that the paper's
-formulas come to; inside a layer the choice is SnapKV's.
+proportion to how many of them it has. This is repeated after every ``interval`` layers, and no
+round raises a layer's budget again (Algorithm 1). Budgets are the exact proportions that the
+paper's formulas come to; inside a layer the choice is SnapKV's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DynamicKV(PromptPolicy):
     """Keep the prompt's entries that its last tokens attend to, more of them in the layers whose
     attention stands out for this prompt.
 
-    ``budget`` is the mean over layers; they may hold less where an earlier round took entries that
+    ``budget`` is the mean over layers; they may hold less if an earlier round dropped entries that
     a later one would have kept. A ratio is rounded to the nearest and leaves the window and one
     more entry at least. Prompts not longer than the budget stay as they are.
     """
@@ -91,8 +91,8 @@ class DynamicKV(PromptPolicy):
     def layer_budgets(self, scores: Tensor, base: int) -> Tensor:
         """Entries before the window that each layer keeps: int64 [E, L].
 
-        scores: [E, L, H, n], n above ``base``, their mean. The budget of all layers is shared by
-        those that are through, so the first ones keep up to the cap until others join.
+        scores: [E, L, H, n]; ``base``, below n, is the mean budget. The layers that are done share
+        the budget of all layers, so the first ones keep up to the cap until others join.
         """
         num_layers, most = scores.shape[1], scores.shape[-1]
         cap = min(int(Fraction(str(self.max_ratio)) * base), most)
@@ -104,10 +104,10 @@ class DynamicKV(PromptPolicy):
         return held
 
     def shares(self, best: Tensor, base: int, cap: int, num_layers: int) -> Tensor:
-        """The whole budget, shared by the layers that are through: int64, the shape of ``best``.
+        """The whole budget, shared by the layers that are done: int64, the shape of ``best``.
 
-        best: [E, l], how many of the best scores each of them has. What rounding leaves is the
-        newest layer's.
+        best: [E, l], how many of the best scores each of them has. What rounding leaves goes to the
+        newest layer.
         """
         total, done = base * num_layers, best.shape[1]
         if self.rounding == "released":
@@ -115,7 +115,7 @@ class DynamicKV(PromptPolicy):
             best = best // done
             if done == num_layers:
                 best[:, -1] += heads_base - best.sum(dim=-1)
-            # A share of nothing divides by 0 in the authors' code; here the newest layer has all.
+            # If all are 0, the authors' code divides by 0; here the newest layer gets all.
             best = cap * best // best.sum(dim=-1, keepdim=True).clamp(min=1)
         shares = total * best // best.sum(dim=-1, keepdim=True).clamp(min=1)
         shares[:, -1] += total - shares.sum(dim=-1)
@@ -125,7 +125,7 @@ class DynamicKV(PromptPolicy):
 def best_per_layer(scores: Tensor, count: int) -> Tensor:
     """How many of the ``count`` best of all scores each layer has: int64 [E, L].
 
-    scores: float32 [E, L, H, n]. Of equals, those of lower layers come first.
+    scores: float32 [E, L, H, n]. Among equal scores those of lower layers come first.
     """
     flat = scores.flatten(1)
     least = flat.kthvalue(flat.shape[-1] - count + 1, dim=-1).values[:, None]

@@ -1,8 +1,9 @@
 """H2O: heavy hitters and the newest entries (arXiv 2306.14048).
 
 An entry's score is all the attention it has received so far, from every query that could see it
-(section 4). Once the budget is full, each new entry drives out the one with the least, the newest
-``recent`` aside. As kvserve runs it: the mass of a KV head is the sum over its query heads.
+(section 4). Once the budget is full, each new entry evicts the one with the lowest score; the
+newest ``recent`` are safe. As kvserve runs it: the mass of a KV head is the sum over its query
+heads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvserve.scheduler.trigger import EveryStep, Trigger
 class H2O(Policy):
     """Hold ``budget`` entries: the newest ones, and those that received most attention.
 
-    Once that many are held, each new entry drives out the one that received least.
+    Once that many are held, each new entry evicts the one that received least.
     """
 
     name: ClassVar[str] = "h2o"
@@ -56,7 +57,7 @@ class H2O(Policy):
 
     @property
     def newest(self) -> int:
-        """Entries that are kept for being new."""
+        """How many of the newest entries are always kept."""
         return -(-self.entries // 2) if self.recent is None else self.recent
 
     @property

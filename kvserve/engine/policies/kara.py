@@ -247,7 +247,7 @@ class Kara(Policy):
 
     @property
     def _places(self) -> range | None:
-        """Of the queries, where attention is absolute."""
+        """The queries' places in the window if attention is absolute, else ``None``."""
         return self.query_places(self.window) if self.sees_all else None
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:

@@ -1,8 +1,8 @@
 """PyramidInfer: compute fewer of a prompt's tokens from layer to layer (arXiv 2405.12532).
 
-What the newest tokens of a prompt hardly attend to in one layer is left out of all layers above,
-keys, values and computation alike (section 3). Ratios and rounding follow the authors' code. As
-kvserve runs it, tokens generated later are scored over the entries that are still held then.
+Tokens that a prompt's newest tokens hardly attend to in one layer are left out of all layers above:
+their keys, their values and their computation (section 3). Ratios and rounding follow the authors'
+code. As kvserve runs it, tokens generated later are scored over the entries still held then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PyramidInfer(Policy):
         return True
 
     def score(self, obs: Observation) -> Tensor:
-        """Weighted mean of what the recent queries give: float32 [E, L, H, n - recent]."""
+        """Weighted mean of the recent queries' attention: float32 [E, L, H, n - recent]."""
         count, device = obs.queries.shape[-2], obs.keys.device
         return obs.weighted_mass(torch.linspace(1, self.distance_weight, count, device=device))
 
@@ -109,7 +109,7 @@ class PyramidInfer(Policy):
         return best_and_newest(scores, obs.keys.shape[-2], keep)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """All that was chosen before, the best of the ``period`` after it, and the recent ones."""
+        """All entries kept before, the best of the ``period`` after them, and the recent ones."""
         older = scores.shape[-1] - self.period
         known = scores[..., :older]
         scores = torch.cat(

@@ -90,5 +90,5 @@ def _with_preset(policy: type[Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_policies() -> list[dict[str, Any]]:
-    """What is to be said of every policy, its arguments and their JSON Schema."""
+    """The descriptions of all policies, their arguments and JSON Schemas."""
     return [describe(name, policy_class(name)) for name in policy_names()]

@@ -1,4 +1,4 @@
-"""What a policy may look at when it scores: the only door from policies to the kernels."""
+"""What a policy can score with: the only interface from policies to the kernels."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def _alone(x: Tensor) -> Tensor:
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
 
-    Hlog is Hkv where the logged query is a group's mean, else Hq; in 4 bits each has beside it what
-    share of its attention newest entries got, for absolute attention. ``scale`` multiplies q . k.
-    ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last event,
-    for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True where
-    a shorter lane has no entry: lanes end together, so its first places; ``None``: all are there.
-    Of the keys the last ``later`` stand behind the window's places, where a policy asks for them.
-    ``values``, shaped as the keys, are there for policies that fit them.
+    Hlog is Hkv if the mean of each GQA group is logged, else Hq. Each query logged in 4 bits has
+    the share of its attention that newest entries got, for absolute attention. ``scale`` multiplies
+    q . k. ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last
+    event, for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True
+    where a shorter lane has no entry: lanes end together, so these are its first places; ``None``:
+    no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
+    ask for them. ``values``, in the shape of the keys, are given to policies that fit values.
 
     Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
@@ -71,17 +71,17 @@ class Observation:
     ) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4).
 
-        With the queries' ``places`` in the window it is absolute: the softmax runs over all that a
-        query saw, and over those that came after it, the ``later`` ones among them.
+        If the queries' ``places`` in the window are given, attention is absolute: the softmax runs
+        over all entries that a query saw and over those after it, the ``later`` ones included.
         """
         keys, seen = self._seen(places)
         return window_scores(self.queries, keys, self.scale, aggregate, group_aggregate, seen)
 
     def fitted_values(self, kept: Tensor, places: range | None = None) -> Tensor:
-        """Values of the window's entries ``kept [E, L, Hkv, N]`` that make up for the others'.
+        """New values of the window's entries ``kept [E, L, Hkv, N]`` that make up for the others'.
 
-        Over the attention that ``mass`` adds up; needs queries of all heads. Returns float32
-        [E, L, Hkv, N, D].
+        They are fitted over the attention that ``mass`` adds up, and need queries of all heads.
+        Returns float32 [E, L, Hkv, N, D].
         """
         assert self.values is not None, "values come to policies that fit them"
         keys, seen = self._seen(places)
@@ -98,19 +98,19 @@ class Observation:
     def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
         """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W].
 
-        ``absolute``: over all that a query saw, also where that is no longer there or not observed.
+        ``absolute``: the softmax runs over all that a query saw, evicted or unobserved entries too.
         """
         shares = self.shares if absolute else None
         return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
 
     def causal_by_head(self) -> Tensor:
-        """The same of every query head by itself: float32 [E, L, Hlog, n - W]."""
+        """As ``causal``, for every query head by itself: float32 [E, L, Hlog, n - W]."""
         return causal_scores(self.queries, self.keys, self.scale, "none", self.missing)
 
     def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
-        """The same with the softmax over the earlier keys alone, of logits reduced first.
+        """As ``causal``, but logits are reduced first, and the softmax runs over earlier keys only.
 
-        ``absolute``: probabilities are reduced, over all that a query saw.
+        ``absolute``: probabilities are reduced instead, and the softmax is over all a query saw.
         """
         shares = self.shares if absolute else None
         return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
@@ -123,10 +123,10 @@ class Observation:
         return mass
 
     def weighted_mass(self, weights: Tensor) -> Tensor:
-        """Attention that earlier keys get from the last W queries, which count ``weights [W]``.
+        """Attention that earlier keys get from the last W queries, weighted by ``weights [W]``.
 
-        The mean over these and over the query heads of all ranks, for each of their KV heads:
-        float32 [E, L, H, n - W], -inf where no entry is; lanes of a layer are equally long.
+        The mean over these queries and over the query heads of all ranks, repeated for each KV
+        head: float32 [E, L, H, n - W], -inf where no entry is. Lanes of a layer have one length.
         """
         (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
         mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
@@ -145,7 +145,7 @@ class Observation:
         return anchor_similarity(self.keys, self.missing)
 
     def all_heads(self, x: Tensor) -> Tensor:
-        """``x [E, L, H, ...]`` of this rank's heads (KV or query) as that of every rank's."""
+        """``x [E, L, H, ...]`` of this rank's heads (KV or query), joined with all other ranks'."""
         return self.gather(x)
 
     def there(self, scores: Tensor) -> Tensor:

@@ -68,10 +68,10 @@ def token_to_chunk_torch(scores: Tensor, keep: int, chunk_budget: int, max_chunk
 
 
 def best_and_newest(scores: Tensor, length: int, keep: int) -> Tensor:
-    """The best of the scored places, and every place of ``length`` behind them.
+    """``keep`` of ``length`` places: every unscored one, and the best of the scored ones.
 
-    scores: float32 [..., n], of the first n of ``length`` places. Returns ascending int64
-    [..., keep], whose last ``length - n`` are the unscored ones.
+    scores: float32 [..., n], of the first n places. Returns ascending int64 [..., keep], whose last
+    ``length - n`` are the unscored ones.
     """
     scored = scores.shape[-1]
     best = stable_order(scores)[..., : keep - (length - scored)].sort(dim=-1).values
@@ -83,7 +83,7 @@ def uneven_best_and_newest(scores: Tensor, length: int, counts: Tensor) -> Tenso
     """As ``best_and_newest``, with ``counts [...]`` kept places instead of equally many.
 
     Returns int64 [..., length], of which the first ``counts`` are kept and ascend. Counts include
-    the unscored newest places and must not exceed what is there.
+    the unscored newest places and must not exceed the places that exist.
     """
     scored = scores.shape[-1]
     kept = ranks(scores) < (counts - (length - scored))[..., None]
@@ -145,8 +145,9 @@ def union_and_newest(chosen: Tensor, length: int) -> tuple[Tensor, Tensor, Tenso
     """The places that any query head of a KV head chose, held once, and every unscored newest one.
 
     chosen: bool [..., Hkv, G, n]. Returns indices int64 [..., Hkv, length] and counts, as
-    ``uneven_best_and_newest`` takes and gives them, and which query heads attend to each: bit g
-    for head g, every bit where all do, as to the newest. SpindleKV's ``repeat`` without its copies.
+    ``uneven_best_and_newest`` takes and gives them, and which query heads attend to each place: bit
+    g for head g, every bit if all do, as for the newest. This is SpindleKV's ``repeat`` without its
+    copies.
     """
     group, scored = chosen.shape[-2:]
     bits = 1 << torch.arange(group, device=chosen.device)

@@ -35,9 +35,10 @@ class SpindleKV(Policy):
     layers, and store what is alike once.
 
     ``ratio`` is the mean over layers, the window included, rounded down in each of them; 1 evicts
-    nothing. With ``gqa=repeat`` it is what each query head keeps, and a KV head holds what any of
-    them does. What codes save depends on the text: ``usage.kv_cache_details`` says what they did.
-    Without ``codebook`` the eviction alone remains, with a table per layer.
+    nothing. With ``gqa=repeat`` it is the share that each query head keeps, and a KV head holds the
+    entries that any of its query heads keeps. How much codes save depends on the text:
+    ``usage.kv_cache_details`` reports it. Without ``codebook`` entries are only evicted, with a
+    table per layer.
     """
 
     name: ClassVar[str] = "spindlekv"
@@ -104,12 +105,12 @@ class SpindleKV(Policy):
             require(self.query_reduce == "heads", "query_reduce", self.query_reduce, each)
 
     def for_model(self, num_layers: int, block_size: int) -> SpindleKV:
-        """Itself, or the eviction alone; codes come in whole blocks."""
+        """This policy or, without a codebook, ``SpindleEviction``; codes come in whole blocks."""
         if not self.codebook:
             return SpindleEviction(**{f.name: getattr(self, f.name) for f in fields(SpindleKV)})
         whole = f"a multiple of the block size ({block_size}), since codes come in whole blocks"
         require(self.flush_every % block_size == 0, "flush_every", self.flush_every, whole)
-        # The entries that fill no block stay raw, and have to be the newest tokens.
+        # Entries that do not fill a block stay raw, and have to be the newest tokens.
         least = f"at least the block size ({block_size}) where there is a codebook"
         require(self.window >= block_size, "window", self.window, least)
         return self
@@ -133,7 +134,7 @@ class SpindleKV(Policy):
     def score(self, obs: Observation) -> Tensor:
         """Votes for the entries before the window: float32 [E, L, Hkv, n - window].
 
-        With ``repeat`` those of each query head, [E, L, Hkv, G, n - window].
+        With ``repeat``, votes of each query head: [E, L, Hkv, G, n - window].
         """
         if not obs.queries.shape[-2]:  # nothing is to be evicted
             one = (1,) if self.gqa == "repeat" else ()
@@ -151,7 +152,7 @@ class SpindleKV(Policy):
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best of each layer, or of each query head, and the window.
 
-        Counts are equal over heads but for ``repeat``.
+        Counts are equal over heads, except with ``repeat``.
         """
         context = scores.shape[-1]
         budgets = layers(self.layer_budgets(scores.shape[1], length), scores).clamp(max=context)

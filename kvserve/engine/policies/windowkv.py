@@ -1,10 +1,11 @@
 """WindowKV: keep whole windows of neighbouring entries, chosen as the task wants it (arXiv
 2503.17922).
 
-For a task that locates an answer a window counts by all its entries, for one that aggregates by
-its best ones; the first layer of each group chooses for the others, and budgets fall from group to
-group (section 3). Where paper and code disagree the code's budgets and the paper's tasks are the
-default. As kvserve runs it, ``budget`` counts the observation window, which the paper adds on top.
+A window is scored by all its entries if the task is to locate an answer, and by its best ones if
+the task is to aggregate. The first layer of each group chooses for the others, and budgets fall
+from group to group (section 3). Where paper and code disagree, the code's budgets and the paper's
+tasks are the default. As kvserve runs it, ``budget`` counts the observation window, which the paper
+adds on top.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class WindowKV(Policy):
     """Keep those windows of a prompt that its last tokens attend to, alike in neighbouring layers,
     and more of them in lower ones.
 
-    ``budget`` is the mean over layers before windows are made whole; a layer keeps up to
-    ``chunk_size`` entries more or less, so the mean held may exceed ``budget`` by up to a window
-    (by 12 entries of 60, say), and the uppermost may keep nothing but the newest entries where the
-    budget is small. With task auto
-    the server classifies the prompt's text; without a text the task is localization.
+    ``budget`` is the mean over layers before budgets are rounded to whole windows. Rounding keeps
+    up to ``chunk_size`` entries more or less in a layer, so the mean held may exceed ``budget`` by
+    up to a window (by 12 entries of 60, say). If the budget is small, the uppermost layers may keep
+    only the newest entries. With task auto the server classifies the prompt's text; without a text
+    the task is localization.
     """
 
     name: ClassVar[str] = "windowkv"
@@ -146,9 +147,9 @@ class WindowKV(Policy):
         return True
 
     def score(self, obs: Observation) -> Tensor:
-        """Each entry gets what its window counts: float32 [E, L', Hkv, n - window].
+        """Each entry gets its window's score: float32 [E, L', Hkv, n - window].
 
-        The mean of a window's ``best`` entries in each query head, then the mean over those.
+        That is the mean of the window's ``best`` entries in each query head, then over the heads.
         """
         votes = obs.all_heads(obs.causal_by_head())
         kv_heads = votes.shape[2] * obs.keys.shape[2] // obs.queries.shape[2]
@@ -179,6 +180,6 @@ class WindowKV(Policy):
 
 
 def _nearest_divisor(num_layers: int) -> int:
-    """The divisor nearest to a quarter of it; of two, the smaller."""
+    """The divisor of ``num_layers`` nearest to a quarter of it; of two, the smaller."""
     divisors = [size for size in range(1, num_layers + 1) if num_layers % size == 0]
     return min(divisors, key=lambda size: abs(4 * size - num_layers))

@@ -1,12 +1,12 @@
 """Decoding steps as CUDA graphs: padded to a few sizes, over buffers that never move.
 
 A graph holds one forward of the first rows: it reads the rows' tensors, fills the buffers of its
-batch in place, and logs queries where those say. Events, swaps and table updates run before it and
-change what the tensors hold, never where they are. Elsewhere than on a GPU the captured function is
+batch in place, and logs queries to the slots in them. Events, swaps and table updates run before it
+and change what the tensors hold, never where they are. Without a GPU the captured function is
 simply called, so that the same steps run there.
 
-A graph knows addresses and keeps nothing there alive but what it allocated itself: a ``PaddedStep``
-holds what it was given.
+A graph stores addresses, and keeps alive only the memory that it allocated itself. A ``PaddedStep``
+therefore holds the buffers that the graph was given.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _LARGEST = 512
 def capture_sizes(
     config: EngineConfig, device: str, choice: Choice, *, rebuilds_codes: bool
 ) -> tuple[list[int], str]:
-    """Ascending, none where there are to be no graphs; and why, for the start-up table.
+    """The sizes to capture, ascending (none: no graphs), and the reason for the start-up table.
 
-    ``rebuilds_codes``: how many there are is known only as a step runs.
-
-    ``ConfigError`` where sizes are named and cannot be.
+    ``rebuilds_codes`` rules graphs out: the number of codes is known only when a step runs.
+    ``ConfigError`` if sizes are named that cannot be captured.
     """
     wanted, most = config.cudagraph_capture_sizes, config.scheduler.max_num_seqs
     if config.enforce_eager:
@@ -108,15 +107,15 @@ class DecodeGraphs:
         """``step`` as a graph that returns its one output. No row decodes meanwhile."""
         if self._pool is None:
             return CapturedStep(step, _called(step))
-        # Once outside: libraries set themselves up and kernels are compiled, on another stream as
-        # torch wants it.
+        # Run once before the capture, so that libraries initialise and kernels are compiled; on a
+        # side stream, as torch requires.
         stream = _capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step.forward()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (of NCCL, of pinned memory) may call CUDA in the meantime.
+        # Other threads (NCCL's, pinned memory's) may call CUDA during the capture.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             hidden = step.forward()
@@ -140,21 +139,21 @@ class PaddedStep:
     planned: BatchAttention
 
     def forward(self) -> Tensor:
-        """Hidden states of all rows; those behind the first ``count`` mean nothing."""
+        """Hidden states of all rows; those behind the first ``count`` are padding."""
         input_ids = self.batch.update_graph_inputs(self.buffers, self.count)
         return self.model(input_ids, self.buffers, self.cache, self.planned)
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """``run`` does what ``step`` did as it was captured, and does not keep it alive."""
+    """``run`` replays ``step`` as captured. It does not keep ``step`` alive: this object does."""
 
     step: PaddedStep
     run: Callable[[], Tensor]
 
 
 def _called(step: PaddedStep) -> Callable[[], Tensor]:
-    """Without a GPU: calls it, as long as somebody else keeps it."""
+    """Without a GPU: calls ``step``, which something else has to keep alive, as with a graph."""
     known = WeakMethod(step.forward)
 
     def run() -> Tensor:
@@ -167,5 +166,5 @@ def _called(step: PaddedStep) -> Callable[[], Tensor]:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all graphs of a process: cuBLAS takes a workspace for each (32 MiB on Hopper)."""
+    """One for all graphs of a process: cuBLAS takes a workspace per stream (32 MiB on Hopper)."""
     return torch.cuda.Stream()

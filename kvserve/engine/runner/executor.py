@@ -67,7 +67,7 @@ class Executor:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A step that fails, or is interrupted, on one rank ends all: none can go on alone."""
+        """End all ranks if the step fails or is interrupted: no rank can go on alone."""
         try:
             yield
         except BaseException as error:
@@ -100,7 +100,7 @@ class OtherRanks:
             self._start(RankStart(plan, rank, size, self._store, attention, threads, level))
 
     def join(self) -> RankGroup:
-        """The group, once every rank has come."""
+        """The group, once every rank has started."""
         if self._size > 1:
             for rank in range(1, self._size):
                 answer = self._receive(rank)
@@ -109,17 +109,17 @@ class OtherRanks:
         return self._group
 
     def least_memory(self, own: int) -> int:
-        """Bytes that every rank has left once all have loaded their part of the model."""
+        """The fewest bytes that any rank has left once all have loaded their part of the model."""
         return min([own, *(self._receive(rank) for rank in range(1, self._size))])
 
     def build(self, pool: Pool) -> None:
-        """Let them allocate; from now on they say nothing, and are watched."""
+        """Let the ranks allocate. From then on they send nothing, and a thread watches them."""
         self._tell(pickle.dumps(pool))
         if self._pipes:
             threading.Thread(target=self._watch, name="kvserve-ranks", daemon=True).start()
 
     def send(self, message: SchedulerOutput | tuple[int, Policy] | str) -> None:
-        """Hand the same message to all; ``EngineDeadError`` if one of them has ended."""
+        """Send the same message to all ranks; ``EngineDeadError`` if one of them has ended."""
         self.check()
         if self._pipes:
             self._tell(message_for_ranks(message))
@@ -129,12 +129,12 @@ class OtherRanks:
         return not self._dead
 
     def check(self) -> None:
-        """``EngineDeadError`` says who has ended."""
+        """``EngineDeadError`` if a rank has ended; it says which one."""
         if self._dead:
             raise EngineDeadError(self._dead)
 
     def give_up(self, error: BaseException) -> None:
-        """End them all; ``EngineDeadError`` where it is one of them that has failed first."""
+        """Kill all other ranks; ``EngineDeadError`` if one of them was the first to fail."""
         if self._size == 1:
             return
         unexplained = isinstance(error, Exception) and not isinstance(error, EngineDeadError)
@@ -143,13 +143,13 @@ class OtherRanks:
         self._group.abort()
         self._closing = True
         for process in self._processes:
-            process.kill()  # they may wait for this rank, and would not hear it ask
+            process.kill()  # it may be waiting for this rank, and would read no message
         self.close()
         if failed:
             raise EngineDeadError(self._dead) from error
 
     def close(self) -> None:
-        """Ask them to leave; make those that do not within seconds."""
+        """Ask the ranks to exit, and kill those still there after a few seconds."""
         self._closing = True
         self._dead = self._dead or "the engine was closed"
         self._tell(pickle.dumps(None))
@@ -168,12 +168,12 @@ class OtherRanks:
 
     def _tell(self, message: bytes) -> None:
         for pipe in self._pipes:
-            with suppress(OSError):  # whoever has just ended is noticed elsewhere
+            with suppress(OSError):  # ``_watch`` notices a rank that has ended
                 pipe.send_bytes(message)
 
     def _start(self, start: RankStart) -> None:
         ours, theirs = Pipe()
-        # Not by multiprocessing, which would run the user's main module once more in each rank.
+        # Not multiprocessing: it would run the user's main module again in each rank.
         self._processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
@@ -200,7 +200,7 @@ class OtherRanks:
         return answer
 
     def _watch(self) -> None:
-        """Notice the first rank to end, and let what waits for it fail: NCCL would wait on."""
+        """Wait for the first rank to end, then abort the group: NCCL would go on waiting for it."""
         rank = self._pipes.index(wait(self._pipes)[0]) + 1  # type: ignore[arg-type]
         if self._closing:
             return

@@ -17,8 +17,12 @@ _GIB = 1024**3
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes of a rank: the model's weights; most that a step takes beside them, tables and graphs
-    among it, and events and swaps; what is left for the pool. Nothing of a step on a CPU."""
+    """How a rank's memory is used, in bytes.
+
+    ``weights`` are the model's; ``step`` is the most that a step takes besides them, tables and
+    graphs included; ``events`` is reserved for events and swaps; ``left`` is for the pool. Where
+    no step is measured, as on a CPU, ``step`` and ``events`` are 0.
+    """
 
     weights: int
     step: int
@@ -27,7 +31,7 @@ class Profile:
 
 
 def taken_by(run: Callable[[], None]) -> int:
-    """Most bytes of this GPU that ``run`` had at once, torch's or not."""
+    """Peak memory of ``run`` on this GPU, in bytes, torch's and other libraries'."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -35,7 +39,7 @@ def taken_by(run: Callable[[], None]) -> int:
     run()
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
-    # What torch gave back meanwhile was there too.
+    # Memory that torch has given back since its peak counts too.
     return before - after + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
 
 
@@ -48,8 +52,11 @@ def free_memory(device: str, utilization: float) -> int:
 
 
 def check_pool(config: EngineConfig, block_bytes: int, free: int) -> None:
-    """``ConfigError`` where the pool that is asked for does not fit ``free`` bytes, before anything
-    is loaded: the system would give the addresses, and end the process once they are used."""
+    """``ConfigError`` if the requested pool does not fit ``free`` bytes.
+
+    It is checked before anything is loaded: the system would grant the addresses and kill the
+    process once it used them.
+    """
     ranks = config.parallel.tensor_parallel_size
     blocks, wanted, flag = config.cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
     if blocks is not None:
@@ -72,7 +79,7 @@ def count_blocks(
 ) -> int:
     """Blocks of the pool, the null block included; never more than could be used at once.
 
-    ``layout`` is a rank's, and ``free`` bytes are what every rank could give.
+    ``layout`` is one rank's, and every rank has at least ``free`` bytes.
     """
     if config.cache.num_gpu_blocks_override is not None:
         return config.cache.num_gpu_blocks_override + 1
@@ -99,7 +106,7 @@ def count_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -
 
 
 def _available_memory() -> int:
-    """Bytes the machine, or the container, could still give; where neither says, assume 4 GiB."""
+    """Bytes that the machine, or the container, has available; 4 GiB if it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -109,7 +116,7 @@ def _available_memory() -> int:
 
 
 def _left_in_group(group: Path) -> int:
-    """Bytes below the limit of a control group (version 2); without one, as good as any."""
+    """Bytes left below the limit of a control group (version 2); 2**63 without a limit."""
     try:
         limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
         return max(int(limit) - int(used), 0)

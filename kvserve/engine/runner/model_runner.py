@@ -1,4 +1,4 @@
-"""One rank's step: compactions, then the forward, then sampling; and what it left on the device."""
+"""One rank's step: compactions, then the forward, then sampling; and the step's results."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class ModelRunnerOutput:
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
-    """Places whose grammars went wrong, and how."""
+    """Places in ``SchedulerOutput.sampled`` whose grammar failed, each with its error."""
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step in flight: what it leaves on the device, on its way to the host."""
+    """A step in flight: its results, on their way from the device to the host."""
 
     events: ScoredEvents
     compacting: Stopwatch | None
     agreed: Tensor | None
-    """Whether all ranks hold and keep the same, where this step had events."""
+    """Whether all ranks hold and keep the same; ``None`` if there was nothing to compare."""
     sampled: SampledTokens | None = None
     wanted: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scored: list[ScoredChunk] = field(default_factory=list)
@@ -72,7 +72,7 @@ class LaunchedStep:
         self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
     def collect(self) -> ModelRunnerOutput:
-        """Wait for the step. The same again from the second time on."""
+        """Wait for the step. Later calls return the same output."""
         if self._output is None:
             assert self._copy is not None
             self._output = self._read(iter(self._copy.wait()))
@@ -94,7 +94,7 @@ class LaunchedStep:
             chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
         ]
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
-        # Last, when nothing can fail any more: a grammar walks on but never back.
+        # Last, when nothing can fail any more: a grammar cannot take back a token.
         for place, grammar in self.grammars:
             grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
@@ -112,7 +112,7 @@ class ScoredChunk:
     count: int
 
     def read(self, found: list[np.ndarray[Any, Any]]) -> PromptLogprobs:
-        """What has come of ``tokens``."""
+        """The log-probabilities, from ``found``: what ``tokens`` are on the host."""
         wanted = np.full(len(found[0]), self.count)
         entries = [entry or {} for entry in _logprobs(found, wanted) or ()]
         return PromptLogprobs(self.seq_id, self.start, entries)
@@ -155,7 +155,7 @@ class ModelRunner:
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """Let ``CompactionTask.policy_id`` mean ``policy``; nobody uses its old meaning."""
+        """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses its old policy."""
         self.policies[policy_id] = policy
 
     @property
@@ -165,7 +165,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
-        """The largest step, on nothing: ``tokens`` of a prompt, then a draw for every row."""
+        """Run the largest step on padding: ``tokens`` of a prompt, then a draw for every row."""
         batch = self.batch.padding(tokens)
         planned = self.attention.plan(batch)
         hidden = self.model(batch.positions, batch, self.cache, planned)
@@ -194,7 +194,7 @@ class ModelRunner:
         return step
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
-        """The step's tokens through the model, and whoever has caught up gets a new one."""
+        """Run the step's tokens through the model, and sample for each row that has caught up."""
         rows = output.sampled_rows
         where: Tensor | slice
         if len(rows) == output.num_tokens == output.num_decoding:
@@ -214,8 +214,10 @@ class ModelRunner:
         self.batch.last_token[where] = token_ids
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
-        """Hidden states [S, hidden] of tokens that are sampled from; scores prompts on the way."""
-        # Places of tokens: the batch's, then one for each pruned prompt.
+        """Hidden states [S, hidden] that are sampled from; also scores prompts.
+
+        Places count the batch's tokens, then one for each pruned prompt.
+        """
         tokens = output.num_decoding + len(output.prefill.token_ids)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
         ends = np.cumsum(chunks) + output.num_decoding - 1
@@ -273,7 +275,7 @@ class ModelRunner:
     def _score_prompts(
         self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]
     ) -> list[ScoredChunk]:
-        """Prompt tokens that follow those chunks whose log-probabilities are ``wanted``."""
+        """Log-probabilities of the prompt tokens that follow those of the ``wanted`` chunks."""
         prefill = output.prefill
         firsts = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
         scored = []
@@ -292,7 +294,7 @@ class ModelRunner:
 def _logprobs(
     found: list[np.ndarray[Any, Any]], wanted: IntArray
 ) -> list[TokenLogprobs | None] | None:
-    """From what has come of ``SampledTokens.tensors``."""
+    """Log-probabilities by row, from ``SampledTokens.tensors`` on the host; ``None`` if none."""
     if len(found) == 1:
         return None
     rows = zip(*(part.tolist() for part in found), wanted, strict=True)

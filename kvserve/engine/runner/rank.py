@@ -1,8 +1,9 @@
 """One tensor-parallel rank: what it is told to build, and the process of every rank but the first.
 
-The first rank sends a ``RankPlan``, a ``Pool``, and from then on the messages of its scheduler and
-new policies. A rank answers twice, when it is there and with the memory it has left once its part
-of the model is loaded, or once with a ``ConfigError``. When the first rank is gone it leaves.
+The first rank sends a ``RankStart``, a ``Pool``, and from then on its scheduler's messages and new
+policies. A rank answers twice: when it has started, and with the memory it has left once its part
+of the model is loaded. If it cannot start, it answers with a ``ConfigError``. A rank exits when the
+first rank is gone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
     ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
-    ``code_slots`` is how many fit an index block, 0 where no rows are held as codes.
+    ``code_slots`` is the number of slots in an index block, 0 if no rows are held as codes.
     """
 
     config: EngineConfig
@@ -76,7 +77,7 @@ class RankPlan:
 
     @property
     def most_score_bytes(self) -> int:
-        """Memory beside the pool for scores that policies keep, those of requests among them."""
+        """Memory outside the pool for scores that policies keep, requests' policies included."""
         may_choose = self.config.compression.allow_request_policy != "none"
         return max(self.score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
 
@@ -159,7 +160,7 @@ class RankPlan:
     def ready_runner(
         self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
-        """``runner``, and on a GPU all that it will launch has been launched before."""
+        """``runner``, warmed up if it is on a GPU."""
         runner = self.runner(model, attention, pool, group)
         if self.device == "cuda":
             warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
@@ -175,7 +176,8 @@ class RankPlan:
         return reads_codes(self.config.code_attention, attention)
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
-        """What is left for the pool. On a GPU the largest step is tried, unless its size is given.
+        """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
+        the pool's size is given.
 
         All ranks call it together.
         """
@@ -197,7 +199,7 @@ class RankPlan:
         return Profile(weights, step, events, left - step - events)
 
     def _smallest_pool(self) -> Pool:
-        """Two blocks, under tables as large as they will be."""
+        """A pool of two blocks, with tables of their final size."""
         layout, rows = self.layout, self.config.scheduler.max_num_seqs
         logged = self.log_block_tokens
         kv, log = (
@@ -218,7 +220,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Pool:
-    """The scheduler's blocks, the null block among the first, and the shapes of its tables."""
+    """Numbers of blocks (``num_blocks`` counts the null block), and the shapes of the tables."""
 
     num_blocks: int
     num_host_blocks: int
@@ -241,17 +243,17 @@ class RankStart:
 
 
 JOINING = "joining"
-"""A rank's first answer: it waits for the others now."""
+"""A rank's first answer: it has started, and waits for the other ranks."""
 
 
 FORGET_SCORES = "forget scores"
-"""A message to a rank: no sequence goes on with scores that a policy keeps."""
+"""A message to a rank: no sequence needs the kept scores any more."""
 
 
 def main() -> None:
     """Main function of the process; its argument is the descriptor of its end of a pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the first rank says when to leave
+        signal.signal(number, signal.SIG_IGN)  # the first rank says when to exit
     connection = Connection(int(sys.argv[1]))
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
@@ -274,7 +276,7 @@ def main() -> None:
 
 
 def _read(connection: Connection, inbox: SimpleQueue[Any]) -> None:
-    """Take messages while the rank computes; without a first rank there is nothing to compute."""
+    """Read messages while the rank computes; end the process when the first rank is gone."""
     try:
         while True:
             inbox.put(connection.recv())

@@ -1,8 +1,8 @@
-"""Before the first request on a GPU: every kernel that its steps and events will launch, once.
+"""Launch every kernel of steps and events once on a GPU, before the first request.
 
 A Triton kernel is compiled at its first launch (0.1 to 1.6 s each), and libraries load what they
-need at theirs: without this the first requests would wait for it, some at their first event. All of
-it works on tables that name no block but the null one, so nothing that counts is read or written.
+need at theirs. Without the warm-up, the first requests would wait for this, some of them at their
+first event. All tables name only the null block, so no real entry is read or written.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from kvserve.scheduler.pruning import Pruned
 from kvserve.scheduler.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
-"""Lengths on either side of where attention takes another tile, for groups of up to 64 heads."""
+"""Chunk lengths for each of attention's tiles, for GQA groups of up to 64 heads."""
 
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) -> None:
-    """``policy`` is the engine's; requests may bring others, whose events come unprepared.
+    """Warm up steps of up to ``max_tokens`` tokens, and the first event of ``policy``.
 
-    ``max_tokens`` of a step. All ranks of a model call it together.
+    ``policy`` is the engine's; events of requests' own policies are not warmed up. All ranks of a
+    model call it together.
     """
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
@@ -45,7 +46,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
 
 
 def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
-    """One row in chunks of all tiles, over contexts that are split into more and more parts."""
+    """Batches of one row: a chunk for each tile, over contexts of growing length (more splits)."""
     most = runner.batch.block_tables.shape[3]
     widths = {min(1 << power, most) for power in range(most.bit_length() + 1)}
     for tokens in _CHUNKS:
@@ -56,7 +57,7 @@ def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
 
 
 def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """One layer's attention, also as it is where queries are logged with their shares."""
+    """Run one layer's attention; if the query log holds shares, run it with those too."""
     part, device = runner.model.part, runner.batch.device
     q = torch.zeros(
         len(batch.positions), part.num_heads, part.head_dim, dtype=runner.cache.dtype, device=device
@@ -69,7 +70,7 @@ def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
 
 
 def _draw(runner: ModelRunner) -> None:
-    """Tokens for one row and for all, with filters and without."""
+    """Draw tokens for one row and for all, with filters and without."""
     device = runner.batch.device
     hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
     for count in {1, len(runner.batch.last_token)}:
@@ -80,13 +81,13 @@ def _draw(runner: ModelRunner) -> None:
 
 
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
-    """The first event of rows that hold nothing but the null block."""
+    """Run the first event of rows whose tables name only the null block."""
     layout = runner.cache.layout
     if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
-        return  # what these run is torch's, and attention
+        return  # these run only torch's operators and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:
-        return  # no sequence comes so far
+        return  # no sequence gets so long
     tables = runner.batch.block_tables, runner.batch.log_tables
     if policy.granularity is not Granularity.MODEL:
         runner.compressor.observe(task, policy, *tables)
@@ -100,8 +101,10 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
 def first_event(
     policy: Policy, layout: KVLayout, events: int, prompt: int
 ) -> CompactionTask | None:
-    """``events`` equal rows with prompts of ``prompt`` tokens, at their first event: ``None`` if
-    they have none. What is kept goes to the null block."""
+    """The first event of ``events`` equal rows with ``prompt`` tokens; ``None`` if there is none.
+
+    Kept entries go to the null block.
+    """
 
     def each(value: int) -> IntArray:
         return np.full(events, value, np.int32)

@@ -1,7 +1,7 @@
-"""Structured output: which tokens a grammar lets pass, for all sequences that follow one.
+"""Structured output: which tokens a grammar allows, for all sequences that follow one.
 
 Grammars are compiled by llguidance (default) or xgrammar, once each; a sequence has a copy of its
-own that walks along with its tokens. The mask is a bit per token, made on the host.
+own that follows its tokens. The mask has a bit per token and is made on the host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _TIDY_EVERY = 64
 class SequenceGrammar:
     """One sequence's place in its grammar.
 
-    Nothing is asked of it until ``after`` was sampled, nor once one of ``stop_token_ids`` was.
+    The grammar applies from the token behind ``after`` on (``None``: from the first one), until one
+    of ``stop_token_ids`` is sampled.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SequenceGrammar:
         self._field = field
         self._over = False
         self.failure: RequestError | None = None
-        """What went wrong on the way, if anything."""
+        """The error, if the grammar has failed."""
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
         if self._after is not None or self._over:
@@ -81,8 +82,10 @@ class SequenceGrammar:
                 self._fail(ValueError(f"it refused the token {token_id} that it had allowed"))
 
     def _fail(self, error: BaseException) -> None:
-        """It ends its sequence: without it the text would match nothing. A panic of the backend is
-        no ``Exception``."""
+        """Record the failure, which ends the sequence: its text could no longer match.
+
+        ``error`` may be a panic of the backend, which is no ``Exception``.
+        """
         if not is_backends(error):
             raise error
         logger.error("a grammar failed: %s", error)
@@ -106,9 +109,9 @@ def allowed_tokens(
 
 
 class GrammarCompiler:
-    """Grammars by what they say; the tokenizer is read when the first one is asked for.
+    """Compiles grammars, each text once; the tokenizer is read for the first one.
 
-    Those that were asked for last are kept, up to ``_CACHED_BYTES`` in all.
+    The most recently used grammars are kept, up to ``_CACHED_BYTES`` in all.
     """
 
     def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
@@ -119,10 +122,10 @@ class GrammarCompiler:
         self._make: Compile | None = None
         self._compiled: OrderedDict[tuple[str, str], tuple[MakeMatcher, int]] = OrderedDict()
         self._ended = 0
-        """Sequences with grammars that have ended since memory was given back."""
+        """Sequences with grammars that have ended since memory was last given back."""
 
     def compile(self, wanted: StructuredOutput) -> Matcher:
-        """A matcher at the grammar's start; ``RequestError`` where the backend refuses it."""
+        """A matcher at the grammar's start; ``RequestError`` if the backend refuses the grammar."""
         key = wanted.kind, wanted.value
         if key in self._compiled:
             self._compiled.move_to_end(key)
@@ -139,7 +142,7 @@ class GrammarCompiler:
             if resident_bytes() - before > _CACHED_BYTES:
                 trim_memory()
             raise refusal from None
-        # What others take meanwhile is counted too: the cache is then smaller, never larger.
+        # Memory that other threads take meanwhile counts too, so the cache is never larger.
         weight = max(resident_bytes() - before, len(wanted.value))
         if weight > _CACHED_BYTES // 4:
             return make()
@@ -149,13 +152,13 @@ class GrammarCompiler:
         return make()
 
     def ended(self) -> None:
-        """A sequence that followed a grammar has ended; now and then its memory is asked back."""
+        """Count an ended sequence that had a grammar; every ``_TIDY_EVERY``, give memory back."""
         self._ended += 1
         if self._ended >= _TIDY_EVERY:
             self.tidy()
 
     def tidy(self) -> None:
-        """Give memory of grammars that nobody follows any more back to the system."""
+        """Give the memory of ended sequences' grammars back to the system."""
         if self._ended:
             self._ended = 0
             trim_memory()
@@ -181,7 +184,7 @@ class GrammarCompiler:
 
 
 def check_grammar_backend(config: EngineConfig) -> None:
-    """``ConfigError`` where the library is not there."""
+    """``ConfigError`` if the library is not installed."""
     if config.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError(
             "--grammar-backend: xgrammar is not installed (pip install 'kvserve[xgrammar]')"

@@ -1,8 +1,8 @@
 """The libraries that compile grammars: llguidance (default) and xgrammar.
 
-Each gives a function from what is wanted to a function that makes matchers at the grammar's start.
-What a client sends here is a program: its size, its compilation and its steps are bounded, and what
-goes wrong in a library, a panic among it, is that client's error.
+Each backend is a function ``Compile``: it takes what is wanted, and returns a function that makes
+matchers at the grammar's start. A client's grammar is a program, so its size, its compilation and
+its steps are bounded. A failure in the library, panics included, is that client's error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeMatcher = Callable[[], "Matcher"]
 Compile = Callable[[StructuredOutput], MakeMatcher]
 
 _COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write a document: with free white space a model may never get to its end."""
+"""Fixed white space: if it were free, a model might never get to the end of a document."""
 _LIMITS: Any = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -42,16 +42,16 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Walk on; ``False`` if the grammar does not know the token here."""
+        """Advance by a token; ``False`` if the grammar does not allow it here."""
         ...
 
 
 def refused(wanted: StructuredOutput, reason: str) -> RequestError:
-    """What the client is told; a panic's text says where in the library, and goes to the log."""
+    """The error for the client; a panic's text is about the library's code, and is only logged."""
     if any(word in reason for word in ("panic", ".rs:", "unwrap()")):
         logger.error("a grammar made its backend fail: %.2000s", reason)
         reason = "it failed there; it may be too complex"
-    reason = reason.partition("<state>")[0].strip()  # what follows says how the library got there
+    reason = reason.partition("<state>")[0].strip()  # behind it comes the library's state
     return RequestError(
         f"{wanted.field}: the grammar backend refuses it: {reason[:300]}",
         param=wanted.field,
@@ -60,14 +60,15 @@ def refused(wanted: StructuredOutput, reason: str) -> RequestError:
 
 
 def is_backends(error: BaseException) -> bool:
-    """Whether a grammar is to blame: an exception, or a Rust panic, which Python knows as none."""
+    """Whether a backend raised it: an ``Exception``, or a Rust panic, which is a different kind."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
-    """What ``compile`` makes, after a trial walk over masks of ``words`` numbers.
+    """Compile a grammar and try a few tokens, with masks of ``words`` numbers.
 
-    What would fail or take long in a step of everybody fails here, as a ``RequestError``.
+    A grammar that would fail or take long in a step, which all sequences share, fails here with
+    ``RequestError``.
     """
     try:
         make = compile(wanted)
@@ -82,7 +83,7 @@ def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> M
 
 
 def _walk(matcher: Matcher, words: int) -> None:
-    """Take the first allowed token some times."""
+    """Accept the first allowed token, ``_TRIAL_TOKENS`` times."""
     mask = np.zeros(words, np.int32)
     for _ in range(_TRIAL_TOKENS):
         matcher.fill(mask)
@@ -115,7 +116,7 @@ class _GuidanceMatcher:
         return accepted
 
     def _check(self) -> None:
-        """It raises nothing itself, and allows nothing once it is over its limits."""
+        """Raise the matcher's error: over its limits it raises nothing, and allows no token."""
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
 

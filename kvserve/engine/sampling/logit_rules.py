@@ -1,7 +1,7 @@
-"""Penalties, biases and bans: what some rows want done to their logits before sampling.
+"""Penalties, biases and bans: rules that change the logits of some rows before sampling.
 
-Only rows that ask hold state here, in slots that are allocated as they are needed: counts over a
-vocabulary of 128 k tokens are half a megabyte a row.
+Only rows with rules have a slot here, and slots are allocated as needed: counts over a vocabulary
+of 128 k tokens are half a megabyte a row.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LogitRules:
         self._history = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
     def set_row(self, seq: NewRequest, rules: RowRules | None) -> None:
-        """Take over a newcomer's rules; its output so far counts."""
+        """Set the rules of a newly admitted sequence; its output so far counts."""
         row = seq.row
         if rules is None:
             if self._slot[row] >= 0:
@@ -89,7 +89,7 @@ class LogitRules:
         self._slot[to] = self._slot[source]
 
     def apply(self, logits: Tensor, at: IntArray) -> Tensor:
-        """Logits [S, V] of rows ``at`` under their rules; the argument stays as it is."""
+        """Logits [S, V] of rows ``at`` under their rules, as a new tensor."""
         picked, slots = self._active(at)
         x = logits[picked]
         presence, frequency, repetition = self._settings[slots][:, :, None].unbind(1)

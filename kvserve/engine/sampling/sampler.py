@@ -38,9 +38,9 @@ class RowSampling:
     logprobs: int | None
     rules: RowRules | None = None
     think_end: int = -1
-    """The token that ends the reasoning, where its length is limited."""
+    """The token that ends the reasoning if its length is limited, else -1."""
     think_limit: int = 0
-    """Logical position at which ``think_end`` is put in if it has not come by itself."""
+    """Logical position at which ``think_end`` is forced if it was not sampled before."""
     prompt: PromptScoring | None = None
     grammar: SequenceGrammar | None = None
 
@@ -75,13 +75,13 @@ class SampledTokens:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is there, in this order."""
+        """The tensors that are there, in this order."""
         parts = self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
         return [part for part in parts if part is not None]
 
 
 class SamplingRows:
-    """Sampling settings of all rows, on the device, with host copies of what steers the path."""
+    """Sampling settings of all rows on the device; the host has copies of what decides the path."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
         # Temperature (0: greedy), top_p, top_k, min_p.
@@ -89,7 +89,8 @@ class SamplingRows:
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        # The token that ends a row's reasoning (-1: none is due), and where it is put in.
+        # The token that ends a row's reasoning (-1: no limit, or it has ended), and where it is
+        # forced.
         self._think_end = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self._think_limit = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._rules = LogitRules(max_rows, vocab_size, device)
@@ -148,7 +149,7 @@ class SamplingRows:
     ) -> SampledTokens:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 
-        ``allowed`` [S, V], boolean, is what the rows' grammars let pass. ``argmax``: that of
+        ``allowed`` [S, V], boolean, is what the rows' grammars allow. ``argmax``: that of
         ``kvserve.kernels.elementwise``, or another that does the same.
         """
         host = self._host[at]
@@ -189,11 +190,11 @@ class SamplingRows:
         return [(int(i), wanted[i]) for i in np.flatnonzero(wanted != None)]  # noqa: E711
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
-        """A token of each row; ``filtered``: some ask for top-k, top-p or min-p."""
+        """A token for each row; ``filtered``: some rows ask for top-k, top-p or min-p."""
         return sample_tokens(logits, self._settings[rows], self._seeds[rows], positions, filtered)
 
     def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Put in the token that ends the reasoning of rows which have used up their budget."""
+        """Force the token that ends the reasoning in rows that have used up their budget."""
         end = self._think_end[rows]
         late = (end >= 0) & (positions >= self._think_limit[rows])
         tokens = torch.where(late, end, tokens)

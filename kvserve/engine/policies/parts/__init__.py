@@ -1,1 +1,1 @@
-"""What policies are put together from: arguments, what is said of them, shares of a budget."""
+"""The building blocks of policies: arguments, their descriptions, shares of a budget."""

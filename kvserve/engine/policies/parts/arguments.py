@@ -1,8 +1,8 @@
-"""A policy's arguments: how a field is declared, and what is checked of it.
+"""A policy's arguments: how a field is declared, and how it is checked.
 
-A field says by its metadata what it may be. ``check_arguments`` holds every policy to that, the
-JSON Schema and the generated pages are read off it (``schema``), and ``check_bounds`` compares
-what counts tokens with a server's context.
+A field's metadata say which values it may have. ``check_arguments`` checks every policy by them,
+``schema`` makes the JSON Schema and the generated pages from them, and ``check_bounds`` compares
+arguments that count tokens with a server's context.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 MOST_TOKENS = 2**24
-"""Longer than any context: where nothing else is said, an integer counts tokens or entries."""
+"""More than any context: the bound of integers that count tokens or entries."""
 
 _RATIO = re.compile(r"\s*(\d{1,18}/\d{1,18}|\d{0,18}\.?\d{0,18}(e[+-]?\d{1,2})?)\s*", re.ASCII)
 _MOST_SHOWN = 80
@@ -49,13 +49,13 @@ def argument(
     note: str = "",
     hashed: bool = True,
 ) -> Any:
-    """A policy's field, what is said of it, and what it may be.
+    """Declare a policy's field: its default, its help text, and which values it may have.
 
     A number lies in ``[least, most]``; an integer without a ``most`` counts tokens or entries, and
     may not exceed the context (``check_bounds``). ``odd`` numbers are pooling kernels, a
     ``fraction`` is an exact part of 1. ``above``, ``below`` and ``at_most`` name another field, or
-    a property, that it is compared with where both are given; ``note`` says what else depends on
-    others. A value that may be a mapping is not ``hashed``.
+    a property, that it is compared with if both are given; ``note`` words other conditions. A
+    value that may be a mapping is not ``hashed``.
     """
     facts = {"help": help, "choices": choices, "least": least, "most": most, "odd": odd}
     facts |= {"above": above, "below": below, "at_most": at_most}
@@ -64,7 +64,7 @@ def argument(
 
 
 def like(owner: type[Any], name: str, **changes: Any) -> Any:
-    """The argument ``name`` of another policy, with some of its facts changed; ``default``, say."""
+    """The argument ``name`` of another policy, with some facts changed, for example ``default``."""
     known = owner.__dataclass_fields__[name]
     return argument(**{"default": known.default, "hashed": known.hash, **known.metadata, **changes})
 
@@ -81,12 +81,12 @@ def types_of(f: Field[Any]) -> list[str]:
 
 
 def counts_tokens(f: Field[Any]) -> bool:
-    """Whether an argument is at most the context."""
+    """Whether an argument counts tokens or entries, and so may not exceed the context."""
     return "int" in types_of(f) and f.metadata.get("most") is None
 
 
 def most_of(f: Field[Any]) -> float | None:
-    """The largest number that an argument may be anywhere; ``None``: it is none, or unbounded."""
+    """The largest value of an argument on any server; ``None``: not a number, or unbounded."""
     most: float | None = f.metadata.get("most")
     return MOST_TOKENS if counts_tokens(f) else most
 
@@ -95,7 +95,7 @@ def most_of(f: Field[Any]) -> float | None:
 
 
 def check_arguments(policy: Any) -> None:
-    """Raise ``PolicyError`` unless every argument is what its own metadata say."""
+    """Raise ``PolicyError`` unless every argument has a value that its metadata allow."""
     for f in fields(policy):
         value = getattr(policy, f.name)
         optional = "None" in types_of(f) and policy.needs != (f.name,)
@@ -108,7 +108,7 @@ def check_arguments(policy: Any) -> None:
 
 
 def check_bounds(policy: Any, max_model_len: int, pool_tokens: int | None = None) -> None:
-    """Raise ``PolicyError`` where a given argument exceeds what the context, or the pool, holds."""
+    """Raise ``PolicyError`` if a given argument exceeds what the context, or the pool, holds."""
     most, place = max_model_len, "context"
     if pool_tokens is not None and pool_tokens < most:
         most, place = pool_tokens, "pool"

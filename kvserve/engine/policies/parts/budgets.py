@@ -12,7 +12,8 @@ from torch import Tensor
 def pyramid_budgets(base: int, most: int, num_layers: int, beta: int, exact: bool) -> list[int]:
     """Entries before the window that each layer keeps: falling linearly with depth.
 
-    ``base`` is their mean, ``most`` what there is; the last layer keeps ``base // beta`` or more.
+    ``base`` is their mean, ``most`` how many there are; the last layer keeps ``base // beta`` or
+    more.
     As released every step is rounded down, so that their sum exceeds ``num_layers * base`` by less
     than ``num_layers * (num_layers - 1) / 2``; ``exact`` hands out largest remainders instead.
     PyramidKV, arXiv 2406.02069, section 4.2, and the authors' code.
@@ -32,7 +33,7 @@ def pyramid_budgets(base: int, most: int, num_layers: int, beta: int, exact: boo
 def round_to_sum(shares: Sequence[Fraction | int]) -> list[int]:
     """Round down, then give what is missing of the (whole) sum to the largest remainders.
 
-    The first of equals comes first.
+    Among equal remainders the first comes first.
     """
     rounded = [int(share // 1) for share in shares]
     order = sorted(range(len(shares)), key=lambda at: rounded[at] - shares[at])
@@ -63,9 +64,10 @@ def linear_budgets(
 ) -> list[int]:
     """Entries before the window that each layer keeps, falling linearly from the first to the last.
 
-    Windows included, a layer keeps ``ratio`` of ``length`` entries on average, rounded down; the
-    last one keeps the share ``least`` of its context, or the first one all of it. Too small a ratio
-    is spread flat. SpindleKV, section 3 (with the sign of its second branch put right).
+    Windows included, a layer keeps ``ratio`` of ``length`` entries on average, rounded down. The
+    last one keeps the share ``least`` of its context; if the first one would then have to keep more
+    than its whole context, it keeps all of it instead. If ``ratio`` is too small for that, all
+    layers keep equally many. SpindleKV, section 3 (with the sign of its second branch put right).
     """
     context = length - window
     if context <= 0:

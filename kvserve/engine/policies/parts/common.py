@@ -48,7 +48,7 @@ def kernel_size(default: int, what: str = "votes are") -> Any:
 
 
 def pooling(default: str, help: str = "how votes are pooled") -> Any:
-    """``pooling``: what becomes of neighbours' scores."""
+    """``pooling``: how neighbours' scores are combined."""
     return argument(default, help, choices=POOLINGS)
 
 
@@ -60,7 +60,7 @@ def query_reduce(help: str = "which queries are logged", default: str = "heads")
 
 
 def query_dtype(auto: str = "") -> Any:
-    """``query_dtype``: what a logged number is held as; ``auto`` says more of that choice."""
+    """``query_dtype``: how a logged number is held; ``auto`` adds to the help on that choice."""
     help = (
         "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 "
         "bits with a scale each and what absolute attention needs (int4, all heads); auto is "
@@ -70,7 +70,7 @@ def query_dtype(auto: str = "") -> Any:
 
 
 def attention(default: str | None, window: str, more: str = "") -> Any:
-    """``attention``: what the softmax of a query runs over that scores."""
+    """``attention``: what the softmax of a scoring query runs over."""
     help = (
         f"what the softmax of a query runs over: {window} (window), or all that it saw (absolute, "
         f"with query_dtype int4), so that one that looks elsewhere does not vote{more}"
@@ -79,13 +79,13 @@ def attention(default: str | None, window: str, more: str = "") -> Any:
 
 
 def logged_dtype(policy: Any) -> str:
-    """``query_dtype``, where ``auto`` is what absolute attention needs if that is asked for."""
+    """``query_dtype``; with absolute attention ``auto`` is int4, which that needs."""
     needed = policy.query_dtype == "auto" and policy.attention == "absolute"
     return "int4" if needed else str(policy.query_dtype)
 
 
 def check_log(policy: Any, *, logs: bool = True) -> None:
-    """Four bits are for a log of all heads, and absolute attention for what is logged with them."""
+    """Check that int4 goes with a log of all heads, and absolute attention with int4."""
     if policy.query_dtype == "int4":
         allowed = "another unless query_source is log and query_reduce is heads"
         require(logs and policy.query_reduce == "heads", "query_dtype", "int4", allowed)

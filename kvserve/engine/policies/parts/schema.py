@@ -1,4 +1,4 @@
-"""What a policy's fields are, for people and as JSON Schema; read off the dataclass."""
+"""Describes a policy's fields in words and as JSON Schema, from its dataclass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JSON_TYPES = {
 
 
 def describe(name: str, policy: type[Any]) -> dict[str, Any]:
-    """Everything that is said of a policy, from its docstrings, class variables and fields."""
+    """The full description of a policy, from its docstrings, class variables and fields."""
     text = inspect.cleandoc(policy.__doc__ or "").replace("``", "`")
     summary, _, details = text.partition("\n\n")
     source = (inspect.getmodule(policy).__doc__ or "").partition("\n\n")[0]
@@ -91,7 +91,7 @@ def _default(f: Field[Any]) -> Any:
 
 
 def _range(facts: Mapping[str, Any]) -> str:
-    """Allowed values in words; that tokens stay below the context goes without saying."""
+    """Allowed values in words; the context as a bound of token counts is left out."""
     least, most = facts.get("least"), facts.get("most")
     words = []
     if facts.get("choices"):
