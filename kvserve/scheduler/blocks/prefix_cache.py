@@ -114,7 +114,7 @@ class PrefixCache:
         self._empty += range(old + more - 1, old - 1, -1)
 
     def _touch(self, places: list[int]) -> None:
-        """Mark a prefix as used, parents later than their children, which are no hit without."""
+        """Mark a prefix as used; parents count as newer, since children are no hit without them."""
         self.pool.clock += len(places)
         self._used[places] = self.pool.clock - np.arange(len(places))
 
