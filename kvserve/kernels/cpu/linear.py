@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with weights in panels: what ``linear.cpp`` takes.
+"""Matrix products on a CPU with weights in panels: calls ``linear.cpp``.
 
 oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower for fewer
 (``python -m bench.cpu_products``): it does not read ahead, and its operator takes time to start.
@@ -43,7 +43,7 @@ class Panels(nn.Parameter):
     def of(cls, weight: Tensor) -> Panels:
         """``weight`` [outputs, inputs], dense, laid out anew in its own memory.
 
-        It is copied only where its last panel has to be filled up.
+        It is copied only if its last panel has to be filled up.
         """
         outputs, inputs = weight.shape
         each = 4 // weight.itemsize
@@ -70,7 +70,7 @@ class Panels(nn.Parameter):
         return panels
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Panels:
-        """A copy that knows its shape, which torch's own would leave behind."""
+        """A copy that knows its shape, which torch's own copy would lose."""
         if id(self) not in memo:
             memo[id(self)] = self._shaped(self.data.clone(), self.outputs, self.inputs)
         copied: Panels = memo[id(self)]
