@@ -112,7 +112,7 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    # Decoding codes takes registers, so these kernels have smaller tiles or fewer stages.
+    # Decoding codes takes registers, so these kernels have tiles of their own.
     kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
     tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
@@ -424,7 +424,7 @@ def _attend(
             share *= 0.6931471805599453  # ln(2)
         tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
-    if SPLIT:  # a part without entries is left as it is: nobody reads it
+    if SPLIT:  # a part without entries is not written, since it is never read
         real = real & (begin < end)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 

@@ -50,8 +50,8 @@ class Sequence:
     priority: int = 0
     arrival: int = 0
     continues_as: Hashable = None
-    """Equal in a continuation and a sequence that resumes it, like the tokens. ``None``: the
-    sequence leaves no continuation and resumes none."""
+    """A sequence resumes a continuation only if these are equal, besides the tokens. ``None``: it
+    leaves no continuation and resumes none."""
     refuses: str | None = None
     """Why it resumes no continuation (one of ``MISSES``), if that is known beforehand."""
     resumed: Resumption | None = None

@@ -17,7 +17,7 @@ from kvserve.kernels.cpu.build import load_library
 DTYPES = (torch.float32, torch.bfloat16)
 
 _WORTH_A_THREAD = 2**17  # multiplications
-_PIECE = 2**22  # numbers that are laid out anew at a time
+_PIECE = 2**22  # numbers that are rearranged at a time
 
 
 class _Call(ctypes.Structure):
@@ -41,7 +41,7 @@ class Panels(nn.Parameter):
 
     @classmethod
     def of(cls, weight: Tensor) -> Panels:
-        """``weight`` [outputs, inputs], dense, laid out anew in its own memory.
+        """``weight`` [outputs, inputs], dense, rearranged in its own memory.
 
         It is copied only if its last panel has to be filled up.
         """

@@ -160,8 +160,7 @@ class BlockManager(RowArrays):
     # ---- lengths -----------------------------------------------------------------------------
 
     def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given back, ``[rows]``.
-        """
+        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks released, ``[rows]``."""
         self.kv_lens[:, rows] = kv_lens
         return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
 

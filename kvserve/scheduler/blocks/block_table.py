@@ -75,8 +75,7 @@ class BlockTable(RowArrays):
         return np.asarray((self.pool.ref[named] > 1) & inside)
 
     def keep(self, row: int, columns: IntArray) -> int:
-        """Keep only ``columns [LG, R, K]`` of a row, in this order; return the blocks given back.
-        """
+        """Keep only ``columns [LG, R, K]`` of a row, in this order; return the blocks released."""
         named, _ = self.row_entries(row)
         kept = np.take_along_axis(self.blocks[:, row], columns, axis=2)
         self.pool.share(kept.ravel())

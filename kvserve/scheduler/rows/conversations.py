@@ -130,8 +130,7 @@ class Conversations:
         return row
 
     def count_miss(self, seq: Sequence) -> None:
-        """Count by its cause that a sequence begins with its first token; not if it is recomputed.
-        """
+        """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""
         if seq.resumed is not None or seq.replay_until:
             return
         if seq.refuses is not None:

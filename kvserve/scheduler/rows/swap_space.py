@@ -31,7 +31,7 @@ class ParkedRow:
 
 
 class SwapSpace:
-    """Blocks of host memory, lent to parked rows; ``num_blocks`` of them in all."""
+    """Blocks of host memory for parked rows; ``num_blocks`` of them in all."""
 
     def __init__(self, num_blocks: int, rows: RowTable, blocks: BlockManager) -> None:
         self.pool = BlockPool(num_blocks + 1)

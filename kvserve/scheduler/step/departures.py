@@ -39,7 +39,7 @@ class Departures:
         self._swap = swap
         self._prefixes = prefixes
         self._conversations = conversations
-        # Those that ended since the last step; those that exhausted the pool, which the next
+        # Sequences that ended since the last step; those that exhausted the pool, which the next
         # ``update`` reports.
         self._finished: list[Sequence] = []
         self._exhausted: list[Sequence] = []
