@@ -9,7 +9,7 @@ from kvserve.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences by priority (lower first), then by arrival, so preempted ones come before new."""
+    """Sequences by priority (lower first), then by arrival; preempted ones arrived earlier."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []

@@ -136,7 +136,8 @@ class PrefillChunks:
         return length
 
     def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
-        """Move prompts that are pruned while they are computed from ``chunks`` to tasks."""
+        """Take prompts that are pruned as they are computed out of ``chunks``; return their tasks.
+        """
         rows, tasks = self._rows, []
         for chunk in chunks.copy():
             row, length = chunk

@@ -1,4 +1,4 @@
-"""The scheduler: each step computes tokens until ``num_computed`` has reached ``num_tokens``.
+"""The scheduler: steps compute each sequence's tokens until ``num_computed`` is ``num_tokens``.
 
 There is no prefill phase and no decode phase, so chunked prefill and recomputation after a
 preemption need no code of their own. Compactions come first, so the same step can use the blocks
