@@ -136,8 +136,7 @@ class PrefillChunks:
         return length
 
     def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
-        """Take prompts that are pruned as they are computed out of ``chunks``; return their tasks.
-        """
+        """Remove prompts that are pruned as they are computed from ``chunks``; return tasks."""
         rows, tasks = self._rows, []
         for chunk in chunks.copy():
             row, length = chunk
