@@ -1,7 +1,7 @@
 """Attention, data movement and scoring over the paged cache: Triton on a GPU, torch elsewhere.
 
 Shapes: ``kv_cache [num_blocks, Lb, 2, B, Hb, D]`` as in ``KVLayout.cache_shape`` (Lb layers and Hb
-KV heads per block). A *slot* is ``block * B + offset``. Block 0 takes what nobody wants. Of a
-kernel ``name``, ``name_torch`` is the reference and ``name_triton`` the launcher; ``name`` picks by
-device.
+KV heads per block). A *slot* is ``block * B + offset``. Block 0 is the null block: what is written
+there is not used. For a kernel ``name``, ``name_torch`` is the reference and ``name_triton`` the
+launcher; ``name`` picks by device.
 """

@@ -1,8 +1,8 @@
 """What launchers refuse before anything runs, so that no kernel reads or writes outside the cache.
 
-Shapes are always checked. What addresses hold is known to the device alone, and kernels pass over
-those outside of the cache; ``KVSERVE_CHECK_ADDRESSES=1`` makes launchers wait for the device, look,
-and refuse them. While a graph is captured nothing can be waited for, so nobody looks.
+Shapes are always checked. Only the device knows what addresses hold, and kernels skip those outside
+of the cache; ``KVSERVE_CHECK_ADDRESSES=1`` makes launchers wait for the device, look at addresses
+and refuse wrong ones. They cannot wait, and so do not look, while a graph is captured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def _looks(x: Tensor) -> bool:
-    """Whether what ``x`` holds may be read back now, and is asked for."""
+    """Whether launchers are to look at what ``x`` holds, and may read it back now."""
     if os.environ.get("KVSERVE_CHECK_ADDRESSES") != "1":
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -72,8 +72,8 @@ def check_tables(
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
 
     tables: [num_rows, R, M]; rows: [P]; last: [R, T]; starts: [P + 1] or ``None``, where P = T;
-    keys: [num_blocks, B, ...]. Block 0, which freed columns name, is no row's. The first ``coded
-    [num_rows, R]`` entries stand elsewhere.
+    keys: [num_blocks, B, ...]. No row holds block 0, which freed columns name. The first ``coded
+    [num_rows, R]`` entries are elsewhere.
     """
     if not _looks(tables):
         return
@@ -103,7 +103,7 @@ def check_tables(
 
 
 def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
-    """Raises ``ValueError`` for codes that do not go with tables [num_rows, R, M] and the cache."""
+    """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
     slots, vectors, coded, slot_tables, vector_tables, turns = codes
     num_blocks, block, heads, dim = keys.shape
     wanted = {
@@ -125,7 +125,7 @@ def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
 
 
 def check_references(codes: Codes, rows: Tensor) -> None:
-    """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` refers to nothing."""
+    """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` has a wrong reference."""
     if not _looks(rows):
         return
 
@@ -190,8 +190,8 @@ def check_attention(
     codes: Codes | None,
     shares: Shares | None = None,
 ) -> None:
-    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and what a
-    token sees is not there. Arguments are those of ``paged_attention_triton``.
+    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and an
+    entry that a token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
     _check_entries(q, keys, values)
     check_shares(shares, q)

@@ -1,9 +1,9 @@
-"""Entries held as codes: what a slot says, and the key and value that follow from it.
+"""Entries held as codes: what a slot stores, and which key and value it stands for.
 
 A lane (one KV head of one layer of a row) may hold its first entries as slots, which refer to
 vectors of the lane's codebook. A vector is a key as it was cached, after RoPE, or a value. A slot's
-key is its vector turned by the distance between the two tokens' positions, and scaled: for a
-vector's own token the very same numbers.
+key is its vector rotated by the distance between the two tokens' positions, and scaled; for the
+vector's own token these are the very same numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What is stored of each entry; all of one shape. References and places are int64.
+    """What is stored of each entry; all fields have one shape. References and places are int64.
 
     Stored in ``CODE_WORDS``: both references, both scales (float16), the token's position (below
-    65,536, as are references: ``check_codes`` allows no longer sequences), its
-    distance from the position of its key's vector, and (two words) which query heads of the KV
-    head's group attend to the entry, a bit for each.
+    65,536, as are references: the engine's ``check_codes`` refuses longer sequences), its distance
+    from the position of its key's vector, and (two words) which query heads of the KV head's group
+    attend to the entry, a bit for each.
     """
 
     ref_k: Tensor
@@ -62,13 +62,13 @@ class Slots:
 
 
 class Codes(NamedTuple):
-    """What rows hold as codes in one layer; blocks are of one layer and KV head, as their lanes.
+    """What rows hold as codes in one layer; each block is of one layer and KV head.
 
-    ``slots`` int16 [num_blocks, S, CODE_WORDS] and ``vectors`` [num_blocks, V, D] are two readings
-    of the cache. Of lane (row, table) the first ``coded [num_rows, R]`` (int64) entries are slots,
-    in the blocks of ``slot_tables``; they refer to vectors in those of ``vector_tables`` (both
-    int32 [num_rows, R, .]). ``turns`` float32 [n, D]: by how much keys are turned over 0 to n - 1
-    positions, cosines, then sines.
+    ``slots`` int16 [num_blocks, S, CODE_WORDS] and ``vectors`` [num_blocks, V, D] are two views of
+    the cache. The first ``coded [num_rows, R]`` (int64) entries of lane (row, table) are slots, in
+    the blocks of ``slot_tables``; they refer to vectors in those of ``vector_tables`` (both int32
+    [num_rows, R, .]). ``turns`` float32 [n, D]: the rotation of keys over 0 to n - 1 positions,
+    cosines, then sines.
     """
 
     slots: Tensor
@@ -98,7 +98,7 @@ def read_slots(codes: Codes, lane: Tensor, entry: Tensor) -> Slots:
 
 
 def read_codes(codes: Codes, lane: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, float32 [P, D], of the same."""
+    """Keys and values, float32 [P, D], of the same entries."""
     slots = read_slots(codes, lane, entry)
     key, value = (
         _take(codes.vectors, codes.vector_tables, lane, ref).float()
@@ -110,7 +110,7 @@ def read_codes(codes: Codes, lane: Tensor, entry: Tensor) -> tuple[Tensor, Tenso
 
 
 def _take(blocks: Tensor, tables: Tensor, lane: Tensor, number: Tensor) -> Tensor:
-    """Things ``number [P]`` of lanes ``lane [P]``, out of blocks [num_blocks, N, .]."""
+    """Items ``number [P]`` of lanes ``lane [P]``, from blocks [num_blocks, N, .]."""
     per_block = blocks.shape[1]
     block = tables.flatten(0, 1)[lane, number // per_block].long()
     return blocks[block, number % per_block]

@@ -19,8 +19,8 @@ def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> Non
 
     kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S], which are ``runs``
     runs (events) of equal length. They may overlap as entries do that move to the front in order:
-    inside a run no destination is the source of a later entry, across runs of none. What goes to
-    block 0 is not wanted.
+    no destination is the source of a later entry of its run, or of any entry of another run. What
+    goes to block 0 is not used.
     """
     if runs_triton(kv_cache):
         compact_kv_triton(kv_cache, src, dst, runs)

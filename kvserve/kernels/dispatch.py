@@ -18,9 +18,9 @@ VARYING = {"columns", "inner", "least", "length", "places", "splits", "tokens", 
 
 
 class Helper:
-    """Decorates a function that Triton kernels call, of its module or of those that import it."""
+    """Decorates a function that Triton kernels call, in its module or in those that import it."""
 
-    __call__: Callable[..., Any]  # in kernels alone, where Triton's own stands in its place
+    __call__: Callable[..., Any]  # in kernels alone, where Triton's own function replaces it
 
     def __init__(self, source: Callable[..., Any]) -> None:
         self.source = source
@@ -34,7 +34,7 @@ class Kernel:
 
     @cached_property
     def compiler(self) -> Any:
-        """The source in Triton's hands, or in its interpreter's under ``TRITON_INTERPRET=1``."""
+        """The source as Triton's kernel, or as its interpreter's under ``TRITON_INTERPRET=1``."""
         try:
             import triton
         except ImportError as error:
@@ -44,13 +44,13 @@ class Kernel:
         return triton.jit(self.source, do_not_specialize=[n for n in names if n in VARYING])
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Run on a grid of programs, if there is one. ``options``: constants, ``num_warps``."""
+        """Run on a grid of programs, if it has any. ``options``: constants, ``num_warps``."""
         if all(grid):
             self.compiler[grid](*args, **options)
 
 
 def _complete(module: dict[str, Any]) -> None:
-    """Give a module that holds kernels what these name: ``tl``, and its helpers as Triton's."""
+    """Give a module with kernels the names that they use: ``tl``, and helpers as Triton's."""
     import triton
     import triton.language as tl
 
@@ -81,7 +81,7 @@ def _generation(device: torch.device) -> tuple[int, int]:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a CUDA device; without one, Hopper's, whose code is then looked at."""
+    """(major, minor) of a CUDA device; without one, Hopper's, whose code is then inspected."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 

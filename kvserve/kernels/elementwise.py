@@ -1,4 +1,4 @@
-"""What a model does beside its matrix products: in torch, the reference, and in Triton.
+"""A model's operations beside its matrix products: in torch, the reference, and in Triton.
 
 Arithmetic is float32, and rounds wherever torch's operators do.
 """
@@ -24,7 +24,7 @@ _SMALLEST = 1e-12  # of a row's largest number, so that a row of zeros has a sca
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., N], weight: [N].
 
-    Rounds before it multiplies by the weight, as transformers does: bfloat16 can tell.
+    Rounds before it multiplies by the weight, as transformers does; this matters for bfloat16.
     """
     return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 

@@ -23,7 +23,7 @@ class VectorForm:
     extras: int = 0
 
     def levels(self, dim: int) -> int:
-        """Bytes of a vector of ``dim`` numbers, what stands beside them aside."""
+        """Bytes of a vector of ``dim`` numbers, without the ``extras``."""
         return dim * self.bits // 8
 
     def size(self, dim: int) -> int:
@@ -38,7 +38,7 @@ FP8 = VectorForm("fp8", 8, 1)
 
 @dataclass(frozen=True, slots=True)
 class EntryFormat:
-    """The forms of a key and of a value; ``multiple``: what has to divide their dimension."""
+    """The forms of a key and of a value; ``multiple`` has to divide their dimension."""
 
     name: str
     key: VectorForm
@@ -47,7 +47,7 @@ class EntryFormat:
 
     @property
     def quantized(self) -> bool:
-        """Whether what is held are levels, not the numbers themselves."""
+        """Whether levels are held, not the numbers themselves."""
         return self.key.extras > 0
 
     def entry_bytes(self, dim: int) -> int:
@@ -60,7 +60,7 @@ class EntryFormat:
         return -(-size // _ALIGNED) * _ALIGNED if self.quantized else size
 
     def refusal(self, dim: int) -> str | None:
-        """Why heads of this size cannot be held so, if they cannot."""
+        """Why this format cannot hold heads of this size; ``None`` if it can."""
         if dim % self.multiple:
             return f"head_dim {dim} is not a multiple of {self.multiple}"
         return None

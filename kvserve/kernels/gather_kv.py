@@ -42,7 +42,7 @@ def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = No
 def scatter_values(kv_cache: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write values [L, Hkv, S, D] of all layers to slots int64 [L, Hkv, S].
 
-    Of block 0, to which several may go, nothing is expected.
+    Several may go to block 0, whose contents are not used.
     """
     block, heads, dim = kv_cache.shape[3:]
     rows = (entry_rows(kv_cache, slots) + block * heads).view(-1)
@@ -71,7 +71,7 @@ def gather_queries_torch(
     """The reference of ``gather_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     layer, head = _lane_places(slots, layer_ids, layers, heads)
-    if not query_log.is_contiguous():  # blocks of bytes, of which a few are left over
+    if not query_log.is_contiguous():  # blocks of bytes, the last of which are unused
         return query_log[slots // tokens, layer, slots % tokens, head]
     row = (slots // tokens * layers + layer) * tokens + slots % tokens
     rows = (row * heads + head).view(-1)

@@ -2,9 +2,9 @@
 
 A vector of D numbers takes D / 2 bytes and two float16 numbers: its scale, a seventh of its largest
 magnitude, and the logarithm of the share of its attention that the query gave to the newest entries
-it saw. Together with those entries' keys it tells the log-sum-exp over everything, and as that of
-the query in 4 bits: the log-sum-exp itself would be off by what rounding does to all logits alike.
-Byte j holds the codes of dimensions 2j (low) and 2j + 1 (high), each above its number by 8.
+it saw. The log-sum-exp over all entries follows from this share and those entries' keys, for the
+query in 4 bits; a stored log-sum-exp would be off by what rounding does to all logits alike. Byte j
+holds the codes of dimensions 2j (low) and 2j + 1 (high); a code is its number plus 8.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LARGEST = 65504.0  # of float16
 class Int4Queries(NamedTuple):
     """Vectors as they are logged: ``codes uint8 [..., D / 2]``, ``scales float16 [..., 2]``.
 
-    Of ``scales`` the first is the scale, the second the logarithm of the share. Leading dimensions
-    are those of a log, ``[num_blocks, Lb, tokens, Hb]``, or of what was read of one, ``[..., Hq,
+    The first of ``scales`` is the scale, the second the logarithm of the share. Leading dimensions
+    are those of a log, ``[num_blocks, Lb, tokens, Hb]``, or of queries read from one, ``[..., Hq,
     W]``.
     """
 
@@ -58,8 +58,8 @@ class Int4Queries(NamedTuple):
 def int4_log(blocks: Tensor, heads: int, dim: int, tokens: int) -> Int4Queries:
     """The memory ``blocks uint8 [num_blocks, Lb, bytes]`` as a log of ``heads`` vectors a token.
 
-    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales. What is left
-    of a block is not used.
+    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales. The rest of a
+    block is not used.
     """
     codes = tokens * heads * dim // 2
     numbers = blocks[..., codes : codes + tokens * heads * 4].view(torch.float16)
@@ -92,7 +92,7 @@ def unpack(codes: Tensor) -> Tensor:
 
 
 def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor) -> None:
-    """Log one layer's queries. Of block 0, which takes what nobody asks for, nothing is expected.
+    """Log one layer's queries. Those that go to block 0, the null block, are not used.
 
     log: [num_blocks, Lb, tokens, Hb, ...]; layer: the layer's place in its block; slots: int64
     [R, T]; query: [T, R * Hb, D]; shares: float32 [T, R * Hb].

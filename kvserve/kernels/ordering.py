@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def order_of(x, place):
     """An int64 that rises with float32 x and, among equals, falls with its place below 2^31.
 
-    None is as low as -(2^62).
+    It is always above -(2^62).
     """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -23,7 +23,7 @@ def order_of(x, place):
 
 @Helper
 def nth_highest(orders, number, WAYS: tl.constexpr):
-    """A limit that the ``number`` highest of different orders reach; the lowest, if they are fewer.
+    """A limit that only the ``number`` highest of distinct orders reach; all, if they are fewer.
 
     ``WAYS`` limits at a time are tried, until one order is left between enough and too few.
     """

@@ -1,9 +1,9 @@
 """Attention of new tokens over paged entries: decode, chunks, and queries that see less than all.
 
 P chunks of consecutive tokens have R block tables each: one for all KV heads, or one for every KV
-head. Each token has a last entry that it sees, so a chunk is causal where these rise by one, and a
-strided observation pass sets them as it likes. Decoding is chunks of one token. The first entries
-of a table may be held as codes (``coded_entries.py``): they are decoded tile by tile.
+head. Each token has a last entry that it sees: in a causal chunk these rise by one, and a strided
+observation pass may set any. Decoding is chunks of one token. The first entries of a table may be
+held as codes (``coded_entries.py``): they are decoded tile by tile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvserve.kernels.tiles import Tile
 
 _MAX_SPLITS = 64
-_MAX_LONG_SPLITS = 4  # most of them find nothing to do
+_MAX_LONG_SPLITS = 4  # most of these parts have no entries
 
 
 def paged_attention_torch(
@@ -49,10 +49,10 @@ def paged_attention_torch(
     """The reference, in float32: every token gathers all entries of its rows.
 
     q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
-    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. Where
-    entries are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for
-    them. ``shares`` takes what each query gave to the newest of them, 0 for a token that sees
-    nothing.
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. If entries
+    are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    ``shares`` takes the logarithm of what each query gave to its newest entries, 0 for a token that
+    sees nothing.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -97,13 +97,13 @@ def paged_attention_triton(
     codes: Codes | None = None,
     shares: Shares | None = None,
 ) -> Tensor:
-    """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, nor codes
-    that refer to what is not there.
+    """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, and
+    neither are codes with wrong references.
 
-    Levels are widened as they are loaded, keys without their scales, which logits are multiplied
-    by. Query heads of a KV head share its loads; few rows, and long ones among many, are split over
-    the context. ``num_splits`` (default: as ``_splits`` has it) follows from shapes and
-    ``max_held`` alone, so a captured graph stays valid while lengths grow up to it.
+    Levels are widened as they are loaded; scales of keys multiply the logits instead. Query heads
+    of a KV head share its loads. The context is split if there are few rows, and for long rows
+    among many. ``num_splits`` (default: from ``_splits``) follows from shapes and ``max_held``
+    alone, so a captured graph stays valid while lengths grow up to it.
     """
     check_attention(q, keys, values, tables, chunks, codes, shares)
     rows, last, max_held, starts, max_chunk = chunks
@@ -112,7 +112,7 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    # Decoding an entry takes registers that its tile then lacks.
+    # Decoding codes takes registers, so these kernels have tiles of their own.
     kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
     tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
@@ -123,7 +123,7 @@ def paged_attention_triton(
     if num_splits is None:
         num_splits, least = _splits(lanes * query_tiles, max_held, tile, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # What is not asked for is not written: any address does.
+    # Without shares nothing is read or written there: any address does.
     given, recent = (last, rows) if shares is None else shares
     parts, sums, part_recent = out, last, given
     if num_splits > 1:
@@ -188,7 +188,7 @@ def paged_attention_triton(
 def _entry_arguments(
     keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors, unused: Tensor
 ) -> tuple[Tensor, ...]:
-    """Keys, values, and what stands beside their levels."""
+    """Keys, values, and the scales and lows of their levels."""
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)
         return keys, values, unused, unused, unused
@@ -199,7 +199,7 @@ def _entry_arguments(
 def _entry_strides(
     keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> tuple[int, ...]:
-    """Of blocks, entries and KV heads, and of the values' entries."""
+    """Strides of blocks, entries and KV heads, and of the values' entries."""
     k, v = (x if isinstance(x, Tensor) else x.levels for x in (keys, values))
     return *k.stride()[:3], v.stride(1)
 
@@ -217,7 +217,7 @@ def _splits(programs: int, max_held: int, tile: Tile, device: torch.device) -> t
     """Parts of a context, and the fewest entries of a part.
 
     Few rows are split until every multiprocessor has ``tile.programs``, into parts of four tiles or
-    more. Where there are rows enough, only those are split that hold more than ``tile.longest``.
+    more. If there are enough rows, only those that hold more than ``tile.longest`` are split.
     """
     fill = tile.programs * num_processors(device) // max(1, programs)
     fill = max(1, min(fill, max_held // (4 * tile.columns), _MAX_SPLITS))
@@ -424,7 +424,7 @@ def _attend(
             share *= 0.6931471805599453  # ln(2)
         tl.store(shares + place, share, mask=real)
     out_at = out + place[:, None] * DIM + dims[None, :]
-    if SPLIT:  # a part without entries is left as it is: nobody reads it
+    if SPLIT:  # a part without entries is not written, since it is never read
         real = real & (begin < end)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 

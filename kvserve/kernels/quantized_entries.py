@@ -35,7 +35,7 @@ class QuantizedVectors:
 
     @property
     def shape(self) -> torch.Size:
-        """As of the tensor of numbers that this stands for."""
+        """The shape of the tensor of numbers that this stands for."""
         *lead, width = self.levels.shape
         return torch.Size([*lead, width * 8 // self.form.bits])
 
@@ -192,7 +192,7 @@ def places_of(
 
 
 class QuantizedKernels(NamedTuple):
-    """One way to do the three of them."""
+    """One implementation of storing, gathering and moving."""
 
     store: Callable[[QuantizedBlocks, int, Tensor, Tensor, Tensor], None]
     gather: Callable[[QuantizedBlocks, Tensor, Tensor | None, torch.dtype], Tensor]

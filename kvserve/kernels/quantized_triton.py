@@ -1,7 +1,7 @@
 """Entries held as levels, on a GPU: rounded and stored, read as numbers, moved as they are.
 
-The references are in ``quantized_entries.py``. Scales and lows are handled as the 16 bits that they
-are, so that they are rounded as there on every device.
+The references are in ``quantized_entries.py``. Scales and lows are handled as 16-bit integers, so
+that every device rounds them as the references do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 FORMS = {"int8": 1, "int4": 2, "fp8": 3}
-"""What kernels call a form: ``FORM`` of their constants."""
+"""The constant ``FORM`` of kernels, for each form."""
 
 
 def form_of(held: Tensor | QuantizedVectors) -> int:
@@ -147,7 +147,7 @@ def levels_as_floats(levels, FORM: tl.constexpr, upper):
     if FORM == 2:
         floats = ((levels.to(tl.int32) >> (upper * 4)) & 15).to(tl.float32)
     elif FORM == 3:
-        # Sign and number where a float16 has them; its exponent is then 8 too small.
+        # Sign and number go where a float16 has them; its exponent is then 8 too small.
         bits = (levels.to(tl.int32) & 127) << 7 | (levels.to(tl.int32) & 128) << 8
         floats = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
@@ -176,7 +176,7 @@ def nearest(x, least, most):
 
 @Helper
 def e4m3_bits(x):
-    """Of numbers up to 448, rounded to nearest, ties to even."""
+    """The e4m3 bits of numbers up to 448, rounded to nearest, ties to even."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
@@ -203,7 +203,7 @@ def store_vector(
         half = tl.arange(0, DIM // 2)
         lower, upper = tl.load(x + half).to(tl.float32), tl.load(x + DIM // 2 + half).to(tl.float32)
         least = tl.minimum(tl.min(lower, axis=0), tl.min(upper, axis=0))
-        # By its sign's bit: Triton's minus makes 0 of 0, not -0.
+        # Negated by its sign bit: Triton's minus makes 0 of 0, not -0.
         opposite = (least.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
         low_bits = bfloat16_above(opposite)
         low = -bfloat16_as_float(low_bits)

@@ -1,6 +1,6 @@
 """Tokens from logits: temperature, top-k, top-p, min-p and a draw, for all rows at once.
 
-Noise is a hash of (seed, position, token id), added to the logits of what the filters leave
+Noise is a hash of (seed, position, token id), added to the logits that the filters leave
 (Gumbel-max): a row's token depends neither on the batch it is in nor on the device's state.
 """
 
@@ -41,7 +41,7 @@ def sample_tokens(
 def sample_tokens_torch(
     logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, filtered: bool
 ) -> Tensor:
-    """The reference, by sorting. It reads back which rows draw, so a GPU would be waited for."""
+    """The reference, by sorting. It reads back which rows draw, so it would wait for a GPU."""
     tokens = logits.argmax(dim=-1)
     drawing = settings[:, 0].nonzero()[:, 0]
     temperature, top_p, top_k, min_p = settings[drawing].unbind(dim=1)
@@ -56,7 +56,7 @@ def sample_tokens_torch(
 def sample_tokens_sorted(
     logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """As ``sample_tokens_torch`` with filters, for all rows: nothing is waited for.
+    """As ``sample_tokens_torch`` with filters, for all rows, so it does not wait for a GPU.
 
     A sort of few rows may take less than ``_narrow``, which has one program a row.
     """
@@ -95,7 +95,7 @@ def keep_allowed(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) ->
     ordered = ordered.masked_fill(rank >= limit[:, None], -torch.inf)
     probs = ordered.softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    # A sum may come to 1 before its end, which must not end a row that has no limit.
+    # A rounded sum may reach 1 early, which must not cut off a row without a limit.
     most = torch.where(top_p < 1, top_p, torch.inf)
     out = (before >= most[:, None]) | (probs < min_p[:, None] * probs[:, :1])
     out[:, 0] = False
@@ -141,7 +141,7 @@ def cut_offs(logits: Tensor, settings: Tensor) -> Tensor:
     """int64 [S]: a row's filters keep the tokens whose ``order_of`` is not below its cut-off."""
     rows, vocab = logits.shape
     cuts = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    # Of each row, what may be kept; with flat logits that is nearly everything.
+    # The tokens of each row that may be kept: nearly all of them, if logits are flat.
     strong = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device)
     _narrow.launch(
         (rows,),
@@ -204,8 +204,8 @@ def _weakest_kept(
 ):
     """The highest cut-off above which ``target`` tokens, or weights that add to it, are kept.
 
-    Not below ``floor``. Some limits at a time are tried over the ``count`` orders at ``strong``,
-    until a single one is left between what is enough and what is not.
+    It is not below ``floor``. ``WAYS`` limits at a time are tried over the ``count`` orders at
+    ``strong``, until a single order is left between enough and too few.
     """
     low, high = floor, order_of(best, 0) + 1
     number_high, inside = 0, count

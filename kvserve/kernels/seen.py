@@ -10,9 +10,9 @@ from torch import Tensor
 class Seen(NamedTuple):
     """What each of W queries had attended to when it ran, and what has come since.
 
-    Query i stands at place p = ``first + step * i``, and saw the keys up to there. ``shares``
-    float32 [..., Hq, W] are logarithms of what it gave, of all its attention, to those from the
-    last multiple of ``span`` up to p on. ``later`` keys stand behind the n scored ones.
+    Query i is at place p = ``first + step * i``, and saw the keys up to p. ``shares`` float32
+    [..., Hq, W] are logarithms of the share of its attention that it gave to the newest of these:
+    those from the last multiple of ``span`` up to p. ``later`` keys follow the n scored ones.
     """
 
     shares: Tensor

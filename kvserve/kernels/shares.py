@@ -1,4 +1,4 @@
-"""What share of its attention a query gave to the newest entries that it saw."""
+"""The share of its attention that a query gave to the newest entries that it saw."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Shares(NamedTuple):
-    """Where attention leaves the shares of T tokens.
+    """Where attention writes the shares of T tokens.
 
-    ``out`` float32 [T, Hq] takes their logarithms; ``recent`` int64 [T] is how many entries are
-    meant, at least the token's own.
+    ``out`` float32 [T, Hq] takes their logarithms; ``recent`` int64 [T] is how many of the newest
+    entries a share is of, at least the token's own.
     """
 
     out: Tensor

@@ -50,7 +50,7 @@ def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Ten
     """The reference of ``store_queries``."""
     _, layers, tokens, heads, dim = query_log.shape
     query = _as_logged(query_log, slots, query)
-    if not query_log.is_contiguous():  # blocks of bytes, of which a few are left over
+    if not query_log.is_contiguous():  # blocks of bytes, the last of which are unused
         by_row = query.unflatten(1, (len(slots), -1)).transpose(0, 1)
         query_log[:, layer][slots // tokens, slots % tokens] = by_row
         return
@@ -77,7 +77,7 @@ def store_queries_triton(query_log: Tensor, layer: int, slots: Tensor, query: Te
 
 
 def reduce_queries(q: Tensor, heads: int) -> Tensor:
-    """q: [T, Hq, D] -> [T, heads, D], means over neighbours; all of them where heads is Hq."""
+    """q: [T, Hq, D] -> [T, heads, D], means over neighbouring heads; unchanged if heads is Hq."""
     return q.unflatten(1, (heads, -1)).mean(dim=2)
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 class Tile(NamedTuple):
     """What one program takes: ``rows`` (queries), ``columns`` (entries), warps, pipeline stages.
 
-    ``programs``: how many a multiprocessor should have where a context is split to keep all busy.
-    ``longest``: entries after which a row is split although enough rows are there, so that nobody
-    waits for the one that is longer than all others (0: never).
+    ``programs``: how many a multiprocessor should have when contexts are split to keep all busy.
+    ``longest``: a row with more entries is split even if there are enough rows, so that the batch
+    does not wait for its longest row (0: never).
     """
 
     rows: int

@@ -1,7 +1,8 @@
 """The pool's free blocks and reference counts, as numpy arrays: no Python object per block.
 
-Tables, prefix columns and query logs hold one reference for each block they name; a block is free
-when nobody does. Block 0 is the null block: padding reads and writes go there, it is never lent.
+Tables, query logs, prefix columns and continuations hold one reference for each block they name; a
+block without references is free. Block 0 is the null block: padding reads and writes go there, and
+it is never allocated.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class BlockPool:
         self.num_free = num_blocks - 1
         self._column_of: IntArray = np.full(num_blocks, -1, np.int32)
         self.clock = 0
-        """Counts uses of what is held for later: prefix columns and continuations go by it."""
+        """Counts uses of prefix columns and continuations, which are evicted by their last use."""
         self.only_cached: IntArray = np.zeros(0, np.int32)
-        """Of each column of the prefix cache, the blocks that nobody else names.
+        """For each column of the prefix cache, the number of blocks that only the cache names.
 
-        Kept up as references come and go, so that nobody has to look through the pool for them.
+        Updated as references come and go, so that no search through the pool is needed.
         """
         self.num_only_cached = 0
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be lent in all."""
+        """Blocks that can be allocated in all."""
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> IntArray:
@@ -65,7 +66,7 @@ class BlockPool:
         np.add.at(self.ref, blocks, 1)
 
     def cache_columns(self, blocks: IntArray, columns: list[int]) -> None:
-        """Name the (different) ``blocks [n, .]`` as n columns of the prefix cache."""
+        """Add references to the distinct ``blocks [n, .]`` as n columns of the prefix cache."""
         most = max(columns)
         if most >= len(self.only_cached):
             more = np.zeros(max(most + 1, 64), np.int32)
@@ -75,7 +76,7 @@ class BlockPool:
         self._count_only_cached(blocks.ravel(), 1)
 
     def release_columns(self, blocks: IntArray) -> None:
-        """The prefix cache names the blocks no more, all those of some columns."""
+        """Drop the prefix cache's references to ``blocks``, which are all those of some columns."""
         self._count_only_cached(blocks, -1)
         self._column_of[blocks] = -1
         self.release(blocks)
@@ -85,13 +86,13 @@ class BlockPool:
         return set(self._column_of[blocks].tolist()) - {-1}
 
     def count_idle(self, kept: IntArray) -> int:
-        """Blocks that ``kept [num_blocks]`` references name, and only the prefix cache beside."""
+        """Blocks with no references but ``kept [num_blocks]`` and the prefix cache's."""
         named: IntArray = np.flatnonzero(kept)
         others = kept[named] + (self._column_of[named] >= 0)
         return int(np.count_nonzero(self.ref[named] == others))
 
     def _count_only_cached(self, blocks: IntArray, sign: int) -> None:
-        """Count those of the blocks whose one reference is the cache's."""
+        """Add ``sign`` for each of the blocks whose only reference is the cache's."""
         if self._caches:
             alone = np.unique(blocks[(self._column_of[blocks] >= 0) & (self.ref[blocks] == 1)])
             np.add.at(self.only_cached, self._column_of[alone], sign)

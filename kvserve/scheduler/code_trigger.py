@@ -20,9 +20,9 @@ from kvserve.scheduler.trigger import (
 
 @dataclass(frozen=True)
 class QuantizeTrigger(OnDate):
-    """At the prompt's end, and whenever ``period`` more tokens are in: what is held becomes codes.
+    """Events at the prompt's end, and after every ``period`` more tokens, make codes of entries.
 
-    The first event evicts too, down to ``budget``; the others take windows of no entries. With
+    The first event also evicts, down to ``budget``; the windows of the others are empty. With
     ``raw_fallback`` lanes whose codes would save no block stay raw.
     """
 

@@ -1,4 +1,4 @@
-"""Chained hashes of block columns: each tells all tokens up to its end, and whose they are."""
+"""Chained hashes of block columns: each identifies all tokens up to its end, and their salt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEED = b"kvserve"
 
 
 def salted_seed(salt: str) -> bytes:
-    """What the hashes of those begin with who share columns under one ``salt`` alone."""
+    """Seed of the hashes of sequences that share columns only under the same ``salt``."""
     return hashlib.blake2b(salt.encode(), digest_size=16, key=SEED).digest()
 
 

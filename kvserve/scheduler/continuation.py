@@ -1,4 +1,4 @@
-"""What a row was when its sequence ended, for the next turn of its conversation to go on from."""
+"""The state of a row when its sequence ended, from which the next turn may resume."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvserve.scheduler.block_pool import IntArray
 NEW, TOKENS, POLICY, EVICTED = "new", "tokens", "policy", "evicted"
 REFUSED, UNSUPPORTED, MEMORY = "refused", "unsupported", "memory"
 MISSES = (NEW, TOKENS, POLICY, EVICTED, REFUSED, UNSUPPORTED, MEMORY)
-"""Why a sequence takes no continuation. ``NEW``: none begins like it. ``TOKENS``: one does, but
-what was generated reads otherwise in the prompt. ``POLICY``: one would, under another policy.
-``EVICTED``: one did, and has made room. ``REFUSED``: its request says so. ``UNSUPPORTED``: its
-policy or its request cannot. ``MEMORY``: there was no room to go on."""
+"""Why a sequence resumes no continuation. ``NEW``: none begins like it. ``TOKENS``: the prompt of
+one does, but the tokens generated after it differ. ``POLICY``: one fits, but has another policy.
+``EVICTED``: one fitted, but is evicted. ``REFUSED``: the request says so. ``UNSUPPORTED``: the
+policy or the request cannot resume. ``MEMORY``: there was no room to resume."""
 
 
 class Turn(NamedTuple):
-    """A turn behind the first: it goes on from position ``start``, its prompt ends at ``end``."""
+    """A turn after the first: it begins at position ``start``, its prompt ends at ``end``."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ class SavedTable:
 
     @property
     def named(self) -> IntArray:
-        """Every block, once per naming."""
+        """Every block, once per reference."""
         column = self.start + np.arange(self.blocks.shape[2])
         live = (column >= self.first[..., None]) & (column < self.end[..., None])
         return self.blocks[live]
@@ -46,7 +46,7 @@ class SavedTable:
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
-    """Tables of keys and values and of logged queries, and what ``park_row`` said of lengths."""
+    """Tables of keys and values and of logged queries, and the lengths from ``park_row``."""
 
     kv: SavedTable
     log: SavedTable
@@ -54,18 +54,18 @@ class SavedRow:
 
     @property
     def named(self) -> IntArray:
-        """Every block, once per naming."""
+        """Every block, once per reference."""
         return np.concatenate([self.kv.named, self.log.named])
 
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """What a sequence held of its ``token_ids`` when it ended; ``row`` is gone once it made room.
+    """What a sequence held of its ``token_ids`` when it ended; ``row`` is ``None`` once evicted.
 
-    ``shared_by`` is what others must agree in beside tokens. Since ``floor`` tokens nothing but
-    tokens has come, so it serves whoever begins with so many of them, or more. Its last prompt had
-    ``num_prompt`` of them. The rest is the sequence's: ``counters`` of its row, ``events``,
-    ``turns``, and the first prompt's length.
+    A sequence that resumes it must have the same ``shared_by``, and begin with at least ``floor``
+    of its tokens: after those no event and no prompt came. Its last prompt ended at ``num_prompt``.
+    The rest is the sequence's: ``counters`` of its row, ``events``, ``turns``, and the first
+    prompt's length.
     """
 
     shared_by: Hashable
@@ -80,14 +80,14 @@ class Continuation:
     turns: tuple[Turn, ...]
     events: tuple[int, ...]
     keys: tuple[bytes, ...]
-    """Hashes of the columns before ``floor`` and before ``num_prompt``: where it is looked up."""
+    """Hashes of the columns before ``floor`` and before ``num_prompt``: it is looked up by them."""
     used: int = 0
     taken: int = field(default=0)
-    """How many sequences have gone on from it."""
+    """How many sequences have resumed it."""
 
 
 class Resumption(NamedTuple):
-    """A sequence goes on from the first ``num_tokens`` of a continuation."""
+    """A sequence resumes the first ``num_tokens`` of a continuation."""
 
     continuation: Continuation
     num_tokens: int

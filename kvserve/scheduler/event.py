@@ -1,4 +1,4 @@
-"""The life of a compression event, the kinds there are, and what the device answers of each."""
+"""The states of a compression event, the kinds of events, and the device's answer for each kind."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ NEXT_STATES = {
     EventState.SCHEDULED: {EventState.APPLIED, EventState.DUE},
     EventState.APPLIED: set[EventState](),
 }
-"""From ``DUE`` straight to ``SCHEDULED`` go events whose lengths nobody has to be asked for: they
-are scored as they are applied. Back to ``DUE``: a step that failed, and scores that came too late.
+"""Events whose lengths are known beforehand go straight from ``DUE`` to ``SCHEDULED``: they are
+scored as they are applied. Events go back to ``DUE`` if their step fails, or if they are not
+scheduled in the step after their scores have come.
 """
 
 
@@ -41,7 +42,7 @@ class EventKind(enum.Enum):
     """What decides how much an event keeps, and in which form; each has a handler in
     ``scheduler/compression/handlers.py`` and one in ``engine/compression/handlers.py``.
 
-    ``EVEN``: its trigger alone, equally much in all lanes. ``UNEVEN``: its scores, by layer or by
+    ``EVEN``: its trigger alone, equally many in all lanes. ``UNEVEN``: its scores, by layer or by
     head. ``BLOCKS``: as uneven, but whole blocks stay where they are. ``CODED``: as uneven, and
     what is kept becomes codes. ``PRUNED``: a prompt's own event is part of its forward, and how
     much each layer keeps follows from the prompt's length; later ones are uneven.
@@ -56,7 +57,7 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeptCounts:
-    """Entries that E events keep of each lane: ``counts [LG, E, R]``, their regions' alone."""
+    """Entries that E events keep of each lane's scored region: ``counts [LG, E, R]``."""
 
     counts: IntArray
 
@@ -81,9 +82,10 @@ Scores = KeptCounts | KeptColumns | CodeCounts
 
 
 def answer(kind: EventKind, kept: IntArray) -> Scores:
-    """The answer of events of a ``kind`` from the one array that the device sends.
+    """Make the answer of events of a ``kind`` from the one array that the device sends.
 
-    ``[LG, E, R]``; behind that the columns of ``BLOCKS``, or entries and vectors of ``CODED``.
+    ``kept [LG, E, R]``; the last axis has the columns of ``BLOCKS``, or entries and vectors of
+    ``CODED``.
     """
     if kind is EventKind.BLOCKS:
         return KeptColumns(kept)

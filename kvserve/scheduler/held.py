@@ -1,4 +1,4 @@
-"""How much a sequence holds at most, by its trigger alone: for what is said at start-up."""
+"""The most entries that a sequence will hold, by its trigger alone; shown at start-up."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _EVENTS = 256
 
 
 def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) -> int:
-    """Entries (a mean over layers and heads) at most, from the prompt's end to ``max_len`` tokens.
+    """Most entries held (a mean over layers and heads) from the prompt's end to ``max_len`` tokens.
 
-    After many events it is taken to grow as it has since half of them.
+    After ``_EVENTS`` events it extrapolates the growth over the second half of them.
     """
     prompt = np.array([num_prompt], np.int32)
     first_uncompressed_pos = trigger.start(prompt)

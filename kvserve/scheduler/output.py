@@ -15,7 +15,7 @@ from kvserve.scheduler.trigger import EvictionSpec
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """Entries the runner has not seen: flat indices into its tables, and their blocks."""
+    """Table entries that the runner has not seen: flat indices into its tables, and blocks."""
 
     indices: IntArray
     blocks: IntArray
@@ -23,12 +23,12 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ObservationTask:
-    """E events of one policy, all of a ``kind``, to be scored; arrays ``[E]`` but ``old_lens [LG,
-    E, R]``.
+    """E events of one policy and one ``kind``, to be scored; arrays ``[E]`` but ``old_lens [LG, E,
+    R]``.
 
-    ``rows`` are those before ``SchedulerOutput.row_swaps``, ``plan`` says what is taken of them and
-    ``old_lens`` what they hold. Where queries are recomputed, ``token_ids [E, T]`` are the tokens
-    from ``plan.query_start`` on, padded behind.
+    ``rows`` are numbers before ``SchedulerOutput.row_swaps``; ``plan`` says what is taken of the
+    rows, ``old_lens`` what they hold. If queries are recomputed, ``token_ids [E, T]`` are the
+    tokens from ``plan.query_start`` on, padded at the end.
     """
 
     policy_id: int
@@ -44,7 +44,7 @@ class ObservationTask:
         return replace(self, **self._of(at))
 
     def _of(self, at: IntArray) -> dict[str, Any]:
-        """The fields that have a part for each event, those of the events ``at``."""
+        """The fields with one item per event, for the events ``at``."""
         return {
             "rows": self.rows[at],
             "seq_ids": self.seq_ids[at],
@@ -79,10 +79,10 @@ class CompactionTask(ObservationTask):
     """E events to be carried out: rows of ``old_lens`` become rows of ``new_lens [LG, E, R]``.
 
     Entries from ``copy_start[e]`` on are written again: ``dst_blocks[lg, e, r, j]`` is the block of
-    column ``copy_start[e] // B + j`` afterwards. Queries are logged from ``log_from[e]`` on then.
-    What was scored in a step before (``SchedulerOutput.observations``) is not scored again.
-    Those of kind ``CODED`` write ``codes``, and raw entries where rows are afresh. ``early`` events
-    were not due, but blocks were wanted.
+    column ``copy_start[e] // B + j`` afterwards. Then queries are logged from ``log_from[e]`` on.
+    Events that an earlier step has scored (``SchedulerOutput.observations``) are not scored again.
+    Those of kind ``CODED`` write ``codes``, and raw entries if a row is written afresh. ``early``
+    events were not due, but blocks ran out.
     """
 
     new_lens: IntArray
@@ -94,7 +94,7 @@ class CompactionTask(ObservationTask):
 
     @property
     def compacts(self) -> IntArray:
-        """Which events evict entries, or turn some into codes; the others are none: bool [E]."""
+        """Which events evict entries, or turn some into codes: bool [E]."""
         changed = (self.new_lens != self.old_lens).any(axis=(0, 2))
         if self.codes is not None:
             changed |= (self.codes.coded != self.codes.coded_before).any(axis=(0, 2))
@@ -143,7 +143,7 @@ class CompactionTask(ObservationTask):
 class SwapTask:
     """A row that leaves for host memory, or comes back.
 
-    ``row`` is the one after all row swaps; ``place`` names what it keeps beside its blocks;
+    ``row`` is its number after all row swaps; ``place`` identifies what it keeps beside its blocks;
     contents move between ``device_blocks`` and ``host_blocks``, pair by pair.
     """
 
@@ -163,8 +163,8 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class BegunTurns:
-    """Rows that are computed again and have come to where a later turn of their conversation
-    begins: queries are logged from ``log_from [n]`` on. ``rows [n]`` are those before all else."""
+    """Recomputed rows that have reached the start of a later turn of their conversation: queries
+    are logged from ``log_from [n]`` on. ``rows [n]`` are numbers before all else in the step."""
 
     rows: IntArray
     log_from: IntArray
@@ -176,10 +176,10 @@ NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A sequence that was given ``row``: what the runner has to know of it, once.
+    """What the runner has to know about a sequence that was given ``row``; sent once.
 
-    ``token_ids`` are all known ones, generated before a preemption or in the prompt; ``sampling``
-    is carried unread.
+    ``token_ids`` are all known ones: the prompt, and those generated before a preemption.
+    ``sampling`` is passed on unread.
     """
 
     seq_id: int
@@ -239,14 +239,14 @@ class SchedulerOutput:
     turns: BegunTurns
     compactions: tuple[CompactionTask, ...]
     observations: tuple[ObservationTask, ...]
-    """Events whose counts the next step needs; their rows sit this one out."""
+    """Events that a later step needs the counts of; their rows are skipped in this one."""
     row_swaps: tuple[tuple[int, int], ...]
     discarded: tuple[int, ...]
     """Places of rows in host memory that will not come back."""
     swap_outs: tuple[SwapTask, ...]
     copies: BlockCopies
-    """Of rows that go on from what others have left. After ``swap_outs``, before ``swap_ins``: what
-    is copied may have come free since."""
+    """For rows that resume continuations. After ``swap_outs`` and before ``swap_ins``, since the
+    source of a copy may have come free since."""
     swap_ins: tuple[SwapTask, ...]
     admitted: NewRows
     table_update: TableUpdate
@@ -261,13 +261,13 @@ class SchedulerOutput:
     """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
     logs_queries: bool
     pruned: tuple[CompactionTask, ...]
-    """Prompts that are computed whole, and hold ``new_lens`` then; a task each, of rows as they are
+    """Prompts that are computed whole and pruned to ``new_lens``; a task each, with row numbers
     after all row swaps."""
     sampled_chunks: IntArray
     """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
-    """Who gets a token: the decoding rows in order, then the sampled chunks in order. For the
-    engine's core; the runner does not look at what the scheduler goes on to change."""
+    """Sequences that get a token: decoding rows in order, then sampled chunks in order. Only the
+    engine's core reads them: the scheduler goes on changing them while the runner works."""
     sampled_at: IntArray
     """Logical positions of those tokens."""
 

@@ -13,14 +13,14 @@ from kvserve.scheduler.trigger import NO_EVENT, NOT_LOGGING, EvictionSpec, OnDat
 
 @dataclass(frozen=True)
 class Periodic:
-    """Every ``period`` decode steps of the sequence, once ``window`` tokens are uncompressed.
+    """An event every ``period`` decode steps, once ``window`` tokens are uncompressed.
 
-    KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the window is anchored at the oldest
-    uncompressed token and all pending windows are taken at once. ``keep`` of the first
-    ``window - buffer`` tokens survive each window; the ``buffer`` opens the next one. Without
-    ``protect_prompt`` the prompt's windows are taken at its end. ``logs`` is off where queries are
-    recomputed instead. Where a conversation goes on, so do its windows, over later prompts too;
-    with ``protect_turns`` these are left alone, and so is what no window has taken before them.
+    KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the first window begins at the oldest
+    uncompressed token, and an event takes all pending windows. ``keep`` of a window's first
+    ``window - buffer`` tokens survive; its ``buffer`` begins the next window. Without
+    ``protect_prompt`` the prompt's windows are taken at its end. ``logs`` is off if queries are
+    recomputed instead. In a continued conversation the windows go on over later prompts; with
+    ``protect_turns`` later prompts are kept, and so are tokens before them that are uncompressed.
     """
 
     window: int
@@ -93,10 +93,11 @@ class Periodic:
 class EngineWide(OnDate):
     """KvLLM's Algorithm 1 as printed (arXiv 2607.01237): the engine counts the steps.
 
-    At every ``period``-th step since the last event the first ``most`` sequences, oldest first, are
-    taken that hold ``window`` uncompressed tokens in full blocks at their tail; of these blocks'
-    older tokens ``keep`` survive. What grows past the window while a sequence waits stays. Who is
-    taken depends on the neighbours, so the scheduler decides it, and records it for replays.
+    Every ``period`` steps since the last event it takes the ``most`` oldest sequences that hold
+    ``window`` uncompressed tokens in full blocks at their tail. Of the first ``window - buffer`` of
+    these tokens ``keep`` survive. Tokens that leave the window while a sequence waits stay. Which
+    sequences are taken depends on the others in the batch, so the scheduler decides it and records
+    it for replays.
     """
 
     logs: ClassVar[bool] = False

@@ -33,11 +33,11 @@ class Taper:
 class Pruned(OnDate):
     """A prompt is computed in one step, and from layer to layer fewer of its tokens go on.
 
-    The newest ``recent_ratio`` of a prompt's tokens and one more always do; of those before them a
-    ``prompt`` share, after every ``interval``-th layer, while more than ``min_context`` are left.
-    That event happens inside of the forward: what it leaves is known beforehand. Later, whenever
-    ``period`` more tokens have got as many newer ones behind them, ``share`` of these stay,
-    times what ``generated`` says of the layer.
+    The newest ``recent_ratio`` of a prompt's tokens and one more always go on. After every
+    ``interval``-th layer a ``prompt`` share of the tokens before them goes on, while more than
+    ``min_context`` are left. This event is part of the forward, and what it leaves is known
+    beforehand. Later, whenever ``period`` more tokens are older than as many recent ones, an event
+    keeps ``share`` of the ``period``, times the layer's ``generated`` share.
     """
 
     logs: ClassVar[bool] = True
@@ -82,7 +82,7 @@ class Pruned(OnDate):
         return np.where(self._to_be_pruned(rows), rows.num_prompt, later)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        """What a prompt's own event needs is at hand when it happens."""
+        """A prompt's own event needs no logged queries: the forward that it is part of has them."""
         logged = np.where(self._to_be_pruned(rows), rows.num_prompt + self.period, next_event)
         return np.asarray(np.maximum(logged - self.recent(rows.num_prompt), 0))
 

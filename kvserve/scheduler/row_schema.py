@@ -1,7 +1,7 @@
-"""What belongs to a row, declared once: arrays are made, moved, begun and parked from that.
+"""The fields of a row, declared once: arrays are made, moved, begun and parked by them.
 
 Host and device declare their fields alike (``RowTable``, ``BlockManager``, ``CodeTables`` and the
-engine's ``InputBatch``). Nothing here knows whether an array is numpy's or torch's.
+engine's ``InputBatch``). The code here serves numpy and torch arrays.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class RowField:
-    """An array with a place for each row: ``[rows]``, or ``[LG, rows, R, ...]`` where ``by_group``.
+    """An array with a place for each row: ``[rows]``, or ``[LG, rows, R, ...]`` if ``by_group``.
 
-    A new row begins with what its record says under the name ``new``; with 0 if that is empty; with
-    what stands there if it is ``None``.
+    ``new`` names the attribute of a new row's record that the row begins with. If ``new`` is empty,
+    the row begins with 0; if it is ``None``, the old number stays.
     """
 
     by_group: bool
@@ -36,7 +36,7 @@ def per_group(new: str | None = "") -> Any:
 class RowArrays:
     """Subclasses annotate their arrays and give each a ``per_row`` or ``per_group``.
 
-    ``fields`` are those, by name. Fields by row are the lines of one array, so that a move is one
+    ``fields`` maps names to these. Fields by row are the lines of one array, so that a move is one
     operation.
     """
 
@@ -68,7 +68,7 @@ class RowArrays:
             array[:, to] = array[:, source]
 
     def begin_rows(self, rows: Any, record: object, convert: Callable[[Any], Any]) -> None:
-        """Rows of what ``record`` describes: its values are ``convert``-ed to arrays of this side.
+        """Begin rows with the values of ``record``, ``convert``-ed to arrays of this side.
 
         Arrays of a record are ``[n]`` or ``[LG, n, R]`` for ``rows [n]``.
         """
@@ -86,7 +86,7 @@ class RowArrays:
         }
 
     def restore_fields(self, row: int, parked: dict[str, Any]) -> None:
-        """What ``park_row`` has returned, in another row."""
+        """Write what ``park_row`` has returned to another row."""
         for name, value in parked.items():
             at = (slice(None), row) if self.fields[name].by_group else row
             getattr(self, name)[at] = value

@@ -41,31 +41,31 @@ class Sequence:
     """Its prompt is computed in one step, fewer tokens from layer to layer."""
     sampling: Any = None
     num_shareable: int = NO_EVENT
-    """Leading tokens whose entries depend on the tokens before them alone; a prefix cache may hold
-    no others."""
+    """Leading tokens whose entries depend on the tokens before them alone; only these may be in the
+    prefix cache."""
     cache_seed: bytes = SEED
-    """What the hashes of its tokens begin with: only equal ones share cached columns."""
+    """Seed of its column hashes: only sequences with equal seeds share cached columns."""
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     priority: int = 0
     arrival: int = 0
     continues_as: Hashable = None
-    """What a continuation and who goes on from it agree in beside tokens. ``None``: it leaves none
-    and takes none."""
+    """A sequence resumes a continuation only if these are equal, besides the tokens. ``None``: it
+    leaves no continuation and resumes none."""
     refuses: str | None = None
-    """Why it takes no continuation (one of ``MISSES``), if that is known beforehand."""
+    """Why it resumes no continuation (one of ``MISSES``), if that is known beforehand."""
     resumed: Resumption | None = None
-    """What it has gone on from."""
+    """The continuation that it has resumed."""
     turns: tuple[Turn, ...] = ()
-    """Those behind its conversation's first one, as far as it has gone on from others."""
+    """Turns of its conversation after the first, if it has resumed a continuation."""
     first_prompt_tokens: int = -1
-    """Its conversation's first prompt."""
+    """Length of its conversation's first prompt."""
     events: list[int] = field(default_factory=list)
     """Logical positions of its events so far, those of earlier turns among them."""
     replay_until: int = 0
-    """Tokens computed when it lost its cache: up to there exactly ``events`` happen again."""
+    """Tokens computed when it lost its cache; up to there recomputation repeats ``events``."""
     awaits_token: bool = False
-    """It lost its row while its newest token was being sampled; that is not known yet."""
+    """It lost its row while its newest token was being sampled; the token is not known yet."""
     row: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
@@ -95,13 +95,13 @@ class Sequence:
         return len(self.token_ids)
 
     def next_event(self, position: int, due: int, done: int = 0) -> int:
-        """Where the next event of a row at ``position`` comes that has had ``done`` of them, if its
-        trigger would say ``due``.
+        """Where the next event of a row at ``position`` comes, after ``done`` events, if its
+        trigger says ``due``.
         """
         if done < len(self.events):
             return self.events[done]
         return max(due, self.replay_until) if position < self.replay_until else due
 
     def next_stop(self, event: int, turn: int = 0) -> int:
-        """Where a row stops next that has begun ``turn`` turns: at its event, or another turn."""
+        """Where a row that has begun ``turn`` turns stops next: at its event, or the next turn."""
         return event if turn >= len(self.turns) else min(event, self.turns[turn].start)

@@ -17,7 +17,7 @@ from kvserve.scheduler.block_pool import IntArray
 
 NO_EVENT = 2**31 - 1
 ONE_WINDOW = 2**31 - 1
-"""``log_span`` where queries are logged for one window at a time."""
+"""``log_span`` if queries are logged for one window at a time."""
 NOT_LOGGING = 2**31 - 1
 
 
@@ -59,7 +59,7 @@ class EvictionSpec:
         return EvictionSpec(*(getattr(self, f.name)[at] for f in fields(EvictionSpec)))
 
     def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Whether each event takes nothing but what rows of ``kv_len [n]`` entries hold."""
+        """Whether each event takes only entries that rows of ``kv_len [n]`` entries hold."""
         within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
             self.keep <= self.window_len
         )
@@ -74,17 +74,18 @@ class EvictionSpec:
 
     @property
     def observed(self) -> IntArray:
-        """Queries that each event observes, and at least one."""
+        """Queries that each event observes; 1 if there are none."""
         return np.asarray(np.maximum(self.windows * self.num_queries, 1))
 
 
 class Trigger(Protocol):
-    """``num_queries`` is the most queries a window must have (0: keys alone).
+    """When events are due and what they take; ``num_queries`` is the most that a window must have.
 
-    They are logged, or, unless ``logs``, recomputed from the tokens that the event's task carries.
-    Events that come every ``optional_period`` steps may come early under memory pressure, or be
-    left out where they do not pay; 0 where they keep a bound. Windows whose queries are logged
-    begin ``log_span`` tokens apart, the first at ``log_from``.
+    It is 0 if keys alone are scored. Queries are logged if ``logs``; otherwise they are recomputed
+    from the tokens in the event's task. Events that come every ``optional_period`` steps may come
+    early under memory pressure, or be left out if they do not pay; the period is 0 if events may do
+    neither. Windows whose queries are logged begin ``log_span`` tokens apart, the first at
+    ``log_from``.
     """
 
     @property
@@ -116,15 +117,15 @@ class Trigger(Protocol):
         ...
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
-        """What ``num_prompt`` and ``first_uncompressed_pos`` of rows become that hold a
-        conversation, and whose next prompt ends at ``num_prompt [n]``.
+        """New ``num_prompt`` and ``first_uncompressed_pos`` of rows that continue a conversation;
+        its next prompt ends at ``num_prompt [n]``.
 
-        Without a change that prompt is treated as if it had been generated.
+        If neither changes, that prompt is treated as if it had been generated.
         """
         ...
 
     def can_compress_early(self, rows: RowState) -> IntArray:
-        """Which decoding rows an optional event would find something to take of: bool [n]."""
+        """In which decoding rows an optional event would find something to evict: bool [n]."""
         ...
 
 
@@ -132,7 +133,7 @@ class Trigger(Protocol):
 class Budget:
     """Entries to keep of n: a number of ``tokens``, or an exact ``ratio`` of them.
 
-    A ratio is rounded down, or to the nearest where ``nearest``; never below ``least``.
+    A ratio is rounded down, or to the nearest if ``nearest``; never below ``least``.
     """
 
     tokens: int | None = None
@@ -141,8 +142,8 @@ class Budget:
     nearest: bool = False
 
     def of(self, n: IntArray, seen: IntArray | None = None) -> IntArray:
-        """min(n, budget), elementwise; a ratio is one of the ``seen`` tokens of which n are held
-        (default: n)."""
+        """min(n, budget), elementwise; a ratio is a share of the ``seen`` tokens, of which n are
+        held (default: n)."""
         if self.ratio is None:
             return np.minimum(n, self.tokens or 0)
         top, bottom = self.ratio.numerator, self.ratio.denominator
@@ -153,7 +154,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class WholeChunks(Budget):
-    """Whole chunks of ``chunk`` entries, one at least, in front of the protected tail.
+    """Keeps whole chunks of ``chunk`` entries, at least one, and the protected tail behind them.
 
     The tail begins where the last whole chunk before the newest ``window`` entries ends.
     """
@@ -168,7 +169,7 @@ class WholeChunks(Budget):
 
 
 class OnDate:
-    """The part of a trigger whose events come when they are due and never otherwise."""
+    """The base of triggers whose events come exactly when they are due."""
 
     optional_period: ClassVar[int] = 0
     log_span: ClassVar[int] = ONE_WINDOW
@@ -202,10 +203,10 @@ class Never(OnDate):
 
 @dataclass(frozen=True)
 class AtPrefillEnd(OnDate):
-    """Once, when the prompt is in: the whole row is cut to its budget, if it is longer.
+    """One event at the prompt's end: the whole row is cut to its budget, if it is longer.
 
-    Where a conversation goes on, so at the end of each turn's prompt, unless that is shorter than
-    the queries that it takes.
+    In a continued conversation each turn's prompt has one, unless it has fewer tokens than
+    ``num_queries``.
     """
 
     logs: ClassVar[bool] = True
@@ -237,10 +238,10 @@ class AtPrefillEnd(OnDate):
 
 @dataclass(frozen=True)
 class WhenOver(OnDate):
-    """Whenever ``limit`` entries are held, down to ``keep``: a bound on what a sequence holds.
+    """An event whenever ``limit`` entries are held, down to ``keep``: bounds what a sequence holds.
 
-    With ``protect_prompt`` the prompt neither counts nor takes part; without it a prompt above the
-    limit is cut at its end, and every event sees the whole row.
+    With ``protect_prompt`` the prompt neither counts nor is evicted; without it a prompt above the
+    limit is cut at its end, and every event selects from the whole row.
     """
 
     logs: ClassVar[bool] = True
@@ -266,18 +267,18 @@ class WhenOver(OnDate):
         return _whole_row(rows, self._protected(rows), keep, self.num_queries)
 
     def _protected(self, rows: RowState) -> IntArray:
-        # Before the prompt is in, its entries still to come count as held.
+        # The whole prompt counts, even before all of it is in the cache.
         return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
 
 
 @dataclass(frozen=True)
 class Bounded(OnDate):
-    """A prompt above ``keep`` is cut at its end, and whatever follows when ``limit`` are held.
+    """A prompt above ``keep`` is cut at its end; later the row is cut when it holds ``limit``.
 
-    With ``block`` it is cut every ``block`` of its tokens too, so that later ones attend to the
-    survivors alone and never more than ``keep + block`` entries are held. Without ``limit``
-    generated text stays. Where a conversation goes on, each turn's prompt is such a prompt, unless
-    it is shorter than the queries that a cut takes.
+    With ``block`` the prompt is also cut every ``block`` of its tokens, so that later ones attend
+    to the survivors alone and the row never holds more than ``keep + block`` entries. Without
+    ``limit`` generated tokens stay. In a continued conversation each turn's prompt is cut like the
+    first, if it has at least ``num_queries`` tokens, and with ``block`` only if no queries score.
     """
 
     logs: ClassVar[bool] = True
@@ -301,7 +302,7 @@ class Bounded(OnDate):
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         cut = num_prompt - rows.num_computed >= self.num_queries
-        cut &= self.block is None or not self.num_queries  # which may be cut before they are there
+        cut &= self.block is None or not self.num_queries  # a block may end before they are there
         return np.where(cut, num_prompt, rows.num_prompt), rows.first_uncompressed_pos
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
@@ -316,10 +317,10 @@ class Bounded(OnDate):
 
 @dataclass(frozen=True)
 class EveryStep(OnDate):
-    """One entry makes room for each new one, once more than ``keep`` are held.
+    """One entry is evicted for each new one, once more than ``keep`` are held.
 
-    A prompt above ``keep`` is cut at its end; with ``generated`` off that is all. Every query
-    counts: all of them for the first event, and for each further event those since the last.
+    A prompt above ``keep`` is cut at its end; with ``generated`` off that is the only event. Every
+    query counts: the first event takes all of them, each later event those since the last.
     """
 
     logs: ClassVar[bool] = True

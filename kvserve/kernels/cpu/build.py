@@ -16,18 +16,18 @@ from pathlib import Path
 
 from kvserve.folders import temporary_folder
 
-# Not -ffast-math: before GCC 13 a library linked with it turns off denormals in whoever loads it.
+# Not -ffast-math: before GCC 13 a library linked with it turns off denormals in its process.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
 _ROOM = 2**20
 _logger = logging.getLogger("kvserve")
 _failures: dict[tuple[object, ...], str] = {}
-"""Why a build failed, so that whoever asks next does not wait for the same compiler again."""
+"""Why a build failed, so that the next call does not wait for the same compiler again."""
 
 
 class BuildError(RuntimeError):
-    """There is no library, and why, in one line."""
+    """There is no library; the message says why, in one line."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
     file = f"{name}-{key.hexdigest()[:16]}.so"
     for folder in _cache_folders():
         if (folder / file).is_file() and _is_ours(folder):
-            with contextlib.suppress(BuildError):  # of another system that shares this home
+            with contextlib.suppress(BuildError):  # it is of another system that shares this home
                 return _open(folder / file)
     attempt = file, shutil.which("g++"), _cache_folders()
     if attempt not in _failures:
@@ -115,12 +115,12 @@ def _cache_folders() -> tuple[Path, Path]:
     """Where builds are kept: the user's cache or, if that cannot be written, a temporary folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     temporary = Path(temporary_folder()) / f"kvserve-{os.getuid()}"
-    # A user without a home is left with a relative path.
+    # Without a home the path stays relative.
     return (Path(cache, "kvserve") if os.path.isabs(cache) else temporary), temporary
 
 
 def _is_ours(folder: Path) -> bool:
-    """Nobody else may have put a library there: it would be run."""
+    """Whether only this user can write to a folder, since its libraries are run."""
     facts = folder.stat()
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 

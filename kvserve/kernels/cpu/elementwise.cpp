@@ -1,4 +1,4 @@
-// What a model does beside its matrix products and attention, each in one pass over its rows.
+// A model's operations beside its matrix products and attention, each in one pass over its rows.
 //
 // Arithmetic is float32; bfloat16 is widened as it is loaded, and rounded wherever torch's operators
 // would round. A row is computed by one thread, so threads change no bit.

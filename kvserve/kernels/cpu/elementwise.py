@@ -1,4 +1,4 @@
-"""What a model does beside its matrix products, on a CPU: what ``elementwise.cpp`` takes.
+"""A model's operations beside its matrix products, on a CPU: calls ``elementwise.cpp``.
 
 The functions of ``kvserve.kernels.elementwise``, for float32 and bfloat16.
 """
@@ -85,7 +85,7 @@ def _launch(
 
 
 def _check(name: str, x: Tensor, *others: Tensor, fits: bool) -> None:
-    """What the kernel takes for granted."""
+    """Raise ``ValueError`` unless the kernel's assumptions hold."""
     dtype = x.dtype
     dense, alike = x.stride(-1) == 1, dtype in DTYPES
     if x.dim() == 3:

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with weights in panels: what ``linear.cpp`` takes.
+"""Matrix products on a CPU with weights in panels: calls ``linear.cpp``.
 
 oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower for fewer
 (``python -m bench.cpu_products``): it does not read ahead, and its operator takes time to start.
@@ -17,7 +17,7 @@ from kvserve.kernels.cpu.build import load_library
 DTYPES = (torch.float32, torch.bfloat16)
 
 _WORTH_A_THREAD = 2**17  # multiplications
-_PIECE = 2**22  # numbers that are laid out anew at a time
+_PIECE = 2**22  # numbers that are rearranged at a time
 
 
 class _Call(ctypes.Structure):
@@ -41,9 +41,9 @@ class Panels(nn.Parameter):
 
     @classmethod
     def of(cls, weight: Tensor) -> Panels:
-        """``weight`` [outputs, inputs], dense, laid out anew in its own memory.
+        """``weight`` [outputs, inputs], dense, rearranged in its own memory.
 
-        It is copied only where its last panel has to be filled up.
+        It is copied only if its last panel has to be filled up.
         """
         outputs, inputs = weight.shape
         each = 4 // weight.itemsize
@@ -70,7 +70,7 @@ class Panels(nn.Parameter):
         return panels
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Panels:
-        """A copy that knows its shape, which torch's own would leave behind."""
+        """A copy that knows its shape, which torch's own copy would lose."""
         if id(self) not in memo:
             memo[id(self)] = self._shaped(self.data.clone(), self.outputs, self.inputs)
         copied: Panels = memo[id(self)]

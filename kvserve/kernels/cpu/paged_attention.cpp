@@ -1,16 +1,16 @@
-// Attention over a paged cache that reads the blocks where they lie, for CPUs.
+// Attention over a paged cache that reads the blocks in place, for CPUs.
 //
 // A tile is up to kTileRows (query, head) pairs that share one KV head; keys and values are loaded
 // once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
 // of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
-// Entries held as codes are decoded kTileEntries at a time; what is a vector itself is read in place.
-// Each of them says which query heads of its KV head attend to it.
+// Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
+// read in place. Each code says which query heads of its KV head attend to the entry.
 //
 // KVSERVE_FORMAT says what is stored; there is a library for each. Levels are widened as they are
 // loaded: a key's scale is applied to its logits, a value's to its weights. Chunks of many queries,
-// which read a tile several times, widen it once. Their sums are added up in the order of few
-// queries: a new entry must not be rounded otherwise because its token was computed in a chunk.
+// which read a tile several times, widen it once. They add up in the same order as few queries do:
+// the rounding of a new entry must not depend on whether its token was computed in a chunk.
 
 #include <algorithm>
 #include <atomic>
@@ -54,7 +54,7 @@ struct Stored {
 };
 constexpr bool kLevels = KVSERVE_FORMAT != KVSERVE_AUTO;
 constexpr bool kHasLow = KVSERVE_FORMAT == KVSERVE_K8V4;
-// Values of two halves side by side are summed so, and parted when they are written.
+// int4 values: sums of both halves are kept side by side, and separated when they are written.
 constexpr int kHalves = kHasLow ? 2 : 1;
 
 constexpr int kTileRows = 32;
@@ -62,9 +62,9 @@ constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
-constexpr int kFewRows = 4;  // for so many, as in decoding, it does not pay to turn the keys
+constexpr int kFewRows = 4;  // for up to so many, as in decoding, keys are not transposed
 constexpr int kMaxVectors = kMaxLanes / 4;
-constexpr int kAhead = 32;  // entries: so long before it is read, a key or a value is asked for
+constexpr int kAhead = 32;  // entries: a key or a value is prefetched so long before it is read
 
 constexpr float kHidden = -1e30f;  // the logit of an entry that a query head does not attend to
 constexpr uint32_t kAllHeads = ~0u;
@@ -216,8 +216,8 @@ extern "C" struct PagedAttention {
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   int64_t* fault;           // [2], the chunk and the number that were refused
-  float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: nobody asks
-  const int64_t* recent;    // [T], how many of them are meant
+  float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
+  const int64_t* recent;    // [T], how many entries are the newest
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
   const Slot* slots;             // [num_blocks, slots_per_block]
@@ -436,8 +436,8 @@ class Kernel {
   }
   int64_t num_coded(const Item& item) const { return call_.coded ? call_.coded[lane(item)] : 0; }
 
-  // Addresses of coded entries [at, at + count): vectors of the codebook, or what becomes of them
-  // in decoded; and who attends to them. False if something that codes refer to is not there.
+  // Addresses of coded entries [at, at + count): vectors of the codebook, or in `decoded` if they
+  // have to be rotated or scaled; and which heads attend to them. False if a reference is wrong.
   bool decode(const Item& item, int64_t at, int count, const void** keys, const void** values,
               T (*decoded)[kTileEntries * kMaxHeadDim], uint32_t* heads,
               std::atomic<int>& refusal) const {
@@ -539,8 +539,8 @@ class Kernel {
     return !wrong || refuse_one(kBlock, item, *wrong, refusal);
   }
 
-  // The raw keys that are read next, from entry `at` of an item or the next item's first on; what is
-  // held as codes is not asked for.
+  // The raw keys that are read next, from entry `at` of an item or the next item's first on. Vectors
+  // of coded entries are not prefetched.
   void find_behind(int64_t index, int64_t at, const void** keys) const {
     if (at >= items_[index].end) {
       if (++index == (int64_t)items_.size()) return;

@@ -1,4 +1,4 @@
-"""Attention over paged blocks on a CPU: what ``paged_attention.cpp`` takes, and its reference."""
+"""Attention over paged blocks on a CPU: calls ``paged_attention.cpp``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load_library_of(key: str, value: str) -> ctypes.CDLL:
 
 
 def refusal(head_dim: int) -> str | None:
-    """Why the kernel does not take heads of this size, if it does not."""
+    """Why the kernel does not take heads of this size; ``None`` if it does."""
     if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= MAX_HEAD_DIM:
         return None
     return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
@@ -95,14 +95,14 @@ def paged_attention(
     codes: Codes | None = None,
     shares: Shares | None = None,
 ) -> Tensor:
-    """Each token against its row's entries up to its ``last``, softmax at ``scale``.
+    """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
-    Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes what each query gave to
-    the newest entries, 0 for such a token. ``ValueError`` for shapes it is not built for,
-    ``IndexError`` for a row, an entry, a block or a vector that is not there; block 0 is no
-    sequence's. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
+    Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes the logarithm of what
+    each query gave to the newest entries, 0 for such a token. ``ValueError`` for shapes it is not
+    built for, ``IndexError`` for a row, an entry, a block or a vector that is not there; no
+    sequence holds block 0. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
     check_shares(shares, query)
@@ -145,7 +145,7 @@ def paged_attention(
 
 
 def _stored(x: Tensor | QuantizedVectors) -> Tensor:
-    """What attention reads numbers, or their levels, from."""
+    """The tensor that attention reads: numbers, or their levels."""
     return x if isinstance(x, Tensor) else x.levels
 
 
@@ -185,7 +185,7 @@ def _check(
     chunks: CpuQuerySegments,
     codes: Codes | None,
 ) -> None:
-    """Raise ``ValueError`` unless everything is as the kernel takes it for granted."""
+    """Raise ``ValueError`` unless the kernel's assumptions hold."""
     problem = _problem(query, keys, values, tables, chunks)
     if problem is not None:
         raise ValueError(

@@ -246,7 +246,7 @@ extern "C" int kvserve_move_levels(const MoveLevels* call) {
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane) {
     const int64_t layer = lane / c.num_heads % b.num_layers, head = lane % c.num_heads % b.heads;
     for (int64_t i = lane * c.length; i < (lane + 1) * c.length; ++i) {
-      if (c.dst[i] < b.block_size || c.src[i] == c.dst[i]) continue;  // block 0 takes what nobody wants
+      if (c.dst[i] < b.block_size || c.src[i] == c.dst[i]) continue;  // block 0 is not used
       for (const Held* held : {&b.keys, &b.values})
         copy(b, *held, at(b, *held, c.src[i], layer, head), at(b, *held, c.dst[i], layer, head));
     }

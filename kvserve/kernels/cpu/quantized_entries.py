@@ -1,4 +1,4 @@
-"""Entries held as levels, on a CPU: what ``quantized_entries.cpp`` takes."""
+"""Entries held as levels, on a CPU: calls ``quantized_entries.cpp``."""
 
 from __future__ import annotations
 
@@ -123,8 +123,9 @@ def gather_quantized(
 def move_quantized(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Copy entries bit for bit, one after the other; ``move_quantized_torch`` is the reference.
 
-    src, dst: int64 [L, Hkv, S]; in each of ``runs`` no destination is the source of a later entry,
-    across them of none. What goes to block 0 is not wanted. ``IndexError`` as of the store.
+    src, dst: int64 [L, Hkv, S]; no destination is the source of a later entry of its run, or of any
+    entry of another of the ``runs``. What goes to block 0 is not used. ``IndexError`` as of the
+    store.
     """
     src, dst = _long(src), _long(dst)
     if src.shape != dst.shape:

@@ -77,7 +77,7 @@ int store(const StoreInt4& c) {
   for (int64_t r = 0; r < c.num_tables; ++r)
     for (int64_t t = 0; t < c.num_tokens; ++t) {
       const int64_t slot = c.slots[r * c.num_tokens + t];
-      if (slot < c.block_size) continue;  // block 0 takes what nobody will ask for
+      if (slot < c.block_size) continue;  // block 0 takes queries that are not logged
       const int64_t block = slot / c.block_size, first = slot % c.block_size * c.heads;
       for (int64_t h = 0; h < c.heads; ++h) {
         const int64_t head = r * c.heads + h;

@@ -1,4 +1,4 @@
-"""Logging queries in 4 bits on a CPU: what ``query_log.cpp`` takes."""
+"""Logging queries in 4 bits on a CPU: calls ``query_log.cpp``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
 
 
 def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor) -> None:
-    """Log one layer's queries, as ``kvserve.kernels.int4_log``, but for those of block 0.
+    """Log one layer's queries, as ``kvserve.kernels.int4_log``, except those of block 0.
 
     log: [num_blocks, Lb, tokens, Hb, ...]; slots: int64 [R, T]; query: [T, R * Hb, D], float32 or
     bfloat16; shares: float32 [T, R * Hb]. ``ValueError`` for shapes that do not fit each other;

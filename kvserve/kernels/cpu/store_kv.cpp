@@ -78,7 +78,7 @@ void store_queries(const StoreQueries& c) {
   for (int64_t r = 0; r < c.num_tables; ++r)
     for (int64_t t = 0; t < c.num_tokens; ++t) {
       const int64_t slot = c.slots[r * c.num_tokens + t];
-      if (slot < c.block_size) continue;  // block 0 takes what nobody will ask for
+      if (slot < c.block_size) continue;  // block 0 takes queries that are not logged
       T* to = log + slot / c.block_size * c.block_stride + slot % c.block_size * c.heads * c.dim;
       const T* from = query + t * c.query_stride + r * c.heads * c.group * c.dim;
       for (int64_t h = 0; h < c.heads; ++h)

@@ -1,4 +1,4 @@
-"""Writing new keys, values and logged queries on a CPU: what ``store_kv.cpp`` takes."""
+"""Writing new keys, values and logged queries on a CPU: calls ``store_kv.cpp``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
 
 
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
-    """Log one layer's queries, as ``kvserve.kernels.store_kv``, but for those of block 0.
+    """Log one layer's queries, as ``kvserve.kernels.store_kv``, except those of block 0.
 
     query_log: [num_blocks, Lb, tokens, Hb, D], a layer of a block dense, float32 or bfloat16;
     slots: int64 [R, T]; query: [T, R * Hb * group, D]. Errors as of ``store_kv``.
@@ -119,7 +119,7 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
 
 
 def _check(cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:
-    """What the kernels take for granted."""
+    """Raise ``ValueError`` unless the kernels' assumptions hold."""
     if new.shape != shape or new.stride()[1:] != (shape[2], 1) or not slots.is_contiguous():
         raise ValueError(
             f"store_kv: new entries {list(new.shape)} for slots {list(slots.shape)} of a cache "

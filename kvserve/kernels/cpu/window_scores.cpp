@@ -1,8 +1,8 @@
 // How much attention a window of queries, logged in 4 bits, pays to its keys, for CPUs.
 //
-// A lane is one KV head of one layer and event. Its keys are turned once; then kRows queries at a
-// time become a strip of logits, of probabilities, and are added to the scores: no [W, n] matrix is
-// held. Arithmetic is float32.
+// A lane is one KV head of one layer and event. Its keys are transposed once. Then kRows queries at
+// a time give a strip of logits, which become probabilities and are added to the scores: no [W, n]
+// matrix is held. Arithmetic is float32.
 
 #include <algorithm>
 #include <cmath>

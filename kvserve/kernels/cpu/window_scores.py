@@ -32,7 +32,7 @@ class _Call(ctypes.Structure):
 
 
 def takes(query: Int4Queries, key: Tensor) -> bool:
-    """Whether the compiled kernel is there, and scores these."""
+    """Whether the compiled kernel is there, and takes these tensors."""
     if (
         key.device.type != "cpu"
         or key.dtype not in DTYPES

@@ -25,9 +25,9 @@ def causal_scores(
 
     query: [..., Hq, W, D], those of the last W keys; key: [..., Hkv, n, D]. Query i sees keys up to
     n - W + i; the softmax runs over all it sees, and the window's own columns are dropped after it.
-    Keys ``missing [..., Hkv, n]`` are seen by none and get 0; the window's own are all there. With
-    ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it ran:
-    logarithms of what it gave to the window's keys among them.
+    No query sees keys ``missing [..., Hkv, n]``, which get 0; none of the window's are missing.
+    With ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it
+    ran; they are the logarithms of what it gave to the window's keys among these.
     Returns float32 [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV,
     arXiv 2404.14469, section 4.
     """
@@ -52,11 +52,11 @@ def past_scores(
     missing: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """As ``causal_scores``, but the softmax sees the n - W earlier keys alone, and it comes second.
+    """As ``causal_scores``, but the softmax runs over the n - W earlier keys alone, and comes last.
 
-    Logits are reduced over a group's heads first; each row of the result adds to 1. The importance
-    of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares`` there is no
-    softmax that could come second: a group's absolute probabilities are reduced.
+    Logits are reduced over a group's heads before it; each row of the result adds to 1. The
+    importance of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares``
+    there is no such softmax: a group's absolute probabilities are reduced.
     """
     if shares is not None:
         probs = _absolute_past(query, key, scale, missing, shares)
@@ -80,8 +80,8 @@ def received_mass(
 ) -> Tensor:
     """Attention each key got from the last Q queries, summed over them and over a group's heads.
 
-    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i, those
-    ``missing [..., Hkv, n]`` aside, and counts ``weights [Q]`` times. Returns float32
+    query: [..., Hq, Q, D]; key: [..., Hkv, n, D]; query i sees keys up to n - Q + i, except those
+    ``missing [..., Hkv, n]``, and counts ``weights [Q]`` times. Returns float32
     [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
     [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
     """

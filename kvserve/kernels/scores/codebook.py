@@ -1,10 +1,9 @@
 """Codebooks of directions: SpindleKV's replacement of keys and values by references.
 
 A stream is the vectors of one layer, KV head and kind (keys before RoPE, or values). Every vector
-is stood in for by an entry whose cosine with it exceeds theta, at its own length; an entry is
-itself one of the vectors, never an average, and once made it neither moves nor vanishes. arXiv
-2507.06517, section 3. Letters:
-S streams, N new vectors, M entries there are, D. All arithmetic is float32.
+is replaced by an entry whose cosine with it exceeds theta, scaled to the vector's length. An entry
+is one of the vectors, not an average, and once made it never changes. arXiv 2507.06517, section 3.
+Letters: S streams, N new vectors, M known entries, D. All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Cover:
 
 
 def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
-    """Entry after entry, the vector that stands for most of those still without one.
+    """Make entry after entry of the vector that covers most of those without an entry.
 
     similar: bool [S, N, N], symmetric; a vector that is not there is False on the diagonal.
-    ``weights [S, N]`` says how often each counts (1). Of equals the first is taken. A vector refers
+    ``weights [S, N]`` says how often each counts (1). On ties the first is taken. A vector refers
     to the first entry that covers it, which need not be the nearest. SpindleKV, Algorithm 1, with
     degrees maintained: each vector's row is subtracted once.
     """
@@ -47,7 +46,7 @@ def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
     ref = torch.full_like(degree, -1)
     centres, counts = torch.zeros_like(degree), torch.zeros_like(stream)
     while (alive & (degree > weight)).any():
-        # A key that is unique, since argmax does not promise the first of equals.
+        # Unique numbers, since argmax does not promise the first of equals.
         first = torch.where(alive, degree * length + (length - 1 - place), -1).argmax(dim=-1)
         covered = similar[stream, first] & alive
         ref = torch.where(covered, counts[:, None], ref)
@@ -56,7 +55,7 @@ def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
         alive &= ~covered
         at, gone = covered.nonzero(as_tuple=True)
         degree.index_add_(0, at, -(similar[at, gone] * weight[at, gone, None]))
-    # The others resemble nobody: the most frequent first, as the loop would have taken them.
+    # The others resemble no other vector: most frequent first, as the loop would take them.
     order = torch.where(alive, -weight, 1).argsort(dim=-1, stable=True)
     number = torch.empty_like(order).scatter_(-1, order, counts[:, None] + place)
     behind = place >= counts[:, None]
@@ -76,13 +75,13 @@ def directions(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build(x: Tensor, there: Tensor, theta: Tensor, weights: Tensor | None = None) -> Cover:
-    """A codebook from nothing: x [S, N, D], of which ``there [S, N]`` exist; theta [S].
+    """A new codebook of x [S, N, D], of which ``there [S, N]`` exist; theta [S].
 
     ``weights`` as in ``greedy_cover``.
     """
     unit, _ = directions(x)
     similar = unit @ unit.transpose(-1, -2) > theta[:, None, None]
-    # The diagonal is forced: vectors of length 0, and rounding.
+    # Vectors of length 0, and rounding, could make it false.
     similar.diagonal(dim1=1, dim2=2).fill_(True)
     return greedy_cover(similar & there[:, None] & there[..., None], weights)
 
@@ -90,8 +89,8 @@ def build(x: Tensor, there: Tensor, theta: Tensor, weights: Tensor | None = None
 def match(x: Tensor, entries: Tensor, known: Tensor, theta: Tensor) -> Tensor:
     """The nearest entry of each vector if its cosine exceeds theta, else -1: int64 [S, N].
 
-    x: [S, N, D]; entries: [S, M, D], of which ``known [S, M]`` count; theta: [S]. The first of
-    equals.
+    x: [S, N, D]; entries: [S, M, D], of which ``known [S, M]`` count; theta: [S]. On ties, the
+    first.
     """
     if not entries.shape[1]:
         return torch.full(x.shape[:2], -1, device=x.device)
@@ -114,12 +113,12 @@ def extend(
     *,
     weights: Tensor | None = None,
 ) -> Cover:
-    """Match new vectors with the entries there are; what matches none is covered greedily.
+    """Match new vectors with the known entries; vectors without a match are covered greedily.
 
     Shapes and ``weights`` as in ``build`` and ``match``; new entries are numbered from
-    ``numbers_from [S]`` on. Of many vectors ``tile`` are taken at a time, so that no [N, N] matrix
-    is held: later ones are matched with what earlier ones began, which makes a few entries more and
-    keeps all promises.
+    ``numbers_from [S]`` on. Vectors are taken ``tile`` at a time, so that no [N, N] matrix is held;
+    later ones are matched with entries of earlier tiles too, which makes a few more entries and
+    keeps all guarantees.
     """
     (streams, length), old = x.shape[:2], entries.shape[1]
     ref = torch.full((streams, length), -1, device=x.device)

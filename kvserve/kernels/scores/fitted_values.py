@@ -1,4 +1,4 @@
-"""Values of kept entries, solved anew so that they make up for those that leave."""
+"""Fitted values of kept entries: changed so that they make up for the dropped ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 RIDGE = 0.01
-"""Of the mean diagonal; ten times more or less measured the same."""
+"""Share of the mean diagonal; ten times more or less measured the same."""
 
 
 def fitted_values(probs: Tensor, values: Tensor, kept: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -15,14 +15,14 @@ def fitted_values(probs: Tensor, values: Tensor, kept: Tensor, ridge: float = RI
     probs: float32 [..., Q, n], what each query gives each entry; values: [..., n, D]; kept: int64
     [..., N], entries that stay. Minimises ``|P_kept V' - P V|^2 + ridge d |V' - V_kept|^2`` with d
     the mean diagonal of ``P_kept^T P_kept``. Returns V': float32 [..., N, D]. The idea is that of
-    attention matching (arXiv 2602.16284), without its biases: no attention kernel has to know.
+    attention matching (arXiv 2602.16284), without its biases, which attention kernels would need.
     """
     values = values.float()
     keys = probs.gather(-1, kept[..., None, :].expand(*probs.shape[:-1], -1))
     old = values.gather(-2, kept[..., None].expand(*kept.shape, values.shape[-1]))
     normal = keys.transpose(-1, -2) @ keys
     diagonal = normal.diagonal(dim1=-2, dim2=-1)
-    # Where no query looks, nothing is fitted: the least keeps the matrix regular.
+    # If no query attends to the entries, the tiny term keeps the matrix regular.
     diagonal += ridge * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny ** 0.5
     lacking = keys.transpose(-1, -2) @ (probs @ values - keys @ old)
     # Not `cholesky`, which waits for the device to learn whether it has failed.

@@ -1,4 +1,4 @@
-"""What keys alone tell: how much of a head's direction, or of a later key, one repeats."""
+"""Scores by keys alone: how similar a key is to the mean direction, or to other keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SMALLEST_NORM = 1e-8
 def anchor_similarity(key: Tensor, missing: Tensor | None = None) -> Tensor:
     """Cosine between each key and the mean of all keys' directions.
 
-    key: [..., n, D]. Returns float32 [..., n]; keys ``missing [..., n]`` count for nothing and get
-    0. KeyDiff, arXiv 2504.15364, section 3.
+    key: [..., n, D]. Returns float32 [..., n]; keys ``missing [..., n]`` are ignored and get 0.
+    KeyDiff, arXiv 2504.15364, section 3.
     """
     unit = _directions(key, missing)
     anchor = _directions(unit.mean(dim=-2, keepdim=True))
@@ -24,11 +24,11 @@ def redundancy(key: Tensor, threshold: float, missing: Tensor | None = None) -> 
     """How much of the other keys each key repeats; softmax, so each row adds to 1.
 
     key: [..., n, D]. Returns float32 [..., n]: column means of the cosine matrix with an empty
-    diagonal, after every row has forgiven the last column above ``threshold`` (its newest
-    near-copy). A row without one forgives column 0, which shelters the first token; the released
+    diagonal, where every row leaves out the last column above ``threshold`` (its newest
+    near-copy). A row without one leaves out column 0, which protects the first token; the released
     code does so. R-KV, arXiv 2505.24133, section 3. Rows are taken some at a time, so that the
-    n x n matrix never exists. Keys ``missing [..., n]`` (the first of a row) count for nothing and
-    get 0; the row's first token is the one behind them.
+    n x n matrix never exists. Keys ``missing [..., n]`` (the first of a row) are ignored and get 0;
+    the row's first token is then the one after them.
     """
     unit = _directions(key, missing)
     length = key.shape[-2]

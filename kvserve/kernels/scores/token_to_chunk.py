@@ -18,7 +18,7 @@ MOST_SCORES = 4096
 
 
 def token_to_chunk_triton(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:
-    """As ``token_to_chunk_torch`` of the engine's ``policies/selection.py``, the same numbers.
+    """As ``token_to_chunk_torch`` of the engine's ``policies/selection.py``, with equal results.
 
     scores: float32 [..., n] of at most ``MOST_SCORES`` -> ascending int64 [..., keep].
     """
@@ -79,7 +79,7 @@ def _choose(
     order = tl.where(place < length, order_of(score, place), none)
     if CHUNKS:
         selected = order >= nth_highest(order, singles, WAYS)
-        # Of each place that is not selected, the selected ones on both sides.
+        # For each place that is not selected, the nearest selected ones on both sides.
         left = tl.associative_scan(tl.where(selected, place, -1), 0, _later)
         right = tl.associative_scan(tl.where(selected, place, SPAN), 0, _earlier, reverse=True)
         gap = (left >= 0) & (right < SPAN) & (right - left < max_chunk) & (selected == 0)

@@ -1,4 +1,4 @@
-"""How much attention a window of queries pays to the keys it could cost their place."""
+"""How much attention a window of queries pays to the keys that an event may evict."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def window_scores(
     mask, softmax over the n compressible keys only; with ``sum`` each row of the result adds to W.
 
     With ``seen`` attention is absolute: the softmax of a query runs over all that it had seen, and
-    over those of the n + later keys that came after it; key: [..., Hkv, n + later, D]. What it saw
-    elsewhere follows from the keys here that its share is of, and no probabilities of a query add
-    to more than 1 (rounded queries, and keys it saw that have gone, could make them).
+    over those of the n + later keys that came after it; key: [..., Hkv, n + later, D]. What it gave
+    to keys that are not here follows from its share and the keys that the share is of. The
+    probabilities of a query are bounded to add to at most 1: rounded queries, and keys evicted
+    since, could make it more.
     """
     how = key, scale, aggregate, group_aggregate, seen
     if runs_triton(key):
@@ -152,7 +153,7 @@ def _five_dims(x: Tensor) -> Tensor:
 
 
 def _scales(query: Queries, programs: int, heads: int, window: int) -> Tensor:
-    """float16 [programs, Hq, W] of queries in 4 bits; something that is not read, of others."""
+    """float16 [programs, Hq, W] of queries in 4 bits; for others, a tensor that is not read."""
     if isinstance(query, Tensor):
         return query
     return query.scales[..., 0].reshape(programs, heads, window).contiguous()

@@ -1,1 +1,1 @@
-"""Who holds which blocks: tables over one pool, and the prefix cache."""
+"""Block tables over one pool, and blocks kept for later: prefix cache and continuations."""

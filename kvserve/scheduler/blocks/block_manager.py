@@ -1,7 +1,7 @@
-"""Who holds which blocks, and how many entries: keys and values, and logged queries.
+"""Which blocks and how many entries each row holds: keys and values, and logged queries.
 
-Two lengths per row, never one: the logical position (``positions`` arguments) addresses the query
-log, the physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are arrays.
+A row has two lengths: the logical position (``positions`` arguments) addresses the query log, the
+physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvserve.scheduler.trigger import NOT_LOGGING
 
 
 class BlockManager(RowArrays):
-    """Tables over one pool; ``kv_lens [LG, max_rows, R]`` entries held.
+    """Block tables over one pool; rows hold ``kv_lens [LG, max_rows, R]`` entries.
 
-    ``code_slots`` slots fit an index block, where rows may be held as codes (0: they may not);
-    ``code_scratch``: whether these are rebuilt in blocks of the pool before a layer attends.
+    ``code_slots`` slots fit an index block (0: entries are never coded). With ``code_scratch``
+    codes are rebuilt in blocks of the pool before a layer attends.
     """
 
     kv_lens: IntArray = per_group()
@@ -57,7 +57,7 @@ class BlockManager(RowArrays):
             )
 
     def start_row(self, row: int) -> None:
-        """An empty row that logs no queries."""
+        """Begin an empty row that logs no queries."""
         self.kv.start(row, 0)
         self.log.start(row, 0)
         if self.codes is not None:
@@ -72,7 +72,7 @@ class BlockManager(RowArrays):
         return wanted + self.log.wanted(rows, logged) if logged.any() else wanted
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
-        """Lend the blocks that ``wanted`` counts."""
+        """Allocate the blocks that ``wanted`` counts."""
         self.kv.extend(rows, self.kv_lens[:, rows] + new[:, None])
         logged = self._logged(rows, positions + new)
         if logged.any():
@@ -83,7 +83,7 @@ class BlockManager(RowArrays):
         self.kv_lens[:, rows] += new[:, None]
 
     def advance_first(self, num_rows: int) -> None:
-        """Count one more entry in each of the first rows, those that decode."""
+        """Count one more entry in each of the first rows, which decode."""
         self.kv_lens[:, :num_rows] += 1
 
     def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
@@ -112,7 +112,7 @@ class BlockManager(RowArrays):
         owner, column, end_columns = self._columns_of(start, end)
         shared = self.kv.shared(rows[owner], column, end_columns)
         if not self.have_free(int(shared.sum())):
-            # Blocks that only a row and the cache name can be written once the cache lets go.
+            # Blocks that only a row and a cache name are writable once the cache drops them.
             self.idle.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
             shared = self.kv.shared(rows[owner], column, end_columns)
         per_column = shared.sum(axis=(1, 2))
@@ -127,16 +127,16 @@ class BlockManager(RowArrays):
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are only held for later sequences; they make room when needed."""
+        """Blocks that are only held for later sequences; they are evicted when needed."""
         return self.idle.num_blocks
 
     @property
     def headroom(self) -> int:
-        """Blocks that are free or can be made so by evicting what is held for later."""
+        """Blocks that are free, or that eviction can free."""
         return self.pool.num_free + self.num_cached
 
     def have_free(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after evicting what is held for later if need be."""
+        """Whether ``count`` blocks are free; evicts what is held for later if needed."""
         return count <= self.pool.num_free or self.idle.have_free(count)
 
     def match(self, hashes: list[bytes]) -> IntArray:
@@ -152,7 +152,7 @@ class BlockManager(RowArrays):
         self.kv_lens[:, row] = len(columns) * self.layout.block_size
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
-        """Offer a row's columns from ``first`` on, one per hash, to later prompts."""
+        """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
         if self.idle.prefixes is not None:
             columns = self.kv.blocks[:, row, :, first : first + len(hashes)]
             self.idle.prefixes.publish(hashes, columns.transpose(2, 0, 1))
@@ -160,22 +160,22 @@ class BlockManager(RowArrays):
     # ---- lengths -----------------------------------------------------------------------------
 
     def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks given up, ``[rows]``."""
+        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks released, ``[rows]``."""
         self.kv_lens[:, rows] = kv_lens
         return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
 
     def keep_columns(self, row: int, columns: IntArray, kv_lens: IntArray) -> int:
-        """Hold only ``columns [LG, R, K]`` of a row (-1 behind the last), ``kv_lens [LG, R]``.
+        """Keep only ``columns [LG, R, K]`` of a row (-1 behind the last), ``kv_lens [LG, R]`` long.
 
-        Returns the blocks given up. No entry moves, so shared blocks may stay shared.
+        Returns how many blocks it gives back. No entry moves, so shared blocks may stay shared.
         """
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
     def code(self, rows: IntArray, codings: IntArray) -> tuple[IntArray, CodeBlocks | None]:
-        """Hold rows as ``codings`` say, one after the other, until one finds no blocks.
+        """Change rows to what ``codings`` say, in order, until one finds no blocks.
 
-        Returns how many blocks each has given up (0 where it takes more), and what to write.
+        Returns how many blocks each gives back (0 if it takes more), and where to write codes.
         """
         assert self.codes is not None
         before = self.codes.coded[:, rows].copy(), self.codes.num_vectors[:, rows].copy()
@@ -204,7 +204,7 @@ class BlockManager(RowArrays):
     ) -> tuple[TableUpdate, TableUpdate, tuple[int, ...]]:
         """Updates of the index and vector tables; entries of scheduled rows to rebuild, by layer.
 
-        No numbers where nothing is.
+        The last is empty if there are none.
         """
         if self.codes is None:
             return NO_UPDATE, NO_UPDATE, ()
@@ -223,7 +223,7 @@ class BlockManager(RowArrays):
         self._log_from[rows] = positions
 
     def logged_from(self, rows: list[int]) -> IntArray:
-        """From which logical positions rows log queries."""
+        """Logical positions from which rows log queries."""
         logged: IntArray = self._log_from[rows]
         return logged
 
@@ -232,7 +232,7 @@ class BlockManager(RowArrays):
         return bool((self._log_from[:num_rows] < NOT_LOGGING).any())
 
     def columns_in_use(self, num_rows: int) -> IntArray:
-        """Columns that hold entries of each of the first rows, in the longest of its groups."""
+        """Columns in use by each of the first rows, in the longest of its groups."""
         longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
         return -(-longest // self.layout.block_size)
 
@@ -305,7 +305,7 @@ class BlockManager(RowArrays):
         """Whether a row would find the blocks that ``coding`` takes."""
         wanted = codes.wanted(row, coding)
         if not coding.afresh:
-            # What it replaces are generated entries, which nobody shares.
+            # It replaces generated entries, whose blocks are not shared.
             return self.have_free(wanted - codes.replaced(row, coding))
         named, _ = self.kv.row_entries(row)
         own = int(np.count_nonzero(self.pool.ref[named] == 1))
@@ -315,9 +315,10 @@ class BlockManager(RowArrays):
         return self.have_free(wanted - own)
 
     def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Every column that holds entries ``[start [n], end [LG, n, R])`` of some group of n rows.
+        """Columns that hold entries ``[start [n], end [LG, n, R])`` of any group of n rows.
 
-        Its owner among the n, its number, and where each group of the owner ends, ``[LG, ., R]``.
+        Returns for each its owner among the n, its number, and the end column of each group of the
+        owner, ``[LG, ., R]``.
         """
         first, end_columns = start // self.layout.block_size, -(-end // self.layout.block_size)
         counts = np.maximum(end_columns.max(axis=(0, 2)) - first, 0)

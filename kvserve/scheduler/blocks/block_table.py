@@ -1,10 +1,9 @@
 """Block tables of all rows and KV groups, in vectorised numpy.
 
-A row holds columns ``[first, end)`` of its table. All tables of a run have this form: the one of
-keys and values, whose front is given back where it becomes codes, and the one of logged queries,
-addressed by logical position, whose front is given back once it was scored. Letters: LG layer
-groups, R tables per row, M columns. A lane is one group of one row, numbered as in ``[LG, max_rows,
-R]``.
+A row holds columns ``[first, end)`` of its table. The KV table gives its front back if entries
+there become codes. The query log's table is addressed by logical position, and gives its front back
+once those queries have scored. Letters: LG layer groups, R tables per row, M columns. A lane is one
+group of one row, numbered as in ``[LG, max_rows, R]``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvserve.scheduler.output import TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group
 
 Rows = IntArray | slice
-"""Which rows: their numbers, or a slice of all, which costs no copy."""
+"""Row numbers, or a slice of rows, which costs no copy."""
 NO_UPDATE = TableUpdate(np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
@@ -44,7 +43,7 @@ class BlockTable(RowArrays):
         self._lanes: IntArray = np.arange(self.end.size).reshape(shape)
 
     def start(self, row: int, column: int) -> None:
-        """An empty row whose first block will stand in ``column``."""
+        """Begin an empty row whose first block will be in ``column``."""
         self.first[:, row] = self.end[:, row] = self._synced[:, row] = column
 
     def wanted(self, rows: Rows, tokens: IntArray) -> int:
@@ -52,7 +51,7 @@ class BlockTable(RowArrays):
         return int(self._missing(rows, tokens)[1].sum())
 
     def extend(self, rows: Rows, tokens: IntArray) -> None:
-        """Lend the missing blocks; the caller has checked that they are free."""
+        """Allocate the missing blocks; the caller has checked that they are free."""
         lanes, missing = self._missing(rows, tokens)
         if len(lanes):
             end = self.end.reshape(-1)
@@ -76,7 +75,7 @@ class BlockTable(RowArrays):
         return np.asarray((self.pool.ref[named] > 1) & inside)
 
     def keep(self, row: int, columns: IntArray) -> int:
-        """Hold only ``columns [LG, R, K]`` of a row, in this order; return the blocks given up."""
+        """Keep only ``columns [LG, R, K]`` of a row, in this order; return the blocks released."""
         named, _ = self.row_entries(row)
         kept = np.take_along_axis(self.blocks[:, row], columns, axis=2)
         self.pool.share(kept.ravel())
@@ -87,15 +86,15 @@ class BlockTable(RowArrays):
         return len(named) - kept.size
 
     def release_columns(self, row: int, first: IntArray, end: IntArray) -> None:
-        """Give back the columns ``[first, end)`` ``[LG, R]`` of a row, those it has; ``name`` next.
+        """Give back those columns in ``[first, end)`` ``[LG, R]`` that a row has.
 
-        What stands behind them stays.
+        Later columns stay. The caller then fills the gap with ``name``.
         """
         counts = np.minimum(end, self.end[:, row]) - first
         self.pool.release(self._named(np.array([row]), first[:, None], counts[:, None]))
 
     def name(self, row: int, first: IntArray, end: IntArray, blocks: IntArray) -> None:
-        """Put ``blocks [R, M']`` in columns ``[first, end)`` ``[LG, R]``, a reference for each."""
+        """Put ``blocks [R, M']`` in columns ``[first, end)`` ``[LG, R]``; add their references."""
         at = self._places(self._lanes[:, row].ravel(), first.ravel(), (end - first).ravel())
         lane, column = np.divmod(at, self.blocks.shape[3])
         named = blocks[lane % self.blocks.shape[2], column]
@@ -115,7 +114,7 @@ class BlockTable(RowArrays):
 
     def move_front(self, rows: IntArray, first: IntArray) -> None:
         """Give back the columns before ``first [LG, rows, R]`` (or what broadcasts to it); a row
-        without others goes on there."""
+        without later columns continues there."""
         first = np.minimum(first, self.blocks.shape[3])
         surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
         self.pool.release(self._named(rows, self.first[:, rows], surplus))
@@ -129,7 +128,7 @@ class BlockTable(RowArrays):
         self.start(row, 0)
 
     def replace_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
-        """Put a fresh block wherever ``shared`` finds one.
+        """Replace each block that ``shared`` finds with a fresh one.
 
         A block with more than one reference is read-only. Returns which of the n were replaced
         in some group. Contents do not move: the caller copies them.
@@ -143,7 +142,7 @@ class BlockTable(RowArrays):
         return np.asarray(shared.any(axis=(1, 2)))
 
     def save(self, row: int) -> SavedTable:
-        """What a row names, for ``resume``."""
+        """The blocks that a row names, for ``resume``."""
         first, end = self.first[:, row].copy(), self.end[:, row].copy()
         start = int(first.min())
         return SavedTable(first, end, start, self.blocks[:, row, :, start : end.max()].copy())
@@ -153,8 +152,8 @@ class BlockTable(RowArrays):
     ) -> tuple[IntArray, IntArray]:
         """Begin an empty row with the columns before ``end [LG, R]`` of a saved one, shared.
 
-        Where the last one is ``partial [LG, R]``, the row gets a block of its own for it, since it
-        writes on there: returns the shared blocks and those, to be copied.
+        If the last column is ``partial [LG, R]``, the row gets a private block there, since it
+        writes more entries to it. Returns the shared and the private blocks, to be copied.
         """
         width = saved.start + saved.blocks.shape[2]
         self.blocks[:, row, :, saved.start : width] = saved.blocks
@@ -201,11 +200,11 @@ class BlockTable(RowArrays):
         return TableUpdate(at, self.blocks.reshape(-1)[at])
 
     def all_held(self) -> IntArray:
-        """Every block named, once per naming."""
+        """Every block that the table names, once per reference."""
         return self._named(slice(None), self.first, self.end - self.first)
 
     def named_by_row(self, num_rows: int) -> tuple[IntArray, IntArray]:
-        """Every block that the first rows name, once per naming, and the row of each."""
+        """Every block that the first rows name, once per reference, and the row of each."""
         rows = slice(num_rows)
         counts = self.end[:, rows] - self.first[:, rows]
         owner = np.broadcast_to(np.arange(num_rows)[:, None], counts.shape)
@@ -213,7 +212,7 @@ class BlockTable(RowArrays):
         return named, np.repeat(owner.ravel(), counts.ravel())
 
     def _missing(self, rows: Rows, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """Lanes that lack blocks for ``tokens``, and how many; the others cost a comparison."""
+        """Lanes that lack blocks for ``tokens``, and how many; all others cost one comparison."""
         short = np.flatnonzero(tokens > self.end[:, rows] * self._block_tokens)
         lanes = self._lanes[:, rows].reshape(-1)[short]
         if not len(short):

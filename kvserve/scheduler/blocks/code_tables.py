@@ -1,10 +1,10 @@
 """Codebook storage: which entries of a row are held as codes, and in which blocks.
 
 A coded lane (one KV group of a row) holds its first entries as slots in *index blocks*, which refer
-to vectors in *vector blocks*; both come from the pool of all others. Behind them stand raw blocks,
-as anywhere. Its table of keys and values begins there; or, where attention does not read codes, it
-names *scratch blocks* for the codes, in which a forward rebuilds them layer by layer, so that all
-layers of a KV head share them.
+to vectors in *vector blocks*; both come from the same pool as all other blocks. Later entries are
+in raw blocks, as usual. If attention reads codes, the lane's KV table begins with the raw blocks.
+If not, its first columns name *scratch blocks*, in which a forward rebuilds the codes layer by
+layer, so all layers of a KV head share them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvserve.scheduler.output import CodeBlocks
 from kvserve.scheduler.row_schema import RowArrays, per_group
 
 SLOT_BYTES = 16
-"""Two references, two scales, a position, a distance, and who attends."""
+"""Two references, two scales, a position, a distance, and which query heads attend."""
 MAX_VECTORS = 1 << 16
 """References have two bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """What one event makes of a row: all ``[LG, R]``.
+    """What a row holds after one event; all ``[LG, R]``.
 
     Of ``kv_lens`` entries the first ``coded`` are held as codes, with ``num_vectors`` vectors. With
-    ``afresh`` the whole row is written again, else its raw entries stay where they are.
+    ``afresh`` the whole row is written again; otherwise its raw entries stay where they are.
     """
 
     kv_lens: IntArray
@@ -70,13 +70,13 @@ class CodeTables(RowArrays):
         self.make_by_group(lambda: np.zeros(shape, np.int32))
 
     def start_row(self, row: int) -> None:
-        """An empty row."""
+        """Begin an empty row."""
         self.index.start(row, 0)
         self.vectors.start(row, 0)
         self.coded[:, row] = self.num_vectors[:, row] = 0
 
     def release_row(self, row: int) -> None:
-        """Give back a row's codes; its scratch goes with its table of keys and values."""
+        """Give back a row's codes; its KV table gives back the scratch blocks."""
         self.index.release_row(row)
         self.vectors.release_row(row)
         self.start_row(row)
@@ -88,7 +88,7 @@ class CodeTables(RowArrays):
         self.move_rows([a, b], [b, a])
 
     def held(self, num_rows: int) -> IntArray:
-        """Blocks that codes take of each row, less those that its lanes' tables share."""
+        """Blocks of each row's codes, less scratch blocks that its KV table counts repeatedly."""
         held = self.index.held(num_rows) + self.vectors.held(num_rows)
         if not self.scratch:
             return held
@@ -108,10 +108,10 @@ class CodeTables(RowArrays):
     ) -> Coding:
         """What to hold as codes of a row, given what was observed.
 
-        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition, and need so many new
-        ``vectors [LG, R]``. With ``raw_fallback`` a lane stays raw for good if its codes would take
-        as many blocks as its entries, and so do all lanes of a head that do not save the scratch
-        they need.
+        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition; they need ``vectors
+        [LG, R]`` new vectors. With ``raw_fallback`` a lane stays raw for good if its codes would
+        take as many blocks as its entries. All lanes of a head stay raw if together they save no
+        more blocks than their scratch takes.
         """
         if not afresh:
             coded = self.coded[:, row] + entries
@@ -140,11 +140,11 @@ class CodeTables(RowArrays):
         return codes + int(raw.sum())
 
     def replaced(self, row: int, coding: Coding) -> int:
-        """Raw blocks whose entries become codes, where a row is not written afresh."""
+        """Raw blocks whose entries become codes, if the row is not written afresh."""
         return int(((coding.coded - self.coded[:, row]) // self._size).sum())
 
     def book(self, row: int, kv: BlockTable, coding: Coding) -> None:
-        """Take the blocks of an event in exchange for those it replaces; they are there."""
+        """Exchange blocks as an event needs; the caller has checked that they are free."""
         at, first = np.array([row]), coding.coded // self._size
         if coding.afresh:
             kv.truncate(at, np.zeros_like(first)[:, None])
@@ -158,7 +158,7 @@ class CodeTables(RowArrays):
         self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
 
     def _name_scratch(self, row: int, kv: BlockTable, after: IntArray) -> None:
-        """Let the columns before ``after [LG, R]`` of each lane name the scratch of its head."""
+        """Make the columns before ``after [LG, R]`` of each lane name its head's scratch blocks."""
         before = self.coded[:, row] // self._size
         scratch = np.zeros((after.shape[1], int(after.max(initial=0))), np.int32)
         for head, layer in enumerate(before.argmax(axis=0)):
@@ -173,7 +173,7 @@ class CodeTables(RowArrays):
         self._pool.release(fresh)
 
     def blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
-        """Where events write that have just been booked; ``before`` is what was held then."""
+        """Where newly booked events write; ``before``: coded entries and vectors before them."""
         columns = self.index.end[:, rows].max(initial=0), self.vectors.end[:, rows].max(initial=0)
         index, vectors = (
             table.blocks[:, rows, :, :width].copy()

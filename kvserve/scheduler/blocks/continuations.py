@@ -1,8 +1,8 @@
-"""Rows that outlive their sequence: the next turn of a conversation goes on from what one held.
+"""Rows that outlive their sequence, so that the next turn of a conversation can resume from them.
 
-A *continuation* names the blocks of a row and says what the row was. It serves prompts that begin
-with its tokens, under the same policy, and as many sequences as want it: who goes on writes the
-blocks that are not full in copies of its own. Continuations and prefix columns go by one clock.
+A *continuation* names the blocks of a row and records the row's state. Any number of sequences may
+resume from it, if their prompts begin with its tokens and they have the same policy; each gets
+copies of the blocks that are not full. Continuations and prefix columns share one clock.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation, Resumption
 
 _REMEMBERED = 256
-"""Continuations that have made room, and are still known by their tokens."""
+"""How many evicted continuations are still known by their tokens."""
 
 
 class Continuations:
-    """Continuations over one pool, the least recently used first to go; ``max_blocks`` of them name
-    at most (``None``: as many as there are)."""
+    """Continuations over one pool; the least recently used is evicted first. Together they name at
+    most ``max_blocks`` blocks (``None``: no limit)."""
 
     def __init__(self, pool: BlockPool, max_blocks: int | None = None) -> None:
         self.hits = 0
         self.misses: Counter[str] = Counter()
         self.resumed_tokens = 0
         self.changes = 0
-        """Grows whenever there is another answer to ``find``."""
+        """Grows whenever ``find`` may answer differently."""
         self._pool = pool
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
         self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
@@ -40,7 +40,7 @@ class Continuations:
         return len(self._by_use)
 
     def __contains__(self, known: Continuation) -> bool:
-        """Whether it is still there; after a failed step there is another store."""
+        """Whether ``known`` is still stored; after a failed step there may be another store."""
         return self._by_use.get(id(known)) is known
 
     @property
@@ -50,12 +50,12 @@ class Continuations:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that nobody names but continuations, and the prefix cache beside them."""
+        """Blocks that only continuations name, or only continuations and the prefix cache."""
         return self._pool.count_idle(self._refs) if self._by_use else 0
 
     @property
     def oldest(self) -> Continuation | None:
-        """The next to make room."""
+        """The next to be evicted."""
         return next(iter(self._by_use.values()), None)
 
     def find(
@@ -63,8 +63,8 @@ class Continuations:
     ) -> tuple[Resumption | None, str]:
         """The longest continuation that these tokens begin with, or why there is none.
 
-        ``keys`` are the hashes of the columns of ``token_ids``, and what they begin with. The last
-        token is left to be computed.
+        ``keys`` are the seed and the column hashes of ``token_ids``. The last token is always left
+        to be computed.
         """
         best, cause = None, NEW
         for known in (found for key in keys for found in self._by_key.get(key, ())):
@@ -82,7 +82,7 @@ class Continuations:
         return best, cause
 
     def add(self, new: Continuation) -> None:
-        """Keep a continuation; the row it names is still there."""
+        """Store a continuation while its row still holds its blocks."""
         assert new.row is not None
         for known in self._by_key.get(new.keys[0], [])[:]:
             same = known.shared_by == new.shared_by
@@ -97,7 +97,7 @@ class Continuations:
             self.drop(next(iter(self._by_use.values())))
 
     def touch(self, known: Continuation) -> None:
-        """It was used just now."""
+        """Mark ``known`` as used now."""
         self.changes += 1
         self._pool.clock += 1
         known.used = self._pool.clock
@@ -105,7 +105,7 @@ class Continuations:
         self._by_use.move_to_end(id(known))
 
     def take(self, found: Resumption) -> None:
-        """A sequence goes on from it."""
+        """Count a sequence that resumes from ``found``."""
         self.hits += 1
         self.resumed_tokens += found.num_tokens
         found.continuation.taken += 1
@@ -113,20 +113,21 @@ class Continuations:
             self.touch(found.continuation)
 
     def supersede(self, known: Continuation) -> None:
-        """Its only follower has left a continuation of its own: it goes first."""
+        """Make ``known`` the next to be evicted if only one sequence resumed it: that sequence has
+        left a continuation of its own."""
         if known in self and known.taken == 1:
             known.used = 0
             self._by_use.move_to_end(id(known), last=False)
 
     def drop(self, known: Continuation) -> None:
-        """Let go of its blocks; its tokens are remembered for a while."""
+        """Release the blocks of ``known``; remember its tokens for a while."""
         self._release(known)
         self._gone.append(known)
         if len(self._gone) > _REMEMBERED:
             self._unlist(self._gone.popleft())
 
     def forget(self, blocks: IntArray) -> None:
-        """Drop those that name any of ``blocks``, so that their owner may write them."""
+        """Drop continuations that name any of ``blocks``, so that a row may write these."""
         wanted = np.zeros(len(self._refs), bool)
         wanted[blocks] = True
         if (self._refs[wanted] > 0).any():
@@ -135,24 +136,24 @@ class Continuations:
                     self.drop(known)
 
     def clear(self) -> None:
-        """Drop all of them, and remember none."""
+        """Drop all continuations, and remember none."""
         for known in list(self._by_use.values()):
             self._release(known)
         self._by_key.clear()
         self._gone.clear()
 
     def count_from(self, other: Continuations) -> None:
-        """Go on with the counts of ``other``."""
+        """Take over the counts of ``other``."""
         self.hits, self.misses = other.hits, other.misses
         self.resumed_tokens = other.resumed_tokens
 
     def held(self) -> IntArray:
-        """Every block that continuations name, once per naming."""
+        """Every block that continuations name, once per reference."""
         rows = [known.row.named for known in self._by_use.values() if known.row is not None]
         return np.concatenate([np.zeros(0, np.int32), *rows])
 
     def check_integrity(self) -> None:
-        """References are those of the continuations that are there."""
+        """Assert that the counted references are those of the stored continuations."""
         expected = np.bincount(self.held(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
         listed = {id(known) for found in self._by_key.values() for known in found}
@@ -181,7 +182,7 @@ class Continuations:
 
 
 def _common(a: IntArray, b: IntArray) -> int:
-    """How many tokens two sequences begin with that are the same."""
+    """Length of the common prefix of two token sequences."""
     count = min(len(a), len(b))
     differs = np.flatnonzero(a[:count] != b[:count])
     return int(differs[0]) if len(differs) else count

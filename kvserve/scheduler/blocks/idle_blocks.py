@@ -1,4 +1,4 @@
-"""Blocks that no sequence holds, kept for later ones: prefix columns, and continuations."""
+"""Blocks kept for later sequences: prefix columns and continuations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 
 
 class IdleBlocks:
-    """Either may be missing. The least recently used of both goes first, when blocks run out."""
+    """Prefix cache and continuations; either may be off. The least recently used of both is evicted
+    first when blocks run out."""
 
     def __init__(
         self, pool: BlockPool, prefixes: PrefixCache | None, continuations: Continuations | None
@@ -19,12 +20,12 @@ class IdleBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are named for later alone."""
+        """Blocks that only the prefix cache or continuations name."""
         kept = 0 if self.continuations is None else self.continuations.num_evictable
         return kept + (0 if self.prefixes is None else self.prefixes.num_evictable)
 
     def have_free(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after evicting what is held for later if need be."""
+        """Whether ``count`` blocks are free; evicts what is held for later if needed."""
         if count > self._pool.num_free and self.continuations is not None:
             self._evict_by_use(self.continuations, count)
         missing = count - self._pool.num_free
@@ -33,22 +34,22 @@ class IdleBlocks:
         return count <= self._pool.num_free
 
     def forget(self, blocks: IntArray) -> None:
-        """Let go of ``blocks``, so that their owner may write them."""
+        """Drop whatever names ``blocks``, so that a row may write them."""
         if self.continuations is not None:
             self.continuations.forget(blocks)
         if self.prefixes is not None:
             self.prefixes.forget(blocks)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         if self.continuations is not None:
             self.continuations.clear()
         if self.prefixes is not None:
             self.prefixes.clear()
 
     def _evict_by_use(self, continuations: Continuations, count: int) -> None:
-        """Let continuations go, and columns used before them, until ``count`` blocks are free or it
-        is the newer columns' turn. None goes for what cannot be had."""
+        """Evict continuations, and columns used before them, until ``count`` blocks are free or
+        only newer columns are left. Evict nothing if eviction cannot free enough."""
         if count > self._pool.num_free + self.num_blocks:
             return
         while count > self._pool.num_free and (oldest := continuations.oldest) is not None:

@@ -1,4 +1,4 @@
-"""Whose each block of the pool is, for people who look; nothing is scheduled by it."""
+"""What each block of the pool is held for, for display; the scheduler does not use it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 
 FREE, CACHED, LOGGED, CODED, FIRST_ROW = range(5)
-"""What a block is held for: nothing, the prefix cache alone, queries, codes; then rows."""
+"""What a block is held for: nothing, later sequences alone, queries, codes; then rows."""
 
 
 def block_owners(blocks: BlockManager, numbers: IntArray) -> IntArray:
-    """What each block from 1 on is held for: ``FIRST_ROW + numbers[row]`` where a row holds its
-    keys and values. ``numbers [rows]``; a block that rows share is the last one's.
+    """What each block from 1 on is held for: ``FIRST_ROW + numbers[row]`` if a row holds keys and
+    values in it. ``numbers [rows]``; a shared block counts for the last of its rows.
     """
     owners: IntArray = np.where(blocks.pool.ref > 0, CACHED, FREE).astype(np.int32)
     named, rows = blocks.kv.named_by_row(len(numbers))

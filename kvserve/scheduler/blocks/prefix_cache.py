@@ -1,8 +1,8 @@
-"""Prompt blocks that outlive their sequence: block columns by the hash of all tokens up to them.
+"""The prefix cache: block columns by the hash of all tokens up to their end.
 
 A *column* is block j of all KV groups. It is found by the chained hash of tokens [0, (j+1)B), so a
-hit is always a whole prefix. The cache holds one reference per block; a column whose blocks nobody
-else names is the first thing to go when blocks run out, least recently used first.
+hit is always a whole prefix. The cache holds one reference per block. When blocks run out, columns
+with blocks that only the cache names are evicted, least recently used first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvserve.scheduler.block_pool import BlockPool, IntArray
 
 
 class PrefixCache:
-    """Hash to block column. Columns have places in arrays, by which they are looked through.
+    """Maps hashes to block columns, which have places in two arrays.
 
     ``_blocks [places, LG * R]``, and ``_used [places]``, which orders columns by their last use
-    (0: the place is empty). What a step costs goes by columns, not by blocks: with tables per layer
-    and head a column has hundreds.
+    (0: the place is empty). The work of a step grows with columns, not with blocks: with tables per
+    layer and head a column has hundreds of blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -63,7 +63,7 @@ class PrefixCache:
     def evict(self, count: int, before: int | None = None) -> None:
         """Free at least ``count`` blocks, or all that only the cache names.
 
-        With ``before`` only columns go whose last use came before that.
+        With ``before``, evict only columns whose last use was before that.
         """
         alone = self.pool.only_cached
         places = np.flatnonzero(alone)
@@ -114,7 +114,7 @@ class PrefixCache:
         self._empty += range(old + more - 1, old - 1, -1)
 
     def _touch(self, places: list[int]) -> None:
-        """Mark a prefix as used; parents after their children, who could not be hit without."""
+        """Mark a prefix as used; parents count as newer, since children are no hit without them."""
         self.pool.clock += len(places)
         self._used[places] = self.pool.clock - np.arange(len(places))
 

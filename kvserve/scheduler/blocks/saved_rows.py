@@ -1,4 +1,4 @@
-"""Blocks of rows that are left behind, and of rows that begin with them."""
+"""Saves the blocks of rows that end, for rows that resume from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvserve.scheduler.output import NO_COPIES, BlockCopies
 
 
 class SavedRows:
-    """Saves rows by reference, and begins others with what is saved.
+    """Saves rows by reference, and resumes new rows from them.
 
-    A row that begins so shares all blocks that are full. It writes on in the others, so it gets
-    copies of those: at most one of each lane, and one of each lane's log.
+    A resumed row shares all full blocks. It writes more entries to the others, so it gets copies of
+    those: at most one for each lane, and one for each lane's log.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -22,7 +22,7 @@ class SavedRows:
         self._copies: list[tuple[IntArray, IntArray]] = []
 
     def save(self, row: int, computed: int) -> SavedRow:
-        """What a row of ``computed`` tokens holds."""
+        """Save what a row of ``computed`` tokens holds."""
         blocks = self._blocks
         blocks.give_back_unused(row, computed)
         return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row))
@@ -30,7 +30,7 @@ class SavedRows:
     def blocks_wanted(
         self, saved: SavedRow, dropped: int, computed: int, target: int, log_from: int
     ) -> int:
-        """Blocks that ``resume`` takes, and the row's growth up to ``target`` tokens."""
+        """Blocks for ``resume``, and for the row's growth up to ``target`` tokens."""
         lens, size = saved.lengths["kv_lens"] - dropped, self._blocks.layout.block_size
         wanted = int((-(-(lens + target - computed) // size) - lens // size).sum())
         if target > log_from:
@@ -40,9 +40,9 @@ class SavedRows:
         return wanted
 
     def resume(self, row: int, saved: SavedRow, dropped: int, computed: int, log_from: int) -> None:
-        """Begin a row as a saved one was ``dropped`` tokens ago, at ``computed``.
+        """Begin a row as a saved one without its newest ``dropped`` tokens, at ``computed``.
 
-        It will log queries from ``log_from`` on: what was logged before that is left out.
+        It will log queries from ``log_from`` on; queries logged before that are left out.
         """
         blocks = self._blocks
         blocks.start_row(row)
@@ -60,7 +60,7 @@ class SavedRows:
         blocks.restore_fields(row, fields)
 
     def take_copies(self) -> BlockCopies:
-        """Blocks that rows have got copies of since the last call."""
+        """Block copies that resumed rows need since the last call."""
         if not self._copies:
             return NO_COPIES
         sources, copies = (np.concatenate(each) for each in zip(*self._copies, strict=True))

@@ -1,1 +1,1 @@
-"""Compression events: who is due, what it takes, and when the next one comes."""
+"""Compression events: which are due, what they take, and when the next ones come."""

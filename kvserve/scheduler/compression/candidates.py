@@ -21,8 +21,8 @@ Choices = np.ndarray[Any, np.dtype[np.object_]]
 class EventCandidates:
     """Events of one policy that may be scheduled: rows ``at`` go from ``old`` to ``new`` entries.
 
-    ``old``, ``new``: ``[LG, n, R]``. Until an event is scored that has to be, what it leaves is not
-    ``known``, and ``new`` is ``old``. ``choices [n]`` is what a kind's handler makes of the scores.
+    ``old``, ``new``: ``[LG, n, R]``. If events have to be scored first, ``known`` is false until
+    they are, and ``new`` equals ``old``. ``choices [n]``: what the handler has read from scores.
     """
 
     policy_id: int
@@ -63,7 +63,7 @@ class EventCandidates:
 def some_of(
     candidates: list[EventCandidates], mask: np.ndarray[Any, Any]
 ) -> Iterator[EventCandidates]:
-    """The events that ``mask`` names, over all ``candidates`` in order; none without any."""
+    """The events that ``mask`` selects from all ``candidates``, in order; no empty groups."""
     ends = np.cumsum([len(events.at) for events in candidates])
     for events, end in zip(candidates, ends, strict=True):
         part = events.part(mask[end - len(events.at) : end])

@@ -1,4 +1,4 @@
-"""Who compresses in which step: the order of events, and what a step has room for."""
+"""Which events run in which step: their order, and how many a step has room for."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from kvserve.scheduler.trigger import Trigger
 
 
 class CompressionScheduler:
-    """Takes events through their lives (``EventState``), those of all rows at once.
+    """Takes the events of all rows through their states (``EventState``).
 
-    The events of a step observe at most ``max_observed`` queries, one event aside; those that free
-    most go first, the oldest on ties. Lengths and blocks are exact as soon as one is scheduled. Who
-    has to wait is skipped this step. With a ``gate``, optional events that do not pay are left out
-    until their next date. What an event does to blocks and lengths is its kind's (``HANDLERS``).
+    The events of a step observe at most ``max_observed`` queries together; only the first one may
+    exceed that. Events that evict most go first, the oldest on ties. Lengths and blocks are exact
+    as soon as an event is scheduled. A sequence whose event has to wait is skipped in this step.
+    With a ``gate``, optional events that do not pay are put off by their period. The handler of an
+    event's kind decides what it does to blocks and lengths (``HANDLERS``).
     """
 
     def __init__(
@@ -58,20 +59,19 @@ class CompressionScheduler:
         self._kinds: dict[int, EventKind] = {}
         self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
         self._blocked: tuple[int, int] | None = None
-        """The first (by priority, then arrival: the last to be preempted) that found no blocks for
-        an event whose kind holds back what comes free, until its event or that of one before it is
-        scheduled.
+        """Rank of the first sequence whose event found no blocks, for kinds that hold back freed
+        blocks. Cleared when its event, or that of a sequence before it, is scheduled.
         """
 
     def register(self, seq: Sequence) -> None:
-        """Know the trigger of a sequence's policy, and the kind of its events."""
+        """Register the trigger of a sequence's policy, and the kind of its events."""
         self._triggers[seq.policy_id] = seq.trigger
         self._kinds[seq.policy_id] = seq.event_kind
         self._engine_wide.register(seq.policy_id, seq.trigger)
 
     @property
     def blocked_on_blocks(self) -> bool:
-        """Whether an event that writes codes finds no blocks: what comes free is for it."""
+        """Whether an event that writes codes lacks blocks; freed blocks are kept for it."""
         return self._blocked is not None
 
     # ---- due ---------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class CompressionScheduler:
     def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
         """Schedule events that are due.
 
-        ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
+        ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
         """
         self._engine_wide.make_due()
         waiting = self._waiting()
@@ -88,7 +88,7 @@ class CompressionScheduler:
         if len(turns.rows):
             waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
-            self._blocked = None  # it was preempted itself, or has ended
+            self._blocked = None  # that sequence was preempted, or has ended
         candidates = self._candidates(self._due(waiting))
         self.lives.close_scored()  # what cannot be scheduled now is scored again
         if self.gate is not None:
@@ -96,7 +96,10 @@ class CompressionScheduler:
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
     def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
-        """Schedule events ahead of their time or budget, until ``missing`` blocks come free."""
+        """Schedule events before they are due, or beyond ``max_observed``, to free blocks.
+
+        Stops once ``missing`` blocks come free.
+        """
         rows = self.rows
         at = rows.decoding_next()
         willing = [
@@ -117,7 +120,7 @@ class CompressionScheduler:
         return tuple(replace(task, early=True) for task in scheduled.compactions)
 
     def prune(self, row: int) -> CompactionTask:
-        """Schedule the event of a row whose prompt is computed in this step, and pruned there."""
+        """Schedule the event of a row whose prompt is computed and pruned in this step."""
         at, num_prompt = np.array([row], np.int32), int(self.rows.num_prompt[row])
         handler = self._handlers[EventKind.PRUNED]
         assert isinstance(handler, PrunedEvents)
@@ -128,7 +131,7 @@ class CompressionScheduler:
         return replace(task, token_ids=self.rows.token_ids[at, :num_prompt])
 
     def _waiting(self) -> IntArray:
-        """Rows with an event to come before they go on."""
+        """Rows that have an event before their next token."""
         rows, n = self.rows, self.rows.num_rows
         waits = rows.num_computed[:n] >= rows.next_event[:n]
         waits &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
@@ -136,7 +139,7 @@ class CompressionScheduler:
         return at
 
     def _due(self, at: IntArray) -> IntArray:
-        """Those of the rows ``at`` whose scores are not on their way."""
+        """Those of the rows ``at`` that do not wait for scores."""
         if not self.lives.scoring:
             return at
         return at[[not self.lives.is_scoring(self.rows.owner(row).seq_id) for row in at]]
@@ -150,12 +153,12 @@ class CompressionScheduler:
         return candidates
 
     def _scored(self, due: EventCandidates) -> list[OpenEvent | None]:
-        """Which of the ``due`` events have been scored, each with its scores."""
+        """For each of the ``due`` events, the event with its scores, or ``None`` without them."""
         starts = zip(due.at.tolist(), due.plan.query_start.tolist(), strict=True)
         return [self.lives.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
 
     def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
-        """Events of one policy's rows; nothing is known of what they leave."""
+        """Events of one policy's rows, before it is known how much they leave."""
         trigger, state = self._triggers[policy_id], self.rows.state(at)
         plan, old = trigger.plan(state), self.blocks.kv_lens[:, at]
         if not plan.is_within(state.kv_len).all():
@@ -174,7 +177,7 @@ class CompressionScheduler:
                 passed.append(events)
                 continue
             at = events.at
-            # Nobody knows how long a sequence goes on: take it for as long as it has gone.
+            # The rest of the output is unknown: assume as many tokens as are generated so far.
             generated = rows.num_tokens[at] - rows.num_prompt[at]
             left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
             pays = gate.pays(events.plan.evicted, events.plan.observed, left, entries_that_fit)
@@ -192,17 +195,17 @@ class CompressionScheduler:
     # ---- scoring -----------------------------------------------------------------------------
 
     def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
-        """A step has come back, with ``scores`` of each of ``output.observations``."""
+        """Take in a finished step, with ``scores`` of each of ``output.observations``."""
         for task, answered in zip(output.observations, scores, strict=True):
             self.lives.take_scores(task, answered)
         self.lives.apply((*output.compactions, *output.pruned))
 
     def give_up(self, output: SchedulerOutput) -> None:
-        """A step has failed; what it was to score or to carry out is due again."""
+        """Undo a failed step: the events that it was to score or to carry out are due again."""
         self.lives.give_up(output.observations, (*output.compactions, *output.pruned))
 
     def _observation(self, events: EventCandidates) -> ObservationTask:
-        """What the runner has to know of events to score them."""
+        """What the runner has to know about events to score them."""
         owners = np.array([self.rows.owner(row).seq_id for row in events.at])
         tokens = None
         if not events.trigger.logs:
@@ -234,18 +237,18 @@ class CompressionScheduler:
                 observations.append(self._observation(best))
                 self.lives.start_scoring(observations[-1])
         if not (compactions or observations or fits.all()):
-            # Those that went first find no blocks: they must not keep the others waiting.
+            # The first events find no blocks; the others must not wait for them.
             return self._schedule(list(some_of(candidates, ~fits)), max_observed)
         return ScheduledEvents(tuple(compactions), tuple(observations))
 
     def _order(self, candidates: list[EventCandidates]) -> IntArray:
-        """Events of all ``candidates``, numbered in a row: who goes first stands in front."""
+        """Indices of the events of all ``candidates``, in the order of scheduling."""
         ranks = [self._handlers[events.kind].rank(events) for events in candidates]
         at = np.concatenate([events.at for events in candidates])
         return np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
 
     def _rank(self, row: int) -> tuple[int, int]:
-        """Of two rows the higher one is preempted first."""
+        """A row's priority and arrival; the row with the highest rank is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
     def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
@@ -261,7 +264,7 @@ class CompressionScheduler:
         return [] if taken is None else [self._scheduled(events, taken)]
 
     def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
-        """Events whose blocks are found, as a task; their rows' counters are those after it."""
+        """Make a task of events that have their blocks, and update their rows' counters."""
         done = events.part(slice(len(taken.released)))
         rows, blocks, at, new = self.rows, self.blocks, done.at, done.new
         observed = self._observation(done)
@@ -286,7 +289,7 @@ class CompressionScheduler:
         return task
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
-        """Work out when rows ``at`` are due next; returns from where they log queries."""
+        """Work out when rows ``at`` are due next; return from where they log queries."""
         rows, trigger = self.rows, self._triggers[policy_id]
         handler = self._handlers[self._kinds[policy_id]]
         turns = rows.turn[at] < rows.num_turns[at]
@@ -308,8 +311,8 @@ class CompressionScheduler:
     # ---- turns -------------------------------------------------------------------------------
 
     def _begin_turns(self, at: IntArray) -> BegunTurns:
-        """Go on with rows that are computed again and have come to where another turn begins; those
-        that had an event there have it first."""
+        """Begin the next turn of recomputed rows that have reached its start. A row that had an
+        event at that position has the event first."""
         begun, log_from = [], []
         for row in at.tolist():
             seq, computed = self.rows.owner(row), int(self.rows.num_computed[row])
@@ -320,7 +323,7 @@ class CompressionScheduler:
         return BegunTurns(np.array(begun, np.int32), np.array(log_from, np.int32))
 
     def _begin_turn(self, row: int, trigger: Trigger) -> None:
-        """Let a row's next turn begin, if it has come so far: its trigger says with what."""
+        """Begin a row's next turn if the row has reached it, as its trigger says."""
         rows, turn = self.rows, self.rows.owner(row).turns[self.rows.turn[row]]
         if turn.start == rows.num_computed[row]:
             at = np.array([row], np.int32)

@@ -1,4 +1,4 @@
-"""Events whose dates are not their sequence's own: the engine counts its steps."""
+"""Events that are due by the engine's step count, not by positions of their sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EngineWideDates:
         self._steps_since: dict[int, int] = {}
 
     def register(self, policy_id: int, trigger: Trigger) -> None:
-        """Know the trigger of a policy; a new one begins to count."""
+        """Register the trigger of a policy; a new trigger starts to count steps."""
         if self._triggers.get(policy_id) == trigger:
             return
         self._triggers.pop(policy_id, None)
@@ -26,7 +26,7 @@ class EngineWideDates:
             self._triggers[policy_id], self._steps_since[policy_id] = trigger, 0
 
     def make_due(self) -> None:
-        """Count this step; where it is time, let the oldest rows that qualify be due."""
+        """Count this step; if a policy's period is over, make its oldest eligible rows due."""
         rows = self._rows
         for policy_id, trigger in self._triggers.items():
             at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)

@@ -2,7 +2,7 @@
 
 A step takes ``a + c * batch + k * entries held``. An event costs the seconds its queries take to
 observe, once; every entry it evicts saves k seconds in each of the sequence's later steps, and
-while requests wait for memory it also lets that share of the pool do other work.
+while requests wait for memory it also frees that share of the pool for other work.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class BreakEvenGate:
     ) -> IntArray:
         """Which events to let pass: bool [n].
 
-        ``entries_that_fit`` is what the pool holds, if requests wait for it, otherwise 0.
+        ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
         """
         if self._steps < _STEPS_NEEDED or not self._observed:
             return np.ones(len(evicted), bool)
-        # The ridge settles what a batch that never changes leaves open.
+        # The ridge keeps the system solvable when the batch never changes.
         scale = np.diag(self._normal).clip(min=1e-12)
         fit = np.linalg.solve(self._normal + np.diag(1e-6 * scale), self._right)
         entry_seconds = max(float(fit[2]), 0.0)

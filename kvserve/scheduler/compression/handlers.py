@@ -26,7 +26,7 @@ Scored = Callable[[EventCandidates], list[OpenEvent | None]]
 
 @dataclass(frozen=True, slots=True)
 class TakenBlocks:
-    """What the first n of some events have done to tables and lengths; ``[n]`` each.
+    """What the first n events have done to tables and lengths; all ``[n]``.
 
     Entries from ``copy_start`` on are written again; ``released`` blocks came free.
     """
@@ -37,26 +37,26 @@ class TakenBlocks:
 
 
 class EvenEvents:
-    """Events that leave equally much in all lanes, by their triggers alone."""
+    """Events that leave equally many entries in all lanes; their trigger says how many."""
 
     holds_back: ClassVar[bool] = False
-    """Whether what comes free is kept for an event of this kind that finds no blocks."""
+    """Whether freed blocks are kept for an event of this kind that finds too few."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
 
     def outcomes(self, due: EventCandidates, scored: Scored) -> list[EventCandidates]:
-        """``due`` events with what they leave, where that is known; ``scored`` finds those whose
-        scores have come."""
+        """The ``due`` events with the lengths that they leave, if known; ``scored`` looks up their
+        scores."""
         new = due.old - due.plan.evicted[None, :, None]
         return [replace(due, new=new, known=True)]
 
     def rank(self, events: EventCandidates) -> IntArray:
-        """What events go by: the highest goes first."""
+        """Ranks of events; the highest goes first."""
         return events.plan.evicted
 
     def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
-        """Exchange the blocks of as many events, in order, as find theirs; ``None``: of none."""
+        """Exchange blocks event by event until one finds too few; ``None`` if that is the first."""
         at, start, new = events.at, events.plan.region_start, events.new
         count = self._blocks.affordable(at, start, new)
         if not count:
@@ -75,7 +75,7 @@ class UnevenEvents(EvenEvents):
     """Events whose counts the scores decide."""
 
     def outcomes(self, due: EventCandidates, scored: Scored) -> list[EventCandidates]:
-        """First those that are known, then the others."""
+        """First the events whose lengths are known, then the others."""
         events = scored(due)
         known = np.array([event is not None for event in events], bool)
         new, choices = due.old.copy(), np.empty(len(events), object)
@@ -105,8 +105,8 @@ class BlockEvents(UnevenEvents):
 
 
 class CodedEvents(UnevenEvents):
-    """Events that write codes. They evict little and come first, the oldest first: behind newer
-    ones that evict, an old one might wait for ever.
+    """Events that write codes. They go before all others, the oldest first: they evict little, so
+    an old one might wait forever behind newer events that evict more.
     """
 
     holds_back: ClassVar[bool] = True
@@ -119,7 +119,7 @@ class CodedEvents(UnevenEvents):
         return None if codes is None else TakenBlocks(np.zeros_like(released), released, codes)
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
-        """What stayed raw at the prompt's end does so for good."""
+        """A row that stayed raw at its prompt's end has no more events."""
         if self._blocks.codes is None:
             return due
         raw = ~self._blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.first_uncompressed_pos > 0)
@@ -140,10 +140,10 @@ class CodedEvents(UnevenEvents):
 
 
 class PrunedEvents(UnevenEvents):
-    """A prompt's own event, whose prompt is computed in the step that schedules it."""
+    """A prompt's own event, scheduled in the step that computes the prompt; others are uneven."""
 
     def in_prompt(self, due: EventCandidates, num_prompt: int) -> EventCandidates:
-        """The only event of ``due`` with what each layer will hold of its prompt."""
+        """The only event in ``due``, with the entries that each layer will hold of its prompt."""
         assert isinstance(due.trigger, Pruned)
         by_layer = due.trigger.prompt_lengths(num_prompt, due.layout.num_layers)
         lengths = np.array(by_layer, np.int32)[:, None, None]

@@ -1,4 +1,4 @@
-"""Events between two states of their life: those whose scores the host waits for, or has."""
+"""Open events: the host waits for their scores, or has them and has not scheduled them yet."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvserve.scheduler.output import CompactionTask, ObservationTask
 
 @dataclass(frozen=True, slots=True)
 class OpenEvent:
-    """An event that is scored before it is scheduled: number ``place`` of those ``scores`` answer.
+    """An event that is scored before it is scheduled; ``place`` is its index in ``scores``.
 
-    ``query_start``, the position of its first query, tells it from an earlier one: a sequence may
-    lose its cache, and begin anew, in the very step that scores it.
+    ``query_start``, the position of its first query, identifies it: a sequence that is preempted in
+    the step that scores its event may be due for another event when the scores arrive.
     """
 
     state: EventState
@@ -30,9 +30,9 @@ class OpenEvent:
 
 
 class EventLives:
-    """Open events by sequence; ``entered`` counts events by the states they have come to.
+    """Open events by sequence; ``entered`` counts events by the states they have entered.
 
-    Only events that have to be scored first are open for longer than it takes to schedule them.
+    Only events that have to be scored before they are scheduled are ever open.
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class EventLives:
 
     @property
     def scoring(self) -> bool:
-        """Whether some answer is on its way."""
+        """Whether any event waits for its scores."""
         return any(event.state is EventState.SCORING for event in self._open.values())
 
     def is_scoring(self, seq_id: int) -> bool:
-        """Whether the answer for a sequence is on its way."""
+        """Whether a sequence's event waits for its scores."""
         return seq_id in self._open and self._open[seq_id].state is EventState.SCORING
 
     def scored(self, seq_id: int, query_start: int) -> OpenEvent | None:
-        """This event with what was answered, if it was asked for."""
+        """A sequence's event with its scores, if those scores are of this event."""
         event = self._open.get(seq_id)
         if event is None or event.state is not EventState.SCORED:
             return None
@@ -69,7 +69,7 @@ class EventLives:
         self.entered[EventState.SCORED] += len(task.rows)
 
     def close_scored(self) -> None:
-        """``SCORED`` -> ``SCHEDULED`` in the step at hand, or ``DUE`` again."""
+        """``SCORED`` -> ``SCHEDULED`` in this step, or back to ``DUE``."""
         for seq_id, event in list(self._open.items()):
             if event.state is EventState.SCORED:
                 del self._open[seq_id]
@@ -95,5 +95,5 @@ class EventLives:
 
 
 def _events(task: ObservationTask) -> Iterator[tuple[int, int]]:
-    """Sequences, and the positions of their events' first queries."""
+    """Ids of sequences, and the positions of their events' first queries."""
     return zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)

@@ -1,1 +1,1 @@
-"""Who runs and who waits: rows, the queue, and what rows share or leave in host memory."""
+"""Running rows, the waiting queue, and what rows share or leave in host memory."""

@@ -1,7 +1,7 @@
-"""Conversations that go on: rows that sequences leave behind, and rows that begin with those.
+"""Continuations of conversations: saves the rows of sequences that end, and resumes from them.
 
-A row that is left is parked as in ``swap_space``, but by reference and not for its own sequence:
-for all whose prompts begin with its tokens.
+A row is parked as in ``swap_space``, but its blocks stay in the pool, and any sequence whose prompt
+begins with its tokens may resume from it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvserve.scheduler.trigger import RowState
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """How a sequence goes on: it stops next at ``due``, computes up to ``target`` at once, and logs
-    from ``log_from`` on; ``blocks`` are wanted for that. The ``row`` may have left the store by the
-    time it is shared.
+    """How a sequence resumes: it stops next at ``due``, gets blocks up to ``target`` tokens at once
+    (``blocks`` of them), and logs queries from ``log_from`` on. The store may have dropped the
+    ``row`` by the time it is shared.
     """
 
     resumption: Resumption
@@ -37,8 +37,8 @@ class NextTurn:
 
 
 class Conversations:
-    """Between rows and the ``store`` of continuations. A sequence that goes on from one has its
-    history: it is computed again, if need be, with the events and turns of all of it."""
+    """Moves rows to the ``store`` of continuations and back. A sequence that resumes one takes over
+    its history: if it loses its cache, it is computed again with all events and turns of that."""
 
     def __init__(
         self, rows: RowTable, blocks: BlockManager, prefixes: Prefixes, store: Continuations
@@ -51,7 +51,7 @@ class Conversations:
         self._known: tuple[int, int, Resumption | None, str] = (-1, -1, None, "")
 
     def leave(self, seq: Sequence) -> None:
-        """Keep what the row of a sequence holds that ends now, if it has got past its prompt."""
+        """Save the row of a sequence that ends now, if it has got past its prompt."""
         rows, row = self._rows, seq.row
         if seq.continues_as is None or not rows.caught_up[row]:
             return
@@ -80,7 +80,7 @@ class Conversations:
             self.store.supersede(seq.resumed.continuation)
 
     def find(self, seq: Sequence) -> Resumption | None:
-        """What a waiting sequence may go on from; one that had begun, what it had gone on from."""
+        """What a waiting sequence may resume; after a preemption, only what it had resumed."""
         if seq.continues_as is None or seq.refuses is not None:
             return None
         if seq.resumed is not None or seq.replay_until:
@@ -89,7 +89,7 @@ class Conversations:
         return self._look_up(seq)[0]
 
     def plan(self, seq: Sequence, found: Resumption) -> NextTurn:
-        """How ``seq`` would go on from ``found``, now."""
+        """How ``seq`` would resume from ``found`` now."""
         known, computed = found
         assert known.row is not None
         dropped, lens = len(known.token_ids) - computed, known.row.lengths["kv_lens"]
@@ -104,7 +104,7 @@ class Conversations:
         num_prompt, first = seq.trigger.next_turn(state, end)
         state = RowState(num_prompt, state.num_computed, state.kv_len, first, state.block_size)
         due = seq.trigger.next_event(state)
-        if seq.trigger.optional_period:  # it may have been put off
+        if seq.trigger.optional_period:  # the gate may have put the event off
             due = np.maximum(due, known.counters["next_event"])
         due[0] = seq.next_event(computed, int(due[0]), len(known.events))
         target = max(min(seq.num_tokens, int(due[0])), computed)
@@ -113,7 +113,7 @@ class Conversations:
         return NextTurn(found, known.row, int(due[0]), target, log_from, blocks)
 
     def seat(self, seq: Sequence, turn: NextTurn) -> int:
-        """Give a sequence a row that goes on as planned, before its next turn has begun in it."""
+        """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
         known, computed = turn.resumption
         if seq.resumed is None:
             seq.resumed, seq.first_prompt_tokens = turn.resumption, known.first_prompt_tokens
@@ -130,7 +130,7 @@ class Conversations:
         return row
 
     def count_miss(self, seq: Sequence) -> None:
-        """A sequence begins with its first token; the first time, that is counted by its cause."""
+        """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""
         if seq.resumed is not None or seq.replay_until:
             return
         if seq.refuses is not None:
@@ -140,11 +140,11 @@ class Conversations:
             self.store.misses[cause if found is None else MEMORY] += 1
 
     def take_copies(self) -> BlockCopies:
-        """Blocks that rows have got copies of since the last call."""
+        """Block copies that resumed rows need since the last call."""
         return self._saved.take_copies()
 
     def _look_up(self, seq: Sequence) -> tuple[Resumption | None, str]:
-        """Asked again and again while a sequence waits: nothing is looked up twice."""
+        """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
         asked, changes, found, cause = self._known
         if (asked, changes) != (seq.seq_id, self.store.changes):
             hashes = self._prefixes.hashes(seq, seq.token_ids, seq.column_hashes)

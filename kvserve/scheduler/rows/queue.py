@@ -1,4 +1,4 @@
-"""Who waits, in the order in which they will be admitted."""
+"""The waiting queue, in the order of admission."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvserve.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences by priority (lower first), then by arrival; preempted ones are the older ones."""
+    """Sequences by priority (lower first), then by arrival; preempted ones arrived earlier."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []

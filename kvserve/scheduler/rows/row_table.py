@@ -1,4 +1,4 @@
-"""Counters and tokens of the running sequences, a place in each array for every row."""
+"""Counters and tokens of the running sequences; each array has a place for every row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.trigger import RowState
 
 _OF_THIS_RUN = {"next_event", "caught_up", "peak_blocks", "num_unknown"}
-"""Fields that begin anew where a row goes on from another."""
+"""Fields that a resumed row does not take over from the saved one."""
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -21,9 +21,9 @@ class RowTable(RowArrays):
     """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
     num_prompt: IntArray = per_row("first_prompt_tokens")
-    """What triggers take for the prompt: a conversation's first, or up to its last one's end."""
+    """Prompt length for triggers: of a conversation's first prompt, or up to its last one's end."""
     num_tokens: IntArray = per_row("num_tokens")
-    """Those being sampled count, too."""
+    """Known tokens, and those being sampled."""
     num_computed: IntArray = per_row()
     """The logical length of the cache."""
     max_len: IntArray = per_row("max_len")
@@ -41,14 +41,14 @@ class RowTable(RowArrays):
     blocks_released: IntArray = per_row()
     peak_blocks: IntArray = per_row()
     num_unmodified_tokens: IntArray = per_row()
-    """Bounds the entries that are still the plain image of their tokens."""
+    """Upper bound of the leading entries that no event has changed."""
     num_published: IntArray = per_row()
     """Columns that the prefix cache has seen."""
     num_turns: IntArray = per_row("num_turns")
     turn: IntArray = per_row()
     """How many of ``num_turns`` have begun."""
     num_unknown: IntArray = per_row()
-    """The last tokens, which the host does not know yet."""
+    """How many of the last tokens the host does not know yet."""
 
     def __init__(self, max_rows: int, max_model_len: int, blocks: BlockManager) -> None:
         self.max_rows = max_rows
@@ -91,7 +91,7 @@ class RowTable(RowArrays):
         return row
 
     def resume(self, seq: Sequence, counters: dict[str, IntArray]) -> int:
-        """Give ``seq`` the next row; what is not the sequence's own goes on as in ``counters``."""
+        """Give ``seq`` the next row; fields that ``seq`` does not set are those of ``counters``."""
         row = self.add(seq)
         names = {name for name, kept in self.fields.items() if kept.new == ""} - _OF_THIS_RUN
         self.restore_fields(row, {name: counters[name] for name in (*names, "num_prompt")})
@@ -113,7 +113,7 @@ class RowTable(RowArrays):
         seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
 
     def drop(self, seq: Sequence) -> None:
-        """Give an emptied row away; the decoding rows stay in front."""
+        """Free an emptied row; the decoding rows stay in front."""
         if seq.row < self.num_decoding:
             self.num_decoding -= 1
             self._swap(seq.row, self.num_decoding)
@@ -136,7 +136,7 @@ class RowTable(RowArrays):
             self._swap(int(row), self.num_decoding)
 
     def decoding_next(self) -> IntArray:
-        """Rows that want a token and wait for nothing, before they are sorted in front."""
+        """Rows that can decode now, before they are moved to the front."""
         rows = slice(0, self.num_rows)
         return np.flatnonzero(self.caught_up[rows] & ~self._waits(rows)).astype(np.int32)
 

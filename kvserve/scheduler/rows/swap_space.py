@@ -1,4 +1,4 @@
-"""Rows in host memory: a compressed sequence that had to make way comes back as it was.
+"""Swap space in host memory: a compressed sequence that was preempted comes back unchanged.
 
 Recomputing it would first rebuild the larger cache that its events had cut down, and replay them.
 """
@@ -18,7 +18,7 @@ from kvserve.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedRow:
-    """What a row was: its counters and lengths by field, log columns ``[first, end)``.
+    """A row in host memory: its counters and lengths by field, its log columns ``[first, end)``.
 
     ``host_blocks`` are in the order of its table entries, logged queries behind keys and values.
     """
@@ -31,7 +31,7 @@ class ParkedRow:
 
 
 class SwapSpace:
-    """Blocks of host memory, lent to parked rows; ``num_blocks`` of them in all."""
+    """Blocks of host memory for parked rows; ``num_blocks`` of them in all."""
 
     def __init__(self, num_blocks: int, rows: RowTable, blocks: BlockManager) -> None:
         self.pool = BlockPool(num_blocks + 1)
@@ -46,7 +46,7 @@ class SwapSpace:
         return seq.seq_id in self._parked
 
     def park(self, seq: Sequence) -> bool:
-        """Copy a row's blocks out, if there is room; its owner then gives the row away."""
+        """Copy a row's blocks to host memory, if there is room; the caller then frees the row."""
         rows, blocks, row = self._rows, self._blocks, seq.row
         blocks.give_back_unused(row, int(rows.num_computed[row]))
         kv_blocks, _ = blocks.kv.row_entries(row)
@@ -62,13 +62,13 @@ class SwapSpace:
             (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
             host,
         )
-        # Giving the row away moves it behind all others; that is where the runner will find it.
+        # Freeing the row moves it behind all others; the runner will find it there.
         device = np.concatenate([kv_blocks, log_blocks])
         self._outs.append(SwapTask(rows.num_rows - 1, int(host[0]), device, host))
         return True
 
     def identity_tokens(self, seq: Sequence) -> int:
-        """First tokens of a parked sequence whose entries are still as computed."""
+        """Leading tokens of a parked sequence whose entries no event has changed."""
         return self._parked[seq.seq_id].num_unmodified_tokens
 
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
@@ -80,7 +80,7 @@ class SwapSpace:
         return kv_columns + (end - first) * self._blocks.layout.groups
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
-        """Seat a parked sequence; its first ``columns [n, LG, R]`` are in the prefix cache."""
+        """Give a parked sequence a row; its first ``columns [n, LG, R]`` are cached prefixes."""
         rows, blocks = self._rows, self._blocks
         parked = self._parked.pop(seq.seq_id)
         row = rows.restore(seq, parked.counters)
@@ -101,7 +101,7 @@ class SwapSpace:
         self.pool.release(host_blocks)
 
     def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
-        """Places forgotten, rows that left and rows that came back since the last call."""
+        """Places discarded, rows swapped out and rows swapped in since the last call."""
         tasks = tuple(self._discarded), tuple(self._outs), tuple(self._ins)
         for taken in (self._discarded, self._outs, self._ins):
             taken.clear()

@@ -1,4 +1,4 @@
-"""Who gets a row: a newcomer with its prompt's blocks, or a parked sequence that comes back."""
+"""Admission: a waiting sequence gets a row and blocks, or comes back from host memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
 
 
 class Admission:
-    """Counts what sequences hold now, and ``reserve`` tokens of growth for each that runs.
+    """Admits a sequence if it fits, with ``reserve`` tokens of growth for each running sequence.
 
-    Fewer where a sequence's next event or its end comes first. Less admits more and preempts more;
-    a whole window instead would keep out what compression makes room for.
+    A sequence whose next event or end comes first reserves fewer tokens. A smaller reserve admits
+    more sequences and preempts more. Reserving a whole observation window would keep out the
+    sequences that compression makes room for.
     """
 
     def __init__(
@@ -47,16 +48,17 @@ class Admission:
         self._admitted: list[Sequence] = []
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
-        """Blocks without which a sequence cannot get past its prompt and its first event."""
+        """The fewest blocks with which a sequence can get past its prompt and its first event."""
         due, log_from = first_event(num_prompt, trigger)
         tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
         return self._blocks_alone(tokens, log_from)
 
     def admit(self, seq: Sequence, budget: int) -> bool:
-        """Give ``seq`` a row and its blocks, if there is room beside those that run.
+        """Give ``seq`` a row and its blocks, if there is room beside the running sequences.
 
-        A prompt gets the blocks of all it has to compute at once, up to its first event. It goes on
-        from a continuation that it begins with, or waits for room to, as long as others run.
+        A new sequence gets all blocks up to its first event at once. If its prompt begins with a
+        continuation, it resumes that one; if there is no room to resume, it waits as long as other
+        sequences run.
         """
         parked = seq in self._swap
         if not parked and self._conversations is not None:
@@ -71,14 +73,14 @@ class Admission:
         else:
             due, log_from = first_event(seq.first_prompt_tokens, seq.trigger)
             target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
-            # The last token is computed for its logits, the logged ones for their queries.
+            # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks_alone(target, log_from)
         columns = self._prefixes.cached(seq, limit)
         if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
             return False
         pool = self._blocks.pool
-        pool.share(columns.ravel())  # what is hit must not be evicted to make room
+        pool.share(columns.ravel())  # these cached columns must not be evicted to make room
         wanted -= columns.size
         fits = wanted + self._expected_growth() <= self._blocks.headroom
         if fits and self._blocks.have_free(wanted):
@@ -93,11 +95,11 @@ class Admission:
     def _go_on(
         self, conversations: Conversations, seq: Sequence, turn: NextTurn, budget: int
     ) -> bool:
-        """Seat a sequence as its ``turn`` is planned, if there is room."""
+        """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
         length = self.chunk_length(seq, computed, turn.target, budget)
         pinned, pool = turn.row.named, self._blocks.pool
-        pool.share(pinned)  # what it goes on from must not be evicted to make room
+        pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
@@ -111,7 +113,7 @@ class Admission:
         return seq.status is SequenceStatus.RUNNING
 
     def chunk_length(self, seq: Sequence, computed: int, target: int, budget: int) -> int:
-        """Tokens to compute now on the way to ``target``."""
+        """Tokens to compute in this step on the way to ``target``."""
         length = target - computed
         if length > budget:
             whole = seq.prunes_prompt and not computed
@@ -120,11 +122,11 @@ class Admission:
 
     @property
     def has_new(self) -> bool:
-        """Whether rows were given away since the last ``take_new_rows``."""
+        """Whether sequences were admitted since the last ``take_new_rows``."""
         return bool(self._admitted)
 
     def take_new_rows(self) -> NewRows:
-        """The rows given away since the last call, before anything is computed in them."""
+        """The rows of sequences admitted since the last call, before they compute anything."""
         new, self._admitted = self._admitted, []
         at = [seq.row for seq in new]
         known = np.array([seq.token_ids[-1] for seq in new], np.int32)
@@ -139,7 +141,7 @@ class Admission:
         )
 
     def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:
-        """Seat a newcomer: its row begins with ``columns`` and has the blocks up to ``target``."""
+        """Give ``seq`` a row that begins with cached ``columns``, and blocks up to ``target``."""
         rows, blocks = self._rows, self._blocks
         if self._conversations is not None:
             self._conversations.count_miss(seq)
@@ -163,7 +165,7 @@ class Admission:
         return blocks
 
     def _expected_growth(self) -> int:
-        """Blocks the running sequences will want until their next event, end, or reserve."""
+        """Blocks that running sequences need for the reserve, or up to an earlier event or end."""
         rows, n = self._rows, self._rows.num_rows
         if not n:
             return 0

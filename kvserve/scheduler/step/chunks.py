@@ -1,4 +1,4 @@
-"""The last phase of a step: who catches up, and who is admitted."""
+"""The last phase of a step: prefill chunks of running rows, and admission."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CaughtUp:
 
 
 class PrefillChunks:
-    """PrefillChunks of rows that run, oldest first, and then of newcomers."""
+    """Schedules prefill chunks: of running rows, oldest first, then of newly admitted ones."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class PrefillChunks:
         self._max_tokens = max_tokens
 
     def catch_up(self, *, moves: bool) -> CaughtUp:
-        """Compute what the step has room for; ``moves``: it does something even without.
+        """Schedule the chunks that the step has room for; ``moves``: the step does other work too.
 
-        Else the newest make way until it does: chunks may hold each other's blocks. What comes free
-        while an event is blocked_on_blocks is for that event, which the next step carries out.
+        If the step would do nothing, the newest sequences are preempted until it does something:
+        rows that catch up may hold the blocks that the others need. While an event is blocked on
+        blocks, one preemption is enough: the next step carries out that event with its blocks.
         """
         rows, admission = self._rows, self._admission
         chunks = self._schedule()
@@ -92,12 +93,12 @@ class PrefillChunks:
             if length:
                 chunks.append((row, length))
                 budget -= length
-        if not self._events.blocked_on_blocks:  # newcomers would take what it waits for
+        if not self._events.blocked_on_blocks:  # new rows would take the blocks it waits for
             chunks += self._admit(budget)
         return chunks
 
     def _admit(self, budget: int) -> list[Chunk]:
-        """Give rows to those who wait, in order, as long as there is room; their first chunks."""
+        """Admit waiting sequences in order while there is room; return their first chunks."""
         rows, chunks = self._rows, []
         while self._waiting and budget > 0 and rows.num_rows < rows.max_rows:
             seq = self._waiting.first
@@ -135,7 +136,7 @@ class PrefillChunks:
         return length
 
     def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
-        """Take whole prompts that are pruned while they are computed out of ``chunks``."""
+        """Remove prompts that are pruned as they are computed from ``chunks``; return tasks."""
         rows, tasks = self._rows, []
         for chunk in chunks.copy():
             row, length = chunk

@@ -1,4 +1,4 @@
-"""Who leaves its row: a sequence that has ended, or one that is preempted and will come back."""
+"""Departures: a sequence leaves its row because it has ended or is preempted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvserve.scheduler.trigger import NO_EVENT
 
 
 class Departures:
-    """The counterpart of ``Admission``. Blocks are free at once; a row is given away by
-    ``drop_finished``, between two steps.
+    """The counterpart of ``Admission``. A sequence that ends frees its blocks at once;
+    ``drop_finished`` frees its row, between two steps.
 
-    Of all rows the newest of the lowest priority is preempted: a compressed one goes to host memory
-    if its blocks fit there, others (and those that do not fit) are computed again.
+    Preemption takes the newest sequence of the lowest priority. A compressed sequence without codes
+    is swapped to host memory if its blocks fit there; any other is computed again.
     """
 
     def __init__(
@@ -39,12 +39,13 @@ class Departures:
         self._swap = swap
         self._prefixes = prefixes
         self._conversations = conversations
-        # Who ended since the last step, and whom the next update reports: they exhausted the pool.
+        # Sequences that ended since the last step; those that exhausted the pool, which the next
+        # ``update`` reports.
         self._finished: list[Sequence] = []
         self._exhausted: list[Sequence] = []
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now and free its blocks; its row is given away by the next step."""
+        """End a sequence now and free its blocks; the next step frees its row."""
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
             if seq in self._swap:
@@ -58,7 +59,7 @@ class Departures:
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
 
     def end(self, seq: Sequence, stop_token: int | None) -> None:
-        """A sequence has its last token."""
+        """End a sequence after its last token; ``stop_token``: the token, if it is a stop token."""
         seq.stop_token = stop_token
         self.finish(seq, "length" if stop_token is None else "stop")
 
@@ -68,22 +69,22 @@ class Departures:
         self._exhausted.append(seq)
 
     def take_exhausted(self) -> list[Sequence]:
-        """Who has exhausted the pool since the last call."""
+        """Sequences that have exhausted the pool since the last call."""
         exhausted, self._exhausted = self._exhausted, []
         return exhausted
 
     def drop_finished(self) -> None:
-        """Give away the rows of those who have ended."""
+        """Free the rows of sequences that have ended."""
         for seq in self._finished:
             self._rows.drop(seq)
         self._finished.clear()
 
     def preempt(self) -> None:
-        """Send the newest of the lowest priority back to the queue; the only one left ends."""
+        """Preempt the newest sequence of the lowest priority; end it if it is the only one."""
         rows, n = self._rows, self._rows.num_rows
         seq = rows.owner(np.lexsort((rows.arrival[:n], rows.priority[:n]))[-1])
         if n == 1 and rows.num_unknown[seq.row]:
-            rows.num_decoding = 0  # it is skipped this step: its token may be its last
+            rows.num_decoding = 0  # skip it in this step: its unknown token may be its last
             return
         if n == 1:
             self.finish_pool_exhausted(seq)
@@ -95,7 +96,7 @@ class Departures:
         self.begin_anew(seq)
 
     def begin_anew(self, seq: Sequence) -> None:
-        """Back to the queue, its row and blocks given away."""
+        """Send a sequence back to the queue, and free its row and its blocks."""
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
         self._empty_row(seq)
@@ -112,7 +113,7 @@ class Departures:
         self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0
 
     def count_held(self, seq: Sequence) -> None:
-        """Write down what a row holds."""
+        """Record in a sequence what its row holds."""
         layout, lens = self._blocks.layout, self._blocks.kv_lens[:, seq.row]
         per_entry = layout.layers_per_block * layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry

@@ -1,7 +1,7 @@
-"""After a step that failed anywhere: whom it concerned, and a scheduler that begins again.
+"""Recovery from a step that failed anywhere: find the sequences to blame, and start over.
 
-Half of a step may have been scheduled, so that tables, reference counts and lengths agree no more.
-What is still sure are the tokens of the rows.
+Half of a step may have been scheduled, so tables, reference counts and lengths may disagree. Only
+the tokens of the rows are still reliable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EVENT_COUNTERS = (
 
 
 def culprits(scheduler: Scheduler) -> list[int]:
-    """Ids of sequences whose trigger fails, or would take entries that are not there."""
+    """Ids of sequences whose trigger fails, or whose event takes entries that the row lacks."""
     found = []
     for seq in (*scheduler.running, *scheduler.waiting):
         try:
@@ -43,11 +43,13 @@ def start_over(
     known: SchedulerOutput | None = None,
     token_ids: IntArray | None = None,
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Go on as ``fresh``, which knows nobody yet; return whom the failure ends (reason ``error``:
-    the ``blamed``, or the newest), and all who have ended since the last step.
+    """Continue with the state of ``fresh``, which has no sequences yet.
 
-    The tokens of the step before may come as ``known`` and its ``token_ids``. Everybody else
-    computes its cache anew, with the events that it had, as in ``Scheduler.give_up``.
+    The failure ends the ``blamed`` sequences with the reason ``error``; if there are none, it ends
+    the newest running one, or the first waiting one. All others compute their caches again, with
+    the same events, as in ``Scheduler.give_up``. ``known`` and ``token_ids`` are the step before
+    and its tokens, if these are there. Returns the sequences that the failure ends, and the others
+    that have ended since the last step.
     """
     if known is not None and token_ids is not None:
         _learn(scheduler, known, token_ids)
@@ -56,7 +58,7 @@ def start_over(
     for seq in alive:
         _take_tokens(scheduler, seq)
     for seq in waiting:
-        if seq.awaits_token:  # it is computed again, with all else
+        if seq.awaits_token:  # that token is computed again with the cache
             seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
     ended = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
     if not blamed:
@@ -73,7 +75,7 @@ def start_over(
 
 
 def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
-    """Whether a sequence's trigger answers, and its next event takes what there is."""
+    """Whether a sequence's trigger works, and its event takes only entries that the row holds."""
     if seq.row < 0:
         first_event(seq.first_prompt_tokens, seq.trigger)
         return True
@@ -93,7 +95,7 @@ def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
 
 
 def _learn(scheduler: Scheduler, output: SchedulerOutput, token_ids: IntArray) -> None:
-    """Write a step's tokens down."""
+    """Record a step's tokens."""
     rows = scheduler.rows
     for seq, place, token in zip(output.sampled, output.sampled_at, token_ids, strict=True):
         if seq.status is SequenceStatus.RUNNING:
@@ -104,7 +106,7 @@ def _learn(scheduler: Scheduler, output: SchedulerOutput, token_ids: IntArray) -
 
 
 def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
-    """Write a running sequence's known tokens and counts to it, and take its row away."""
+    """Write a row's known tokens and counts to its sequence, and take the row away."""
     rows, row = scheduler.rows, seq.row
     rows.num_tokens[row] -= rows.num_unknown[row]
     seq.replay_until = max(seq.replay_until, int(rows.num_computed[row]))
@@ -114,7 +116,7 @@ def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
 
 
 def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
-    """Everything that the scheduler owns becomes that of ``fresh``; its counters go on."""
+    """Give the scheduler all state of ``fresh``, except its own counters."""
     for name in _EVENT_COUNTERS:
         setattr(fresh.events, name, getattr(scheduler.events, name))
     fresh.num_steps = scheduler.num_steps
@@ -126,7 +128,7 @@ def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
 
 
 def _is_complete(seq: Sequence) -> bool:
-    """Whether a sequence has had its last token; then it ends here."""
+    """Whether a sequence has its last token; if so, mark it as finished."""
     last = int(seq.token_ids[-1]) if seq.num_tokens > seq.num_prompt_tokens else -1
     stopped = last in seq.stop_token_ids
     if not stopped and seq.num_tokens < seq.max_len:

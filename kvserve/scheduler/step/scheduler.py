@@ -1,8 +1,8 @@
-"""The catch-up scheduler: every sequence computes until its cache holds all its known tokens.
+"""The scheduler: steps compute each sequence's tokens until ``num_computed`` is ``num_tokens``.
 
-There is no prefill phase and no decode phase, only ``num_computed`` catching up with
-``num_tokens``; chunked prefill and recomputation after a preemption fall out of it. Compactions
-come first, and what they free serves the same step.
+There is no prefill phase and no decode phase, so chunked prefill and recomputation after a
+preemption need no code of their own. Compactions come first, so the same step can use the blocks
+that they free.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from kvserve.scheduler.trigger import Trigger
 class Scheduler:
     """Owns the queue, the rows and the blocks; ``schedule`` and ``update`` alternate.
 
-    A step may be scheduled while the tokens of one before it are unknown, no more: what depends on
-    them waits. Who ends with such a token has computed one in vain, which ``update`` ignores.
+    A step may be scheduled while the tokens of one earlier step are unknown, but not of two. What
+    depends on these tokens waits. If one of them ends its sequence, the token that the sequence
+    computes in the new step is in vain, and ``update`` ignores it.
 
-    When blocks run out, in this order: prefix columns that nobody uses are dropped, optional events
-    come early, and the newest sequence of the lowest priority is preempted (``Departures``).
+    When blocks run out, the scheduler first evicts cached prefix columns and continuations, then
+    lets optional events come early, and then preempts the newest sequence of the lowest priority
+    (``Departures``).
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Scheduler:
     # ---- requests ----------------------------------------------------------------------------
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
-        """Blocks without which a sequence cannot get past its prompt and its first event."""
+        """The fewest blocks with which a sequence can get past its prompt and its first event."""
         return self._admission.blocks_at_least(num_prompt, max_len, trigger)
 
     def add(self, seq: Sequence) -> None:
@@ -130,7 +132,7 @@ class Scheduler:
         self.waiting.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence now and free its blocks; its row is given away by the next step."""
+        """End a sequence now and free its blocks; the next step frees its row."""
         self.departures.finish(seq, reason)
 
     @property
@@ -139,7 +141,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences that hold a row and go on."""
+        """Sequences that hold a row and have not ended."""
         return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
 
     @property
@@ -153,27 +155,27 @@ class Scheduler:
     # ---- one step ----------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes; tables and lengths are those after it.
+        """Choose what the next step computes; on return, tables and lengths are those after it.
 
-        Four phases, in the order in which they run on the device too: each may use the blocks that
-        those before it have freed. The invariant of progress: while rows are in use, a step
-        decodes, catches up, admits, scores an event that will find its blocks, or comes behind a
-        step in flight whose tokens and counts will say more. Where none of this is so, the newest
-        sequences are preempted, one by one, until it is (``PrefillChunks.catch_up``).
+        The four phases run in the same order on the device, so each may use the blocks that the
+        earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
+        catches up, admits, scores an event that will find its blocks, or follows a step in flight
+        whose tokens and counts will allow more. If it does none of these, the newest sequences are
+        preempted, one by one, until it does (``PrefillChunks.catch_up``).
         """
         rows = self.rows
         in_flight = self.events.lives.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
         decoding = self._make_room()
         self._decode(decoding)
-        # Scoring what then finds no blocks, again and again, is no progress.
+        # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         scores = bool(events.observations) and not blocked_on_blocks
         caught_up = self._chunks.catch_up(moves=bool(len(decoding)) or scores or in_flight)
         return self._output(events, decoding, caught_up)
 
     def _compress(self) -> ScheduledEvents:
-        """Events that are due, and early ones if this step's decodes would find no blocks."""
+        """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
         booked = self.events.compact_due(entries if self.waiting else 0)
         missing = self._missing(self.rows.decoding_next())
@@ -183,7 +185,7 @@ class Scheduler:
         return booked
 
     def _make_room(self) -> IntArray:
-        """Sort the rows that decode in front, as many as will find their blocks; returns them."""
+        """Move decoding rows to the front, and preempt until each finds its blocks; return them."""
         self.departures.drop_finished()
         self.rows.demote_waiting()
         self.rows.promote_ready()
@@ -192,7 +194,7 @@ class Scheduler:
         return np.arange(self.rows.num_decoding, dtype=np.int32)
 
     def _decode(self, decoding: IntArray) -> None:
-        """Lend the blocks of one more token to each of the rows in front."""
+        """Allocate the blocks of one more token for each decoding row, and count that token."""
         rows, in_front = self.rows, slice(len(decoding))
         self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
         self.blocks.advance_first(len(decoding))
@@ -201,7 +203,7 @@ class Scheduler:
     def _output(
         self, events: ScheduledEvents, decoding: IntArray, caught_up: CaughtUp
     ) -> SchedulerOutput:
-        """The message: what the phases have chosen, and what tables, rows and swap space tell."""
+        """Build the message from the phases' choices and what changed in tables, rows and swaps."""
         rows, n = self.rows, self.rows.num_rows
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
         sampled_at = rows.num_tokens[sampled]
@@ -239,20 +241,20 @@ class Scheduler:
         )
 
     def _missing(self, at: IntArray) -> int:
-        """Blocks that cannot be had for one more token in each of the rows ``at``."""
+        """Blocks that are missing for one more token in each of the rows ``at``."""
         if 2 * len(at) * self.layout.groups <= self.pool.num_free:
-            return 0  # a token wants a block of entries and one of logged queries at most
+            return 0  # a token needs at most a block of entries and one of logged queries
         wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
         return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 
-    # ---- what came of a step -----------------------------------------------------------------
+    # ---- results of a step -------------------------------------------------------------------
 
     def update(
         self, output: SchedulerOutput, token_ids: IntArray, scores: Iterable[Scores] = ()
     ) -> list[Sequence]:
-        """Take in the sampled tokens, in the order of ``output.sampled``; return who finished.
+        """Record the sampled tokens, in the order of ``output.sampled``; return ended sequences.
 
-        ``scores`` say what each of ``output.observations`` will leave.
+        ``scores`` say what the events of each of ``output.observations`` will keep.
         """
         rows = self.rows
         self.events.take_back(output, scores)
@@ -275,12 +277,13 @@ class Scheduler:
     def give_up(
         self, output: SchedulerOutput, among: Collection[int] | None = None
     ) -> tuple[Sequence | None, list[Sequence]]:
-        """Take back a step that failed on the device; return its newest sequence, or the newest
-        ``among`` these, which ends here (reason ``error``; none if all have ended), and all who
-        have ended since the last step.
+        """Undo a step that failed on the device, and end a sequence with the reason ``error``.
 
-        Nobody knows how much of the step was done: every other sequence computes its cache anew,
-        with the events that it had, and neither cached nor parked blocks are used again.
+        This is the step's newest sequence, or the newest with an id in ``among``. Returns it
+        (``None`` if all have ended), and the sequences that the pool had become too small for.
+
+        The device may have done any part of the step. So every other running sequence computes its
+        cache again, with the same events, and no cached or swapped block is used again.
         """
         rows = self.rows
         sampled = [seq.row for seq in output.sampled]
@@ -317,7 +320,7 @@ class Scheduler:
         assert not self.blocks.kv.end[:, n:].any(), "a row without a sequence holds blocks"
 
     def _learn_late(self, output: SchedulerOutput, token_ids: IntArray) -> list[Sequence]:
-        """Tokens of sequences that have lost their rows meanwhile; returns whom that ends."""
+        """Record tokens of sequences that have lost their rows; return those that these end."""
         late = [
             (seq, int(token))
             for seq, token in zip(output.sampled, token_ids, strict=True)
