@@ -69,8 +69,8 @@ LONG = (
         "long-graded",
         "Long traces, graded: a pool of a quarter",
         "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
-        "on the model that is trained for them. Budgets are such that everybody but `none` holds "
-        "about as many bytes as Kara's default.",
+        "on the model that is trained for them. Budgets are such that the others hold about as many "
+        "entries as Kara's default; its logged queries come on top.",
         f"bench throughput {GRADED} --num-prompts 200 --repeat 1 "
         + flags(("none", "kara", "kara:ratio=0.2", SNAPKV_GRADED, RKV_GRADED, WINDOW_GRADED)),
         minutes=12,
@@ -365,6 +365,16 @@ SUITE = (
         "--threads 1",
         minutes=6,
         module="bench.kvpress_accuracy",
+    ),
+    Measurement(
+        "conversations",
+        "Conversations that go on from their compressed cache",
+        "Agents on one server after the other, each with a quarter of the blocks that 8 of them want "
+        "at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to think. "
+        "Without continuations a later prompt has the whole history, which Kara protects.",
+        "--conversations 8 16",
+        minutes=25,
+        module="bench.conversations",
     ),
     Measurement(
         "repeatability",

@@ -38,6 +38,12 @@ _SUMMARY = (
     Column("KiB per sequence, mean", "kib", ",.0f"),
 )
 
+_GRADED = tuple(
+    column
+    for column in _SUMMARY
+    if column.key in ("policy", "output_tok_s", "ratio_to_first", "exact_match", "kib")
+)
+
 _HEAD = """\
 # Benchmarks
 
@@ -77,17 +83,33 @@ def page() -> str:
 
 
 def readme() -> str:
-    """README.md with today's table of long traces, and its plot, between its two marks."""
+    """README.md with today's table of the graded long task, its plot, and what other long traces
+    gave, between its two marks."""
     text = README.read_text()
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    rows = [row for measurement in LONG for row in _rows(measurement)]
-    parts = [markdown_table(_SUMMARY, rows) if rows else "Not measured yet."]
-    graded = PLOTS / LONG[0].name / "accuracy-throughput.png"
-    if graded.exists():
-        parts.append(f"![throughput against accuracy]({graded.relative_to(ROOT)})")
+    graded, *others = LONG
+    parts = [markdown_table(_GRADED, _rows(graded))]
+    plot = PLOTS / graded.name / "accuracy-throughput.png"
+    parts.append(f"![throughput against accuracy]({plot.relative_to(ROOT)})")
+    parts.append("\n".join(line for each in others if (line := _ratios(each))))
     lead = "\n\n".join(parts)
     return f"{before}{_BEGIN}{lead}\n{_END}{after}"
+
+
+def _ratios(measurement: Measurement) -> str:
+    """One line: what each policy reached, beside ``none`` or vLLM."""
+    said = []
+    for key, base in (("ratio_to_first", "`none`"), ("vs_vllm", "vLLM")):
+        rows = [row for row in _rows(measurement) if row.get(key) not in (None, 1.0)]
+        found = ", ".join(f"{row[key]:.2f} ({_name(row)})" for row in rows)
+        said += [f"{found} times {base}"] if rows else []
+    return f"- {measurement.title}: {'; '.join(said)}." if said else ""
+
+
+def _name(row: Row) -> str:
+    held = row.get("kv_cache_dtype") or "auto"
+    return f"{row['policy']}" if held == "auto" else f"{row['policy']} in {held}"
 
 
 def summary() -> list[str]:

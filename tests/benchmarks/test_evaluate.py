@@ -168,6 +168,13 @@ def test_accuracy_is_the_same_when_it_is_measured_again(bench: Bench) -> None:
     assert figures[0] == figures[1] != figures[2]
 
 
+def test_later_turns_may_go_on(bench: Bench) -> None:
+    flags = ("--tasks", "needle-512", "--num-samples", "2", "--policy", "snapkv:budget=64")
+    off = bench("eval", *flags)[1]["rows"][-1]
+    on = bench("eval", *flags, "--continuations", "on")[1]["rows"][-1]
+    assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
+
+
 def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "gsm8k_test.jsonl"
     line = {"question": "2 + 2?", "answer": "It is\n#### 4"}

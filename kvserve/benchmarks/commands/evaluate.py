@@ -42,7 +42,7 @@ _COLUMNS = columns(
     *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "interval_95"),
     *("correct_prefix", "score", "n"),
     *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
-    "compactions_per_request",
+    *("compactions_per_request", "resumed_turns"),
 )
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -159,6 +159,8 @@ class Evaluation(Benchmark):
                     "seed": self.args.seed,
                     **score(workload, played),
                 }
+                if self.args.continuations == "on":
+                    row["resumed_turns"] = played.figures["resumed_turns"]
                 row |= held_bytes(engine, played.figures)
                 if task == NEEDLE_GRID:
                     row["grid"] = self._grid.table(workload.grades(played.answers))

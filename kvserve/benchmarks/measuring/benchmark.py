@@ -34,7 +34,10 @@ class Benchmark(ABC):
 
     def settings(self, *names: str) -> dict[str, Any]:
         """The named flags, and those of every command, for the JSON file."""
-        common = ("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype")
+        common = (
+            *("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
+            "continuations",
+        )
         given = {name: getattr(self.args, name) for name in (*names, *common)}
         given = {name: value for name, value in given.items() if value is not None}
         return {**given, "model": self.checkpoint.name, "dtype": self.args.dtype or "auto"}

@@ -30,6 +30,7 @@ _COUNTERS = (
     ("evicted_tokens", "tokens_evicted_total"),
     ("preemptions", "preemptions_total"),
     ("swaps", "swaps_total"),
+    ("resumed_turns", "resumed_total"),
 )
 
 

@@ -38,6 +38,7 @@ _COLUMNS = {
         Column("evicted", "evicted_tokens", ",d"),
         Column("preemptions", "preemptions", ",d"),
         Column("swaps", "swaps", ",d"),
+        Column("turns that went on", "resumed_turns", ",d"),
         Column("prompt cached", "prompt_cached", ".0%"),
         Column("steps", "steps", ",d"),
         Column("itl p50 ms", "itl_p50_ms", ".1f"),

@@ -27,7 +27,7 @@ from kvserve.engine.models.transformer import Transformer
 _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
-    *("kv_cache_dtype",),
+    *("kv_cache_dtype", "continuations"),
 )
 _LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},

@@ -119,6 +119,8 @@ def add_engine_arguments(
         action=argparse.BooleanOptionalAction,
         help="reuse the cache of prompts that begin alike (default: on)",
     )
+    words = "on: later turns go on from the compressed cache of the turn before (default: off)"
+    parser.add_argument("--continuations", choices=("off", "on"), help=words)
     parser.add_argument(
         "--seed",
         type=at_least(0),
