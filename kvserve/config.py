@@ -111,8 +111,9 @@ class CacheConfig:
     )
     swap_space: float | None = setting(
         None,
-        "GiB of host memory for preempted sequences whose cache was compressed (default: as much "
-        "as the pool, at most 4; 0: they are computed again)",
+        "GiB of host memory for preempted sequences whose cache was compressed, and for "
+        "--continuations that make room (default: as much as the pool, at most 4; 0: they are "
+        "computed again)",
     )
     continuations: str = setting(
         "off",

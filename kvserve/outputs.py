@@ -197,9 +197,11 @@ class EngineStats:
     """The engine's state and counters (totals since start).
 
     ``blocks_cached`` are held only by the prefix cache and continuations, and are freed when
-    needed. ``continuations`` hold ``continuation_blocks``, shared ones included. Of the sequences
-    that could have continued from one, ``resumed_total`` did, from ``resumed_tokens_total`` tokens;
-    ``continuation_misses`` counts the others by cause. The pool has ``bytes_total`` on all ranks;
+    needed. ``continuations`` hold ``continuation_blocks``, shared ones included;
+    ``hosted_continuations`` more are in host memory. Of the sequences that could have continued
+    from one, ``resumed_total`` did, from ``resumed_tokens_total`` tokens, and of these
+    ``resumed_from_host_total`` from host memory; ``continuation_misses`` counts the others by
+    cause. The pool has ``bytes_total`` on all ranks;
     requests hold ``bytes_held`` of them. ``swaps_total`` of the preemptions went to host memory.
     ``early_compactions_total`` of the compactions came early, because blocks ran out;
     ``skipped_compactions_total`` more were left out, because they would not have paid. Of the
@@ -234,7 +236,9 @@ class EngineStats:
     compaction_counts: tuple[CompactionCounts, ...] = ()
     continuations: int = 0
     continuation_blocks: int = 0
+    hosted_continuations: int = 0
     resumed_total: int = 0
+    resumed_from_host_total: int = 0
     resumed_tokens_total: int = 0
     continuation_misses: tuple[tuple[str, int], ...] = ()
     iterations: tuple[int, ...] = ()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvserve.scheduler.block_pool import IntArray
 
@@ -39,9 +40,19 @@ class SavedTable:
     @property
     def named(self) -> IntArray:
         """Every block, once per reference."""
+        return self.blocks[self._live]
+
+    def renamed(self, blocks: IntArray) -> SavedTable:
+        """The same columns in other blocks, given in the order of ``named``."""
+        table = self.blocks.copy()
+        table[self._live] = blocks
+        return replace(self, blocks=table)
+
+    @property
+    def _live(self) -> NDArray[np.bool_]:
         column = self.start + np.arange(self.blocks.shape[2])
-        live = (column >= self.first[..., None]) & (column < self.end[..., None])
-        return self.blocks[live]
+        live: NDArray[np.bool_] = column >= self.first[..., None]
+        return live & (column < self.end[..., None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,13 @@ class SavedRow:
     def named(self) -> IntArray:
         """Every block, once per reference."""
         return np.concatenate([self.kv.named, self.log.named])
+
+    def renamed(self, blocks: IntArray) -> SavedRow:
+        """The same row in other blocks, given in the order of ``named``."""
+        count = self.kv.named.size
+        return SavedRow(
+            self.kv.renamed(blocks[:count]), self.log.renamed(blocks[count:]), self.lengths
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +99,8 @@ class Continuation:
     events: tuple[int, ...]
     keys: tuple[bytes, ...]
     """Hashes of the columns before ``floor`` and before ``num_prompt``: it is looked up by them."""
+    hosted: bool = False
+    """Whether ``row`` is in host memory; its tables then name host blocks."""
     used: int = 0
     taken: int = field(default=0)
     """How many sequences have resumed it."""

@@ -139,6 +139,10 @@ class CompactionTask(ObservationTask):
         )
 
 
+NO_PLACE = -1
+"""The row and the place of a swap task that moves blocks alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwapTask:
     """A row that leaves for host memory, or comes back.

@@ -19,7 +19,13 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.continuation import Continuation, Resumption
 from kvserve.scheduler.event import EventKind, Scores, answer
-from kvserve.scheduler.output import CompactionTask, ObservationTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.output import (
+    NO_PLACE,
+    CompactionTask,
+    ObservationTask,
+    SchedulerOutput,
+    TableUpdate,
+)
 from kvserve.scheduler.rows.conversations import Conversations, NextTurn
 from kvserve.scheduler.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -199,7 +205,8 @@ class ShadowRunner:
 
     def _admit(self, output: SchedulerOutput) -> None:
         new = output.admitted
-        back = {task.row: self.parked.pop(task.place) for task in output.swap_ins}
+        rows = [task for task in output.swap_ins if task.place != NO_PLACE]
+        back = {task.row: self.parked.pop(task.place) for task in rows}
         for i, seq in enumerate(new.requests):
             self.owner[seq.row] = seq.seq_id
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
@@ -225,8 +232,9 @@ class ShadowRunner:
         for place in output.discarded:
             del self.parked[place]
         for task in output.swap_outs:
-            self.parked[task.place] = self.held[task.row], self.loggers[task.row]
-            self.held[task.row] = self._nothing()
+            if task.place != NO_PLACE:
+                self.parked[task.place] = self.held[task.row], self.loggers[task.row]
+                self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self.host[host] = self._contents(device)
         copied = [self._contents(block) for block in output.copies.sources]

@@ -174,6 +174,29 @@ def test_a_token_is_left_to_compute() -> None:
     assert seq.num_cached_tokens == first.num_tokens - 2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.granularity.value)
+def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
+    """With all its entries and logged queries, which the shadow device compares; twice."""
+    talks = Talks(30, num_host_blocks=100, layout=layout)
+    first = talks.turn(range(2, 40), output=30)
+    talks.turn(range(70, 150), output=20, policy=0, continues_as=None)  # wants the pool
+    assert not len(talks.store) and len(talks.store.host) == 1
+    for _ in range(2):
+        second = talks.turn(more(first))
+        assert second.resumed is not None and second.compactions >= first.compactions > 0
+        talks.turn(range(70, 150), output=20, policy=0, continues_as=None)
+    assert talks.store.hits_from_host == 2 and not talks.store.misses["evicted"]
+
+
+def test_host_memory_keeps_the_most_recently_used() -> None:
+    talks = Talks(30, num_host_blocks=20)
+    said = [talks.turn(range(start, start + 38), output=12) for start in (2, 50, 100)]
+    talks.turn(range(170, 250), output=20, policy=0, continues_as=None)
+    assert 0 < len(talks.store.host) < 3
+    assert talks.turn(more(said[0])).resumed is None and talks.store.misses["evicted"] == 1
+    assert talks.turn(more(said[2])).resumed is not None
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_others_never_take_it(prefix_caching: bool) -> None:
     """Another policy, other arguments or another salt; and whoever refuses."""
@@ -345,6 +368,8 @@ def test_random_conversations(overlaps: bool) -> None:
         traffic.run(500)
         assert traffic.scheduler.conversations is not None
         store = traffic.scheduler.conversations.store
-        seen += what_happened(traffic) + store.misses + Counter(resumed=store.hits)
+        hits = Counter(resumed=store.hits, from_host=store.hits_from_host)
+        seen += what_happened(traffic) + store.misses + hits
     assert seen["resumed"] > 100 and seen["recomputed"] and seen["swaps"], seen
+    assert seen["from_host"] > 2, seen
     assert all(seen[cause] for cause in ("new", "tokens", "policy", "evicted")), seen

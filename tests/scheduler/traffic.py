@@ -208,8 +208,8 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
 
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
-    assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
     scheduler.blocks.idle.clear()
+    assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 

@@ -23,6 +23,7 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import (
+    NO_PLACE,
     BegunTurns,
     CompactionTask,
     NewRequest,
@@ -319,7 +320,8 @@ class InputBatch(RowArrays):
             self._parked_scores.pop(place, None)  # not there if the step that parked it failed
         if self._scores.numel():
             for task in output.swap_outs:
-                self._parked_scores[task.place] = self._scores[task.row].cpu()
+                if task.place != NO_PLACE:
+                    self._parked_scores[task.place] = self._scores[task.row].cpu()
         for task in output.swap_ins:
             scores = self._parked_scores.pop(task.place, None)
             if scores is not None and self._scores.numel():

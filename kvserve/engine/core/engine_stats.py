@@ -80,7 +80,9 @@ def _of_continuations(store: Continuations | None) -> dict[str, Any]:
     return {
         "continuations": len(store),
         "continuation_blocks": store.num_blocks,
+        "hosted_continuations": len(store.host),
         "resumed_total": store.hits,
+        "resumed_from_host_total": store.hits_from_host,
         "resumed_tokens_total": store.resumed_tokens,
         "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
     }

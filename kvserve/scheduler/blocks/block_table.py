@@ -169,6 +169,20 @@ class BlockTable(RowArrays):
         self.pool.release(shared)
         return shared, own
 
+    def load(self, row: int, saved: SavedTable, end: IntArray) -> tuple[IntArray, IntArray]:
+        """Begin an empty row with private blocks for the columns before ``end [LG, R]`` of a saved
+        one. Returns the saved blocks, in host memory, and the private ones."""
+        width = saved.start + saved.blocks.shape[2]
+        self.blocks[:, row, :, saved.start : width] = saved.blocks
+        self.first[:, row] = self._synced[:, row] = saved.first
+        self.end[:, row] = np.maximum(end, saved.first)
+        first, end = self.first[:, row].ravel(), self.end[:, row].ravel()
+        at = self._places(self._lanes[:, row].ravel(), first, end - first)
+        tables = self.blocks.reshape(-1)
+        host, own = tables[at], self.pool.allocate(len(at))
+        tables[at] = own
+        return host, own
+
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""
         first, end = self.first[:, row].ravel(), self.end[:, row].ravel()

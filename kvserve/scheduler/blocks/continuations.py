@@ -2,7 +2,8 @@
 
 A *continuation* names the blocks of a row and records the row's state. Any number of sequences may
 resume from it, if their prompts begin with its tokens and they have the same policy; each gets
-copies of the blocks that are not full. Continuations and prefix columns share one clock.
+copies of the blocks that are not full. Continuations and prefix columns share one clock. An evicted
+one moves to host memory, if there is room.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation, Resumption
 
 _REMEMBERED = 256
@@ -23,12 +25,17 @@ class Continuations:
     """Continuations over one pool; the least recently used is evicted first. Together they name at
     most ``max_blocks`` blocks (``None``: no limit)."""
 
-    def __init__(self, pool: BlockPool, max_blocks: int | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, max_blocks: int | None = None, host: HostedRows | None = None
+    ) -> None:
         self.hits = 0
         self.misses: Counter[str] = Counter()
+        self.hits_from_host = 0
         self.resumed_tokens = 0
         self.changes = 0
         """Grows whenever ``find`` may answer differently."""
+        self.host = HostedRows(BlockPool(1)) if host is None else host
+        self.host.on_drop = self._remember
         self._pool = pool
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
         self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
@@ -41,7 +48,7 @@ class Continuations:
 
     def __contains__(self, known: Continuation) -> bool:
         """Whether ``known`` is still stored; after a failed step there may be another store."""
-        return self._by_use.get(id(known)) is known
+        return known in self.host or self._by_use.get(id(known)) is known
 
     @property
     def num_blocks(self) -> int:
@@ -101,6 +108,9 @@ class Continuations:
         self.changes += 1
         self._pool.clock += 1
         known.used = self._pool.clock
+        if known.hosted:
+            self.host.touch(known)
+            return
         self._by_use[id(known)] = known
         self._by_use.move_to_end(id(known))
 
@@ -117,14 +127,23 @@ class Continuations:
         left a continuation of its own."""
         if known in self and known.taken == 1:
             known.used = 0
-            self._by_use.move_to_end(id(known), last=False)
+            if known.hosted:
+                self.host.send_first(known)
+            else:
+                self._by_use.move_to_end(id(known), last=False)
+
+    def evict(self, known: Continuation, *, may_park: bool) -> None:
+        """Free the blocks of ``known``: it moves to host memory, or is dropped."""
+        device = self.host.park(known) if may_park and known.used else None
+        if device is None:
+            self.drop(known)
+        else:
+            self._free(known, device)
 
     def drop(self, known: Continuation) -> None:
         """Release the blocks of ``known``; remember its tokens for a while."""
         self._release(known)
-        self._gone.append(known)
-        if len(self._gone) > _REMEMBERED:
-            self._unlist(self._gone.popleft())
+        self._remember(known)
 
     def forget(self, blocks: IntArray) -> None:
         """Drop continuations that name any of ``blocks``, so that a row may write these."""
@@ -137,7 +156,7 @@ class Continuations:
 
     def clear(self) -> None:
         """Drop all continuations, and remember none."""
-        for known in list(self._by_use.values()):
+        for known in (*self._by_use.values(), *self.host.all):
             self._release(known)
         self._by_key.clear()
         self._gone.clear()
@@ -145,6 +164,7 @@ class Continuations:
     def count_from(self, other: Continuations) -> None:
         """Take over the counts of ``other``."""
         self.hits, self.misses = other.hits, other.misses
+        self.hits_from_host = other.hits_from_host
         self.resumed_tokens = other.resumed_tokens
 
     def held(self) -> IntArray:
@@ -157,7 +177,7 @@ class Continuations:
         expected = np.bincount(self.held(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
         listed = {id(known) for found in self._by_key.values() for known in found}
-        assert listed == {*self._by_use, *map(id, self._gone)}
+        assert listed == {*self._by_use, *map(id, (*self._gone, *self.host.all))}
 
     def _forget(self, known: Continuation) -> None:
         if known.row is None:
@@ -167,12 +187,25 @@ class Continuations:
         self._unlist(known)
 
     def _release(self, known: Continuation) -> None:
+        if known.hosted:
+            self.host.release(known)
+            self.changes += 1
+            return
         assert known.row is not None
         named, known.row = known.row.named, None
+        self._free(known, named)
+
+    def _free(self, known: Continuation, named: IntArray) -> None:
         del self._by_use[id(known)]
         np.subtract.at(self._refs, named, 1)
         self._pool.release(named)
         self.changes += 1
+
+    def _remember(self, known: Continuation) -> None:
+        self.changes += 1
+        self._gone.append(known)
+        if len(self._gone) > _REMEMBERED:
+            self._unlist(self._gone.popleft())
 
     def _unlist(self, known: Continuation) -> None:
         for key in known.keys:

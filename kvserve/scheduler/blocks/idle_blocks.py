@@ -16,6 +16,10 @@ class IdleBlocks:
     ) -> None:
         self.prefixes = prefixes
         self.continuations = continuations
+        self.may_park = True
+        """Whether evicted continuations may move to host memory now. Events must not cause that:
+        they run before the step's swaps, and would write blocks whose contents are still to move.
+        """
         self._pool = pool
 
     @property
@@ -56,4 +60,4 @@ class IdleBlocks:
             if self.prefixes is not None:
                 self.prefixes.evict(count - self._pool.num_free, before=oldest.used)
             if count > self._pool.num_free:
-                continuations.drop(oldest)
+                continuations.evict(oldest, may_park=self.may_park)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.continuation import SavedRow
+from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.continuation import SavedRow, SavedTable
 from kvserve.scheduler.output import NO_COPIES, BlockCopies
 
 
@@ -17,8 +20,9 @@ class SavedRows:
     those: at most one for each lane, and one for each lane's log.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, hosted: HostedRows) -> None:
         self._blocks = blocks
+        self._hosted = hosted
         self._copies: list[tuple[IntArray, IntArray]] = []
 
     def save(self, row: int, computed: int) -> SavedRow:
@@ -28,36 +32,64 @@ class SavedRows:
         return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row))
 
     def blocks_wanted(
-        self, saved: SavedRow, dropped: int, computed: int, target: int, log_from: int
+        self, saved: SavedRow, hosted: bool, dropped: int, computed: int, target: int, log_from: int
     ) -> int:
         """Blocks for ``resume``, and for the row's growth up to ``target`` tokens."""
-        lens, size = saved.lengths["kv_lens"] - dropped, self._blocks.layout.block_size
-        wanted = int((-(-(lens + target - computed) // size) - lens // size).sum())
+        size, log_size = self._blocks.layout.block_size, self._blocks.log_block_tokens
+        lens, groups = saved.lengths["kv_lens"] - dropped, self._blocks.layout.groups
+        wanted = int((-(-(lens + target - computed) // size)).sum())
+        wanted -= 0 if hosted else int((lens // size).sum())
         if target > log_from:
-            size = self._blocks.log_block_tokens
-            columns = -(-target // size) - max(computed, log_from) // size
-            wanted += columns * self._blocks.layout.groups
+            columns = -(-target // log_size) - max(computed, log_from) // log_size
+            wanted += columns * groups
+        if hosted and log_from < computed:
+            logged = computed // log_size - saved.log.first
+            wanted += int(np.maximum(logged, 0).sum())
         return wanted
 
-    def resume(self, row: int, saved: SavedRow, dropped: int, computed: int, log_from: int) -> None:
+    def resume(
+        self,
+        row: int,
+        saved: SavedRow,
+        hosted: bool,
+        dropped: int,
+        computed: int,
+        log_from: int,
+    ) -> None:
         """Begin a row as a saved one without its newest ``dropped`` tokens, at ``computed``.
 
-        It will log queries from ``log_from`` on; queries logged before that are left out.
+        It will log queries from ``log_from`` on; queries logged before that are left out. A
+        ``hosted`` row is copied from host memory to private blocks.
         """
         blocks = self._blocks
         blocks.start_row(row)
         lens, size = saved.lengths["kv_lens"] - dropped, blocks.layout.block_size
-        self._copies.append(blocks.kv.resume(row, saved.kv, -(-lens // size), lens % size > 0))
+        self._begin(blocks.kv, row, saved.kv, hosted, -(-lens // size), lens % size > 0)
         fields = {**saved.lengths, "kv_lens": lens}
         if log_from < computed:
             assert saved.lengths["_log_from"] <= log_from, "queries are wanted that nobody logged"
             size = blocks.log_block_tokens
             end = np.full_like(lens, -(-computed // size))
             partial = np.full_like(lens, computed % size > 0, bool)
-            self._copies.append(blocks.log.resume(row, saved.log, end, partial))
+            self._begin(blocks.log, row, saved.log, hosted, end, partial)
         else:
             del fields["_log_from"]  # nothing is logged yet
         blocks.restore_fields(row, fields)
+
+    def _begin(
+        self,
+        table: BlockTable,
+        row: int,
+        saved: SavedTable,
+        hosted: bool,
+        end: IntArray,
+        partial: NDArray[np.bool_],
+    ) -> None:
+        """A row of one table: shared blocks and copies, or private blocks with what is hosted."""
+        if hosted:
+            self._hosted.load(*table.load(row, saved, end))
+        else:
+            self._copies.append(table.resume(row, saved, end, partial))
 
     def take_copies(self) -> BlockCopies:
         """Block copies that resumed rows need since the last call."""

@@ -24,12 +24,13 @@ from kvserve.scheduler.trigger import RowState
 @dataclass(frozen=True, slots=True)
 class NextTurn:
     """How a sequence resumes: it stops next at ``due``, gets blocks up to ``target`` tokens at once
-    (``blocks`` of them), and logs queries from ``log_from`` on. The store may have dropped the
-    ``row`` by the time it is shared.
+    (``blocks`` of them), and logs queries from ``log_from`` on. The store may have moved or dropped
+    the ``row`` by the time it is used; whether it was ``hosted`` is of now.
     """
 
     resumption: Resumption
     row: SavedRow
+    hosted: bool
     due: int
     target: int
     log_from: int
@@ -47,7 +48,7 @@ class Conversations:
         self._rows = rows
         self._blocks = blocks
         self._prefixes = prefixes
-        self._saved = SavedRows(blocks)
+        self._saved = SavedRows(blocks, store.host)
         self._known: tuple[int, int, Resumption | None, str] = (-1, -1, None, "")
 
     def leave(self, seq: Sequence) -> None:
@@ -109,8 +110,9 @@ class Conversations:
         due[0] = seq.next_event(computed, int(due[0]), len(known.events))
         target = max(min(seq.num_tokens, int(due[0])), computed)
         log_from = int(seq.trigger.log_from(state, due)[0])
-        blocks = self._saved.blocks_wanted(known.row, dropped, computed, target, log_from)
-        return NextTurn(found, known.row, int(due[0]), target, log_from, blocks)
+        hosted = known.hosted
+        blocks = self._saved.blocks_wanted(known.row, hosted, dropped, computed, target, log_from)
+        return NextTurn(found, known.row, hosted, int(due[0]), target, log_from, blocks)
 
     def seat(self, seq: Sequence, turn: NextTurn) -> int:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
@@ -121,12 +123,13 @@ class Conversations:
             seq.events, seq.prunes_prompt = list(known.events), known.prunes_prompt
             seq.num_shareable = min(seq.num_shareable, known.num_shareable)
             self.store.take(turn.resumption)
+            self.store.hits_from_host += turn.hosted
         rows, size = self._rows, self._blocks.layout.block_size
         row = rows.resume(seq, known.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
         rows.num_published[row] = min(rows.num_published[row], computed // size)
         dropped = len(known.token_ids) - computed
-        self._saved.resume(row, turn.row, dropped, computed, turn.log_from)
+        self._saved.resume(row, turn.row, turn.hosted, dropped, computed, turn.log_from)
         return row
 
     def count_miss(self, seq: Sequence) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.output import SwapTask
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
@@ -31,10 +32,11 @@ class ParkedRow:
 
 
 class SwapSpace:
-    """Blocks of host memory for parked rows; ``num_blocks`` of them in all."""
+    """Blocks of host memory for parked rows, which come before the continuations there."""
 
-    def __init__(self, num_blocks: int, rows: RowTable, blocks: BlockManager) -> None:
-        self.pool = BlockPool(num_blocks + 1)
+    def __init__(self, hosted: HostedRows, rows: RowTable, blocks: BlockManager) -> None:
+        self.pool = hosted.pool
+        self._hosted = hosted
         self._rows = rows
         self._blocks = blocks
         self._parked: dict[int, ParkedRow] = {}
@@ -52,7 +54,7 @@ class SwapSpace:
         kv_blocks, _ = blocks.kv.row_entries(row)
         log_blocks, _ = blocks.log.row_entries(row)
         count = len(kv_blocks) + len(log_blocks)
-        if count > self.pool.num_free:
+        if not self._hosted.have_free(count):
             return False
         host = self.pool.allocate(count)
         self._parked[seq.seq_id] = ParkedRow(
@@ -92,7 +94,7 @@ class SwapSpace:
         device = np.concatenate([kv_blocks, log_blocks])[missing]
         place = int(parked.host_blocks[0])
         self._ins.append(SwapTask(row, place, device, parked.host_blocks[missing]))
-        self.pool.release(parked.host_blocks)
+        self._hosted.release_after_step(parked.host_blocks)
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
@@ -102,12 +104,13 @@ class SwapSpace:
 
     def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
         """Places discarded, rows swapped out and rows swapped in since the last call."""
-        tasks = tuple(self._discarded), tuple(self._outs), tuple(self._ins)
+        outs, ins = self._hosted.take_tasks()
+        tasks = tuple(self._discarded), (*self._outs, *outs), (*self._ins, *ins)
         for taken in (self._discarded, self._outs, self._ins):
             taken.clear()
         return tasks
 
     def check_integrity(self) -> None:
-        """Every host block is free or holds a part of one parked row."""
+        """Every host block is free or holds a part of one parked row or continuation."""
         held = [parked.host_blocks for parked in self._parked.values()]
-        self.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))
+        self.pool.check_integrity(np.concatenate([self._hosted.held(), *held]))

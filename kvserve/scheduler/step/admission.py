@@ -98,7 +98,7 @@ class Admission:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
         length = self.chunk_length(seq, computed, turn.target, budget)
-        pinned, pool = turn.row.named, self._blocks.pool
+        pinned, pool = turn.row.named, self._swap.pool if turn.hosted else self._blocks.pool
         pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.target == computed  # an event comes first

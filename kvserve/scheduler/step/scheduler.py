@@ -16,6 +16,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
@@ -69,6 +70,7 @@ class Scheduler:
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
+        hosted = HostedRows(BlockPool(num_host_blocks + 1))
         self.blocks = BlockManager(
             layout,
             self.pool,
@@ -76,7 +78,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
-            Continuations(self.pool, max_continuation_blocks) if continuations else None,
+            Continuations(self.pool, max_continuation_blocks, hosted) if continuations else None,
             code_slots,
             code_scratch,
         )
@@ -84,7 +86,7 @@ class Scheduler:
         self.events = CompressionScheduler(
             self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
         )
-        self.swap = SwapSpace(num_host_blocks, self.rows, self.blocks)
+        self.swap = SwapSpace(hosted, self.rows, self.blocks)
         self.waiting = WaitingQueue()
         self.num_steps = 0
         prefixes = Prefixes(self.rows, self.blocks)
@@ -177,11 +179,16 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
+        idle = self.blocks.idle
+        idle.may_park = False
         booked = self.events.compact_due(entries if self.waiting else 0)
+        idle.may_park = True
         missing = self._missing(self.rows.decoding_next())
-        if missing:
+        if missing:  # so nothing was parked
+            idle.may_park = False
             early = self.events.compact_early(missing)
             booked = replace(booked, compactions=booked.compactions + early)
+            idle.may_park = True
         return booked
 
     def _make_room(self) -> IntArray:

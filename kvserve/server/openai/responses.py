@@ -214,7 +214,9 @@ def kv_stats(stats: EngineStats) -> Json:
         "continuations": {
             "count": stats.continuations,
             "blocks": stats.continuation_blocks,
+            "in_host_memory": stats.hosted_continuations,
             "resumed_total": stats.resumed_total,
+            "resumed_from_host_total": stats.resumed_from_host_total,
             "resumed_tokens_total": stats.resumed_tokens_total,
             "misses": dict(stats.continuation_misses),
         },

@@ -275,8 +275,18 @@ class Metrics:
             "Blocks that rows kept for next turns name, shared ones among them",
             lambda s: s.continuation_blocks,
         )
+        yield gauge(
+            "kv_hosted_continuations",
+            "Rows kept for conversations that have moved to host memory",
+            lambda s: s.hosted_continuations,
+        )
         yield counter(
             "kv_resumed", "Sequences that went on from a kept row", lambda s: s.resumed_total
+        )
+        yield counter(
+            "kv_resumed_from_host",
+            "Those that came back from host memory",
+            lambda s: s.resumed_from_host_total,
         )
         yield counter(
             "kv_resumed_tokens",

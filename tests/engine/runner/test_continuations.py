@@ -220,6 +220,24 @@ def test_followers_that_make_way(
     check_integrity(llm)
 
 
+@pytest.mark.parametrize("layout", ["model", "head"])
+def test_conversations_that_come_back_from_host_memory(llama_dir: Path, layout: str) -> None:
+    """On a pool that cannot hold all of them; free blocks are spoilt at once."""
+    settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on"}
+    ample = make_plain(llama_dir, KARA, **settings)
+    expected = talk(ample, [KARA] * 3, turns=3)
+    blocks = 45 * (1 if layout == "model" else ample.engine.core.scheduler.layout.groups)
+    llm = make_llm(
+        *(llama_dir, KARA), **settings, swap_space=1 / 64, num_gpu_blocks_override=blocks
+    )
+    watch(llm)
+    got = talk(llm, [KARA] * 3, turns=3)
+    assert [each.tokens for each in got] == [each.tokens for each in expected]
+    stats = llm.stats()
+    assert stats.resumed_total == 6 and stats.resumed_from_host_total > 1
+    check_integrity(llm)
+
+
 def test_a_later_prompt_is_cut_at_its_end(llama_dir: Path) -> None:
     """What ``snapkv`` holds of a conversation is what it would hold of all of it as one prompt."""
     for spec, held in (
@@ -279,12 +297,12 @@ def test_flags(llama_dir: Path) -> None:
 def test_two_ranks_go_on_as_one_does(tmp_path: Path) -> None:
     """Each rank copies blocks of its own heads, and a follower goes on in both."""
     directory = write_checkpoint("llama", tmp_path, vocab_size=129)
-    policies = [KARA, {"name": "snapkv", "budget": 24, "window": 4}]
+    policies = [KARA, {**KARA, "ratio": 0.5}]
     talks = []
     for ranks in (1, 2):
         llm = LLM(
             str(directory),
-            policy=DEFAULT,
+            policy=KARA,
             dtype="float32",
             skip_tokenizer_init=True,
             tensor_parallel_size=ranks,
