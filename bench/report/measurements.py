@@ -374,7 +374,7 @@ SUITE = (
         "Without continuations a later prompt has the whole history, which Kara protects.",
         "--conversations 8 16",
         minutes=25,
-        module="bench.conversations",
+        module="bench.serving.conversations",
     ),
     Measurement(
         "repeatability",

@@ -1,6 +1,6 @@
 """What the live page costs a saturated engine: CPU seconds of stretches of steps, watched or not.
 
-    python -m bench.page_cost
+    python -m bench.serving.page_cost
 
 Everything on the server's side is in it: views of the pool, their way to the server's process and
 the event that all readers share. Stretches take turns, so that other work on the machine is shared.

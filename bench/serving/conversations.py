@@ -1,6 +1,6 @@
 """Agents' conversations on one server after the other, on a pool that is too small for them.
 
-    python -m bench.conversations            # a 4 M-parameter shape with random weights
+    python -m bench.serving.conversations            # a 4 M-parameter shape with random weights
 
 `none` with its prefix cache, Kara without continuations and with them; every server has as many
 blocks, and one thread for its engine. All conversations of a row are under way at once.
@@ -80,7 +80,7 @@ class Talks:
         names = "shape", "min_turns", "max_turns", "min_tool_len", "max_tool_len", "pool_share"
         settings = {name: getattr(args, name) for name in (*names, "seed", "policy")}
         settings |= {"num_blocks": self._num_blocks, **_TURNS}
-        program = "python -m bench.conversations"
+        program = "python -m bench.serving.conversations"
         return Report("conversations", about, COLUMNS, self._rows, settings, program=program)
 
     def _talks(self, count: int) -> Conversations:

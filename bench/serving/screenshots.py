@@ -2,7 +2,7 @@
 
     kvserve --model kvserve/tiny --policy kara --policy.window 128 --policy.buffer 16 \\
         --num-gpu-blocks-override 600 --allow-kv-trace
-    python -m bench.screenshots                       # extras `bench`, `browser`; chromium
+    python -m bench.serving.screenshots                       # extras `bench`, `browser`; chromium
 """
 
 from __future__ import annotations
