@@ -28,6 +28,7 @@ from kvserve.config import KV_CACHE_DTYPES
 from kvserve.kernels.entry_format import entry_format
 
 CACHES = ("float32", "bfloat16", "int8", "k8v4")
+_TURN_SECONDS = 0.3
 _BLOCK = 16
 COLUMNS = (
     Column("shape", "shape", left=True),
@@ -137,11 +138,14 @@ class Comparison:
             for cache in caches
         }
         seconds: dict[str, list[float]] = {cache: [] for cache in caches}
+        steps = self._args.steps
         for turn in range(self._args.turns + 1):
             for cache, decoder in decoders.items():
-                taken = [decoder.step() for _ in range(self._args.steps)]
+                taken = [decoder.step() for _ in range(steps)]
                 if turn:  # the first one warms up
                     seconds[cache] += taken
+            if not turn:  # short steps scatter: a turn of each lasts a while
+                steps = max(steps, int(_TURN_SECONDS / min(taken)))
         rates = {cache: batch / median(taken) for cache, taken in seconds.items()}
         row = {"shape": shape, "context": context, "batch": batch}
         row |= {f"{cache}_tok_s": rate for cache, rate in rates.items()}
@@ -152,8 +156,9 @@ class Comparison:
     def report(self) -> Report:
         args = self._args
         about = [
-            f"decoding steps without scheduler and prompts, {args.threads} thread(s), median of "
-            f"{args.turns * args.steps} in turns of {args.steps}; levels under a bfloat16 model"
+            f"decoding steps without scheduler and prompts, {args.threads} thread(s), medians of "
+            f"{args.turns} turns of {args.steps} steps or more ({_TURN_SECONDS} s); levels under a "
+            "bfloat16 model"
         ]
         notes = [f"left out, for want of memory: {'; '.join(self._left_out)}"]
         names = ("shapes", "contexts", "batches", "caches", "turns", "steps", "threads", "memory")

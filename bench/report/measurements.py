@@ -69,8 +69,8 @@ LONG = (
         "long-graded",
         "Long traces, graded: a pool of a quarter",
         "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
-        "on the model that is trained for them. Budgets are such that the others hold about as many "
-        "entries as Kara's default; its logged queries come on top.",
+        "on the model that is trained for them. Budgets are such that the others hold about as "
+        "many entries as Kara's default; its logged queries come on top.",
         f"bench throughput {GRADED} --num-prompts 200 --repeat 1 "
         + flags(("none", "kara", "kara:ratio=0.2", SNAPKV_GRADED, RKV_GRADED, WINDOW_GRADED)),
         minutes=12,
@@ -81,8 +81,8 @@ LONG = (
         "long-graded-turns",
         "The same, `none` and Kara in turns",
         "",
-        f"bench throughput {GRADED} --num-prompts 100 --repeat 3 {flags(('none', 'kara'))}",
-        minutes=6,
+        f"bench throughput {GRADED} --num-prompts 100 --repeat 2 {flags(('none', 'kara'))}",
+        minutes=10,
         in_pieces=True,
     ),
     Measurement(
@@ -158,8 +158,9 @@ LONG = (
         "cpu-peers-long",
         "vLLM's CPU build on the same long answers",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --repeat 2",
-        minutes=8,
+        "--traffic long --shapes 4m --dtypes bfloat16 --kv-cache-dtypes auto fp8 "
+        "--num-prompts 10 --repeat 1",
+        minutes=12,
         module="bench.cpu_peers",
     ),
 )
@@ -312,7 +313,7 @@ SUITE = (
         "What a decoding step gains where nothing is evicted: the same random entries, held as "
         "float32, as bfloat16 and, under the bfloat16 model, as levels. Scheduler and prompts are "
         "not in it.",
-        "--contexts 512 2048 8192 --batches 1 16 64 --threads 1 --memory 3",
+        "--contexts 512 2048 8192 --batches 1 16 64 --threads 1 --memory 7",
         minutes=8,
         module="bench.kv_cache_dtypes",
     ),
@@ -369,8 +370,8 @@ SUITE = (
     Measurement(
         "conversations",
         "Conversations that go on from their compressed cache",
-        "Agents on one server after the other, each with a quarter of the blocks that 8 of them want "
-        "at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to think. "
+        "Agents on one server after the other, each with a quarter of the blocks that 8 of them "
+        "want at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to think. "
         "Without continuations a later prompt has the whole history, which Kara protects.",
         "--conversations 8 16",
         minutes=25,
