@@ -371,8 +371,8 @@ SUITE = (
         "conversations",
         "Conversations that go on from their compressed cache",
         "Agents on one server after the other, each with a quarter of the blocks that 8 of them "
-        "want at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to think. "
-        "Without continuations a later prompt has the whole history, which Kara protects.",
+        "want at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to "
+        "think. Without continuations a later prompt has the whole history, which Kara protects.",
         "--conversations 8 16",
         minutes=25,
         module="bench.serving.conversations",
