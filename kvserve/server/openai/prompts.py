@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kvserve.engine.device.pages import resident_bytes, trim_memory
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
@@ -23,6 +24,8 @@ _FEW = 16
 """Messages over which a template runs in no time."""
 _TEXTS = ThreadPoolExecutor(4, "kvserve-text")
 """Threads for tokenizing and templates: long texts wait for each other, not the event loop."""
+_TRIMMED = 2**22
+"""Bytes that work on a text may leave to malloc."""
 _T = TypeVar("_T")
 
 _NOT_FOR_TEMPLATES = frozenset(
@@ -80,8 +83,20 @@ async def _encode_text(
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
-    """The result of ``work``, which may take long, while the event loop goes on."""
-    return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
+    """The result of ``work``, which may take long, while the event loop goes on.
+
+    What it has freed goes back to the system if that is much: malloc would keep it for its thread.
+    """
+
+    def run() -> _T:
+        before = resident_bytes()
+        try:
+            return work()
+        finally:
+            if resident_bytes() - before > _TRIMMED:
+                trim_memory()
+
+    return await asyncio.get_running_loop().run_in_executor(_TEXTS, run)
 
 
 def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
