@@ -109,7 +109,8 @@ def _ratios(measurement: Measurement) -> str:
 
 def _name(row: Row) -> str:
     held = row.get("kv_cache_dtype") or "auto"
-    return f"{row['policy']}" if held == "auto" else f"{row['policy']} in {held}"
+    name = row["policy"] if row.get("engine", "kvserve") == "kvserve" else row["engine"]
+    return str(name) if held == "auto" else f"{name} in {held}"
 
 
 def summary() -> list[str]:
