@@ -42,6 +42,7 @@ COLUMNS = (
 )
 _TOKENIZER = "kvserve/tiny"
 """Its ids are the prompts'; the model has more of them."""
+_LENGTHS = "min_turns", "max_turns", "min_tool_len", "max_tool_len"
 _TURNS = {"system_len": 512, "question_len": 64, "answer_len": 128, "think_seconds": 2.0}
 
 
@@ -77,8 +78,8 @@ class Talks:
             f"pool of {self._num_blocks:,} blocks of {DEFAULT_BLOCK_SIZE} tokens, "
             f"{args.pool_share:g} of what {args.conversations[0]} conversations want at their end",
         ]
-        names = "shape", "min_turns", "max_turns", "min_tool_len", "max_tool_len", "pool_share"
-        settings = {name: getattr(args, name) for name in (*names, "seed", "policy")}
+        names = "shape", "pool_share", "seed", "policy", *_LENGTHS
+        settings = {name: getattr(args, name) for name in names}
         settings |= {"num_blocks": self._num_blocks, **_TURNS}
         program = "python -m bench.serving.conversations"
         return Report("conversations", about, COLUMNS, self._rows, settings, program=program)
@@ -109,9 +110,8 @@ class Talks:
         words = f"bench serve --base-url {url} --backend openai --dataset conversations "
         words += f"--tokenizer {_TOKENIZER} --num-prompts {count} --max-concurrency {count} "
         words += f"--seed {args.seed} --num-warmups 0 --disable-tqdm "
-        options = {name: getattr(args, name) for name in ("min_turns", "max_turns")}
-        options |= {name: getattr(args, name) for name in ("min_tool_len", "max_tool_len")}
-        words += " ".join(f"--{k.replace('_', '-')} {v}" for k, v in {**options, **_TURNS}.items())
+        options = {**{name: getattr(args, name) for name in _LENGTHS}, **_TURNS}
+        words += " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items())
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder, "result.json")
             command = [sys.executable, "-m", "kvserve", *shlex.split(words)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -111,3 +111,9 @@ class Resumption(NamedTuple):
 
     continuation: Continuation
     num_tokens: int
+
+
+def named_by(continuations: Iterable[Continuation]) -> IntArray:
+    """Every block that the rows of continuations name, once per reference."""
+    rows = [known.row.named for known in continuations if known.row is not None]
+    return np.concatenate([np.zeros(0, np.int32), *rows])

@@ -111,7 +111,7 @@ class BlockManager(RowArrays):
         """For how many of the rows, in order, ``make_private`` would find its blocks."""
         owner, column, end_columns = self._columns_of(start, end)
         shared = self.kv.shared(rows[owner], column, end_columns)
-        if not self.have_free(int(shared.sum())):
+        if not self.have_free(int(shared.sum()), for_event=True):
             # Blocks that only a row and a cache name are writable once the cache drops them.
             self.idle.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
             shared = self.kv.shared(rows[owner], column, end_columns)
@@ -135,9 +135,9 @@ class BlockManager(RowArrays):
         """Blocks that are free, or that eviction can free."""
         return self.pool.num_free + self.num_cached
 
-    def have_free(self, count: int) -> bool:
+    def have_free(self, count: int, *, for_event: bool = False) -> bool:
         """Whether ``count`` blocks are free; evicts what is held for later if needed."""
-        return count <= self.pool.num_free or self.idle.have_free(count)
+        return count <= self.pool.num_free or self.idle.have_free(count, may_park=not for_event)
 
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, LG, R]`` of the longest cached prefix."""
@@ -306,13 +306,13 @@ class BlockManager(RowArrays):
         wanted = codes.wanted(row, coding)
         if not coding.afresh:
             # It replaces generated entries, whose blocks are not shared.
-            return self.have_free(wanted - codes.replaced(row, coding))
+            return self.have_free(wanted - codes.replaced(row, coding), for_event=True)
         named, _ = self.kv.row_entries(row)
         own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        if not self.have_free(wanted - own):
+        if not self.have_free(wanted - own, for_event=True):
             self.idle.forget(named)
             own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        return self.have_free(wanted - own)
+        return self.have_free(wanted - own, for_event=True)
 
     def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Columns that hold entries ``[start [n], end [LG, n, R])`` of any group of n rows.

@@ -2,8 +2,8 @@
 
 A *continuation* names the blocks of a row and records the row's state. Any number of sequences may
 resume from it, if their prompts begin with its tokens and they have the same policy; each gets
-copies of the blocks that are not full. Continuations and prefix columns share one clock. An evicted
-one moves to host memory, if there is room.
+copies of the blocks that are not full. Continuations and prefix columns share one clock. An
+evicted continuation moves to host memory, if there is room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.blocks.hosted_rows import HostedRows
-from kvserve.scheduler.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation, Resumption
+from kvserve.scheduler.continuation import (
+    EVICTED,
+    NEW,
+    POLICY,
+    TOKENS,
+    Continuation,
+    Resumption,
+    named_by,
+)
 
 _REMEMBERED = 256
 """How many evicted continuations are still known by their tokens."""
@@ -25,16 +33,14 @@ class Continuations:
     """Continuations over one pool; the least recently used is evicted first. Together they name at
     most ``max_blocks`` blocks (``None``: no limit)."""
 
-    def __init__(
-        self, pool: BlockPool, max_blocks: int | None = None, host: HostedRows | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, host: HostedRows, max_blocks: int | None = None) -> None:
         self.hits = 0
         self.misses: Counter[str] = Counter()
         self.hits_from_host = 0
         self.resumed_tokens = 0
         self.changes = 0
         """Grows whenever ``find`` may answer differently."""
-        self.host = HostedRows(BlockPool(1)) if host is None else host
+        self.host = host
         self.host.on_drop = self._remember
         self._pool = pool
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
@@ -169,8 +175,7 @@ class Continuations:
 
     def held(self) -> IntArray:
         """Every block that continuations name, once per reference."""
-        rows = [known.row.named for known in self._by_use.values() if known.row is not None]
-        return np.concatenate([np.zeros(0, np.int32), *rows])
+        return named_by(self._by_use.values())
 
     def check_integrity(self) -> None:
         """Assert that the counted references are those of the stored continuations."""

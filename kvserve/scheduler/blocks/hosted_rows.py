@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
-
 from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.continuation import Continuation
+from kvserve.scheduler.continuation import Continuation, named_by
 from kvserve.scheduler.output import NO_PLACE, SwapTask
 
 
@@ -54,8 +52,9 @@ class HostedRows:
         return device
 
     def have_free(self, count: int) -> bool:
-        """Whether ``count`` host blocks are free; drops continuations if needed."""
-        if count > self.pool.num_free + len(self.held()):
+        """Whether ``count`` host blocks are free; drops continuations if that makes them so."""
+        missing = count - self.pool.num_free
+        if missing > 0 and missing > len(self.held()):
             return False
         while count > self.pool.num_free and self._by_use:
             oldest = next(iter(self._by_use.values()))
@@ -100,5 +99,4 @@ class HostedRows:
 
     def held(self) -> IntArray:
         """Every host block that continuations hold, once per reference."""
-        rows = [known.row.named for known in self._by_use.values() if known.row is not None]
-        return np.concatenate([np.zeros(0, np.int32), *rows])
+        return named_by(self._by_use.values())

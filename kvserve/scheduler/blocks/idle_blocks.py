@@ -16,10 +16,6 @@ class IdleBlocks:
     ) -> None:
         self.prefixes = prefixes
         self.continuations = continuations
-        self.may_park = True
-        """Whether evicted continuations may move to host memory now. Events must not cause that:
-        they run before the step's swaps, and would write blocks whose contents are still to move.
-        """
         self._pool = pool
 
     @property
@@ -28,10 +24,14 @@ class IdleBlocks:
         kept = 0 if self.continuations is None else self.continuations.num_evictable
         return kept + (0 if self.prefixes is None else self.prefixes.num_evictable)
 
-    def have_free(self, count: int) -> bool:
-        """Whether ``count`` blocks are free; evicts what is held for later if needed."""
+    def have_free(self, count: int, *, may_park: bool) -> bool:
+        """Whether ``count`` blocks are free; evicts what is held for later if needed.
+
+        Evicted continuations ``may_park`` in host memory unless the blocks are for an event: events
+        run before the step's swaps, and would write blocks whose contents are still to be moved.
+        """
         if count > self._pool.num_free and self.continuations is not None:
-            self._evict_by_use(self.continuations, count)
+            self._evict_by_use(self.continuations, count, may_park)
         missing = count - self._pool.num_free
         if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)
@@ -51,7 +51,7 @@ class IdleBlocks:
         if self.prefixes is not None:
             self.prefixes.clear()
 
-    def _evict_by_use(self, continuations: Continuations, count: int) -> None:
+    def _evict_by_use(self, continuations: Continuations, count: int, may_park: bool) -> None:
         """Evict continuations, and columns used before them, until ``count`` blocks are free or
         only newer columns are left. Evict nothing if eviction cannot free enough."""
         if count > self._pool.num_free + self.num_blocks:
@@ -60,4 +60,4 @@ class IdleBlocks:
             if self.prefixes is not None:
                 self.prefixes.evict(count - self._pool.num_free, before=oldest.used)
             if count > self._pool.num_free:
-                continuations.evict(oldest, may_park=self.may_park)
+                continuations.evict(oldest, may_park=may_park)

@@ -78,7 +78,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
-            Continuations(self.pool, max_continuation_blocks, hosted) if continuations else None,
+            Continuations(self.pool, hosted, max_continuation_blocks) if continuations else None,
             code_slots,
             code_scratch,
         )
@@ -179,16 +179,11 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        idle = self.blocks.idle
-        idle.may_park = False
         booked = self.events.compact_due(entries if self.waiting else 0)
-        idle.may_park = True
         missing = self._missing(self.rows.decoding_next())
-        if missing:  # so nothing was parked
-            idle.may_park = False
+        if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
             booked = replace(booked, compactions=booked.compactions + early)
-            idle.may_park = True
         return booked
 
     def _make_room(self) -> IntArray:

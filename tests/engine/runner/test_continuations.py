@@ -300,15 +300,7 @@ def test_two_ranks_go_on_as_one_does(tmp_path: Path) -> None:
     policies = [KARA, {**KARA, "ratio": 0.5}]
     talks = []
     for ranks in (1, 2):
-        llm = LLM(
-            str(directory),
-            policy=KARA,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            tensor_parallel_size=ranks,
-            continuations="on",
-            block_size=4,
-        )
+        llm = make_plain(directory, KARA, tensor_parallel_size=ranks, continuations="on")
         try:
             talks.append(talk(llm, policies, turns=3))
             assert llm.stats().resumed_total == 4
