@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from kvserve.server.reference import pages
 
-if len(sys.argv) != 2:
-    sys.exit("usage: python -m kvserve.server.reference FOLDER")
-folder = Path(sys.argv[1])
+parser = ArgumentParser(prog="python -m kvserve.server.reference", description=pages.__doc__)
+parser.add_argument("folder", type=Path, help="where the pages go, as docs/reference")
+folder = parser.parse_args().folder
 folder.mkdir(parents=True, exist_ok=True)
 for name, text in pages.all_pages().items():
     (folder / name).write_text(text)
