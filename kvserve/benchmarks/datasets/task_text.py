@@ -113,12 +113,18 @@ def needles(
     held_out: bool,
     task: str = "needle",
     digits: str = DIGITS,
+    again: bool = False,
 ) -> Sample:
-    """`count` secret numbers in a text of `units` tokens; the first question follows the text."""
+    """`count` secret numbers in a text of `units` tokens; the first question follows the text.
+
+    With `again`, the same questions come once more in another order: earlier answers have them.
+    """
     names = draw_names(rng, count, held_out)
     values = ["".join(rng.choices(digits, k=4)) for _ in names]
     text = hide(rng, _secrets(names, values), units)
     asked = rng.sample(range(count), questions)
+    if again:
+        asked += rng.sample(asked, questions)
     turns = [f"What is the secret number of {names[i]}?" for i in asked]
     turns[0] = f"{text} {turns[0]}"
     answers = tuple(values[i] for i in asked)

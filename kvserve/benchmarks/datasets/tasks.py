@@ -51,13 +51,14 @@ class Grade:
     score: float
 
 
-def _needle_task(units: int) -> Task:
-    name = f"needle-{units}"
+def _needle_task(units: int, again: bool = False) -> Task:
+    name = f"needle-{units}-again" if again else f"needle-{units}"
+    asked = "asked in 4 turns, then all again" if again else "asked in 4 turns"
     return Task(
         name,
-        f"8 secret numbers hidden in a text of {units} tokens, 4 of them asked in 4 turns",
+        f"8 secret numbers hidden in a text of {units} tokens, 4 of them {asked}",
         8,
-        lambda rng: needles(rng, units, count=8, questions=4, held_out=True, task=name),
+        lambda rng: needles(rng, units, 8, 4, held_out=True, task=name, again=again),
     )
 
 
@@ -78,6 +79,7 @@ TASKS: dict[str, Task] = {
         _needle_task(512),
         _needle_task(1024),
         _needle_task(2048),
+        _needle_task(1024, again=True),
         Task(
             "chain",
             "30 sums modulo 10 worked out step by step, every name assigned once",
@@ -111,10 +113,13 @@ _FOR_LONG_TRACES = ("chain", "redundant-chain", *(name for name in TASKS if "lon
 
 
 def default_tasks(model: str) -> list[str]:
-    """The tasks a shipped model was trained for; of any other, all but the long traces."""
+    """The tasks a shipped model was trained for; of any other, all but the long traces.
+
+    Questions asked again are left out: they are for `--continuations`.
+    """
     if model == "kvserve/tiny-long":
         return [name for name in TASKS if name in _FOR_LONG_TRACES]
-    return [name for name in TASKS if "long" not in name]
+    return [name for name in TASKS if "long" not in name and not name.endswith("-again")]
 
 
 def make_samples(task: str, n: int, seed: int) -> list[Sample]:
