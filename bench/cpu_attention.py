@@ -2,8 +2,8 @@
 
     python bench/cpu_attention.py --threads 1 --save-result bench/results/DATE-cpu-attention.json
 
-Engines decode by turns, some steps each, so that a busy machine troubles all alike. A turn counts
-by its median step, a ratio is the median over turns.
+Engines take turns of a few decode steps, so that other load slows all of them alike. The time of a
+turn is its median step; a ratio is the median over turns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def start(model: str, layout: str, backend: str, dtype: str) -> LLM:
 
 
 def measured(llms: dict[Engine, LLM], batch: int, context: int, output: int) -> Seconds:
-    """Contexts of ``context`` tokens on average while ``output`` of them are decoded."""
+    """Seconds of the prefill and of decode steps, with contexts of ``context`` tokens on average
+    while ``output`` of them are decoded."""
     decode: dict[Engine, list[float]] = {engine: [] for engine in llms}
     for llm in llms.values():
         submit(llm, batch, context - output // 2, output)
@@ -142,7 +143,7 @@ def main() -> int:
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
     return measure_and_publish(Comparison(args), args)
 
 

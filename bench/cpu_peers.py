@@ -2,12 +2,12 @@
 
     python -m bench.peers.install     # once: about a quarter of an hour
     python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
-
     python -m bench.cpu_peers --traffic long --shapes 4m --dtypes bfloat16
 
-Everybody has a process of its own on the same CPU, with one thread, the same random weights and the
-same prompts, and is warmed up. They take turns; a ratio is the median over turns. Every output is
-checked for its length, and those of float32 are compared with kvserve's token by token.
+Each engine has a process of its own on the same CPU, with one thread, the same random weights and
+the same prompts, and is warmed up. The engines take turns; a ratio is the median over turns. Every
+output is checked for its length, and the share of sequences with the same tokens as kvserve's is in
+the JSON file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COLUMNS = (*SHORT_COLUMNS, *LONG_COLUMNS)
 
 
 class Comparison:
-    """The runs of one command: shapes x dtypes x batches, in each of them everybody in turns."""
+    """The runs of one command: shapes x dtypes x batches; in each, all engines take turns."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -108,7 +108,7 @@ class Comparison:
         )
 
     def _measure_with(self, shape: str, model: Path, dtype: str, bar: tqdm) -> None:
-        """One set of processes for all batches."""
+        """One set of processes serves all batches."""
         args = self._args
         with ExitStack() as stack:
             processes = {}
@@ -155,7 +155,7 @@ class Comparison:
         return case_figures(rates, tokens)
 
     def _give_up(self, each: Contestant, error: PeerError, bar: tqdm) -> None:
-        """Go on without one that does not start; the table says so."""
+        """Go on without an engine that does not start; the report says so."""
         last = str(error).strip().splitlines()[-1]
         self._notes.append(f"{each.title} did not start and is left out: {last}")
         bar.total -= self._args.repeat * len(self._args.batches)
@@ -165,7 +165,7 @@ class Comparison:
 def case_figures(
     rates: dict[str, list[float]], tokens: dict[str, list[list[int]]]
 ) -> dict[str, Any]:
-    """Medians per contestant, and ratios of the same turn: to the peer of the highest median."""
+    """Medians per contestant; ratios are within a turn, to the peer with the highest median."""
     row: dict[str, Any] = {name: median(all_) for name, all_ in rates.items()}
     row["output_tok_s_all"] = rates
     peers = [name for name in rates if CONTESTANTS[name].peer]
@@ -308,7 +308,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = make_parser().parse_args()
-    torch.set_num_threads(1)  # as everybody else has; the report says so
+    torch.set_num_threads(1)  # as all peers have; the report prints it
     long = args.traffic == "long"
     args.policy = args.policy or [NO_COMPRESSION, PolicySpec("kara")]
     args.input_len = args.input_len or (128 if long else 64)

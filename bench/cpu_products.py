@@ -2,8 +2,8 @@
 
     python -m bench.cpu_products --save-result bench/results/DATE-cpu-products.json
 
-They take turns over the same weights, of every layer, so that small models come from the cache and
-large ones from memory as in an engine. A product counts by its median turn.
+The three take turns over the same weights, those of every layer, so that small models are read from
+the CPU's caches and large ones from memory, as in an engine. A figure is that of the median turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def matrices(shape: str, dtype: torch.dtype) -> list[nn.Parameter]:
-    """A model's, layer after layer: qkv, out, gate and up, down."""
+    """A model's weights, layer after layer: qkv, out, gate and up, down."""
     spec = SHAPES[shape]
     hidden, inner, heads = (
         spec[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")

@@ -1,4 +1,4 @@
-"""Policies at equal bytes: exact match read off each method's line at the same bytes held."""
+"""Policies at equal bytes: exact match of each method, interpolated at the same bytes held."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _POINTS = 5
 
 
 def bytes_key(rows: Sequence[Row]) -> str:
-    """The mean over the run where every row has it, else what is held at the end."""
+    """The key of the mean over the run if every row has it, else of the bytes held at the end."""
     return KEYS[0] if all(KEYS[0] in row for row in rows) else KEYS[1]
 
 
 def at_equal_bytes(rows: Sequence[Row], points: int = _POINTS) -> tuple[list[float], list[Row]]:
-    """Sizes in bytes, and per method its exact match at each.
+    """Sizes in bytes, and each method's exact match at each size.
 
-    Between two measured points a line is drawn; beyond a method's own points it has no figure.
-    Methods measured at one size only are left out; of several tasks there is no such table.
+    Between two measured points, values are interpolated linearly; outside its own points a method
+    has none. Methods measured at one size only are left out. Rows of several tasks give no table.
     """
     if len({row.get("task") for row in rows}) > 1:
         return [], []
@@ -48,7 +48,7 @@ def at_equal_bytes(rows: Sequence[Row], points: int = _POINTS) -> tuple[list[flo
 
 
 def equal_bytes_table(rows: Sequence[Row]) -> str | None:
-    """The Markdown table, the best of each size in bold; nothing where there are no two methods."""
+    """The Markdown table, the best of each size in bold; ``None`` with fewer than two methods."""
     sizes, found = at_equal_bytes(rows)
     if not found:
         return None

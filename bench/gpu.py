@@ -2,13 +2,17 @@
 
     make bench-gpu ARGS="--save-result bench/results/DATE-gpu-H200.json"
 
-Needs a CUDA device, torch, Triton, numpy, tokenizers, safetensors and transformers, and nothing
-else that kvserve depends on. What is wrong is not measured: the parts of bench/gpu_check.py that
-show tokens and kernels come first, unless it has been run on this commit. Each row runs in a
-process of its own and is on paper (JSON, and a Markdown table beside it) as soon as it has ended;
-one that failed is tried once more, and again by the next call. A call ends within nine minutes: run
-it again, with the same file, until it says that all is done. ``--profile`` and ``--tile`` do
-something else instead: what a decode step and an event are made of, and which tiles are fastest.
+Needs a CUDA device, torch, Triton, numpy, tokenizers, safetensors and transformers; kvserve's other
+dependencies are not needed.
+
+Figures of a wrong engine mean nothing: the parts of bench/gpu_check.py that check tokens, graphs
+and kernels run first, unless a check of this machine and commit is saved. Each row runs in a
+process of its own and is saved (JSON, and a Markdown table beside it) when it ends. A row that
+failed is tried once more, and again by the next call. A call ends within nine minutes: run it again
+with the same file until it says that all is done.
+
+``--profile`` and ``--tile`` measure something else instead: what a decode step and an event consist
+of, and which tiles are fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from bench.machine import ROOT, machine, run_apart, write_json
 
 ROW_SECONDS, CALL_SECONDS, START_SECONDS = 80.0, 540.0, 40.0
 FIRST = ("tokens", "graphs", "kernels")
-"""Parts of bench/gpu_check.py without which no figure means anything."""
+"""Parts of bench/gpu_check.py that must be right before anything is measured."""
 FIGURES = (
     *("output_tok_s", "ratio_to_none", "itl_p50_ms", "itl_p99_ms", "mean_running"),
     *("held_over_logical", "compactions", "event_share", "preemptions", "steps", "graph_steps"),
@@ -40,7 +44,7 @@ FIGURES = (
 
 
 class Results:
-    """What was found so far; on paper after every row."""
+    """The results so far, saved after every row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +61,7 @@ class Results:
         return rows
 
     def has(self, job: Job) -> bool:
-        """Whether there is a row of it, and no error."""
+        """Whether the job has a row without an error."""
         return job.name in self.rows and "error" not in self.rows[job.name]
 
     def add(self, job: Job, row: dict[str, Any]) -> None:
@@ -75,7 +79,7 @@ class Results:
         self.path.with_suffix(".md").write_text(self.table())
 
     def table(self) -> str:
-        """Markdown, a part for each traffic."""
+        """Markdown, one table per traffic."""
         about = ", ".join(f"{name} {value}" for name, value in self.found["machine"].items())
         lines = [f"Random weights; {about}.", ""]
         for traffic in dict.fromkeys(row["traffic"] for row in self.rows.values()):
@@ -96,7 +100,7 @@ def _cell(value: Any) -> str:
 
 
 def is_right(results: Results, checked: Path, smoke: bool) -> bool:
-    """What ``FIRST`` shows, once for each file; a whole check of this machine and commit counts."""
+    """Whether the parts in ``FIRST`` are right; run once per file, unless such a check is saved."""
     if results.found["right"] is None:
         parts = FIRST[:1] if smoke else FIRST
         path = results.path.with_name(f"{results.path.stem}-check.json")
@@ -107,7 +111,7 @@ def is_right(results: Results, checked: Path, smoke: bool) -> bool:
 
 
 def was_right(checked: Path, here: dict[str, str]) -> bool:
-    """Whether a check of this machine and commit is on paper, with nothing wrong in it."""
+    """Whether a check of this machine and commit is saved in which all parts are right."""
     if not checked.exists():
         return False
     before = json.loads(checked.read_text())
@@ -119,9 +123,9 @@ def was_right(checked: Path, here: dict[str, str]) -> bool:
 def play_rows(
     results: Results, jobs: list[Job], args: argparse.Namespace, until: float
 ) -> Iterator[Job]:
-    """Measures what is missing, each once; those that failed come again behind all others.
+    """Measures the missing rows; those that fail are tried once more after all others.
 
-    Yields the jobs that time was too short for.
+    Yields the jobs for which too little time was left.
     """
     missing = [job for job in jobs if not results.has(job)]
     tried: set[str] = set()
@@ -150,11 +154,11 @@ def parse_arguments() -> argparse.Namespace:
     words = "JSON; a table is written beside it (default: build/bench-gpu.json)"
     default = ROOT / "build" / "bench-gpu.json"
     parser.add_argument("--save-result", type=Path, default=default, metavar="FILE", help=words)
-    words = "what make gpu-check has saved: what is right there is not looked at again"
+    words = "result of make gpu-check; if all of it is right, the check is not repeated"
     parser.add_argument("--checked", type=Path, default=CHECKED, metavar="FILE", help=words)
     words = f"begin no row that may not end within so long (default: {CALL_SECONDS:.0f})"
     parser.add_argument("--seconds", type=float, default=CALL_SECONDS, metavar="S", help=words)
-    words = f"at most so long for a row; what there is by then is counted ({ROW_SECONDS:.0f})"
+    words = f"time limit of a row; unfinished requests count as they are ({ROW_SECONDS:.0f})"
     parser.add_argument("--row-seconds", type=float, default=ROW_SECONDS, metavar="S", help=words)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to try the command")
     words = "a decode step and an event by torch.profiler: tables and a trace, beside FILE"
@@ -180,7 +184,7 @@ def main() -> int:
         sys.stdout.write("wrong answers are not measured: see make gpu-check\n")
         return 1
     jobs = list(JOBS)
-    if args.smoke:  # of all models one is left
+    if args.smoke:  # all models become the same small one
         jobs = list({job.small().name: job.small() for job in JOBS}.values())
     if left := len(list(play_rows(results, jobs, args, until))):
         sys.stdout.write(f"{left} rows left: run the same command again\n")

@@ -1,11 +1,11 @@
-"""Is it right on this GPU? Tokens, graphs, waits, logits and kernels, in under ten minutes.
+"""Checks correctness on this GPU: tokens, graphs, waits, logits and kernels, in under ten minutes.
 
     make gpu-check ARGS="--save-result bench/results/DATE-gpu-check-H200.json"
 
-Needs torch, Triton, numpy, transformers, tokenizers and safetensors, and nothing else that kvserve
-depends on. Each part runs in a process and under a time limit of its own, and is on paper (JSON,
-and a Markdown table beside it) as soon as it has ended. The exit status is 0 only if all is right.
-Without a GPU the parts run on the CPU, small, as far as they can, and say what they could not do.
+Needs torch, Triton, numpy, transformers, tokenizers and safetensors; kvserve's other dependencies
+are not needed. Each part runs in a process of its own with a time limit, and is saved (JSON, and a
+Markdown table beside it) when it ends. The exit status is 0 only if all parts are right. Without a
+GPU the parts run on the CPU at a small size, as far as they can, and report what they left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CHECKED = ROOT / "build" / "gpu-check.json"
 
 
 def verdict(part: Part, ended: Ended) -> dict[str, Any]:
-    """A part's entry: right only if it ended, found something, and nothing of it was wrong."""
+    """A part's entry: right only if it ended, has rows or says what it left out, and no row is
+    wrong."""
     rows = ended.found.get("rows", [])
     left_out = ended.found.get("left_out", [])
     right = ended.error is None and all(row["right"] for row in rows) and bool(rows or left_out)
@@ -72,9 +73,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check(parts: list[str], path: Path, seconds: float) -> bool:
-    """Run ``parts``, each on paper at ``path`` once it has ended; whether all of them are right.
+    """Run ``parts`` and save each to ``path`` when it ends; returns whether all of them are right.
 
-    After ``seconds`` no further one is begun, and one that was not begun is not right.
+    After ``seconds`` no further part is started, and a part that was not started is not right.
     """
     began = time.monotonic()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
@@ -107,7 +108,7 @@ def main() -> int:
 
 
 def say(name: str, part: dict[str, Any]) -> None:
-    """A line for a part, and one for each thing that was wrong or left out."""
+    """Print a line for a part, and one for each case that was wrong, left out or is a choice."""
     state = "right" if part["right"] else "WRONG"
     lines = [f"{name}: {state} in {part['seconds']:.0f} s, {len(part['rows'])} cases"]
     for row in part["rows"]:

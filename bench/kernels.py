@@ -1,10 +1,10 @@
-"""The Triton kernels on a GPU: right first, then how near to the bandwidth of a plain copy.
+"""The Triton kernels on a GPU: correctness first, then bandwidth relative to a plain copy.
 
     python -m bench.kernels --save-result bench/results/DATE-kernels-GPU.json
 
-Needs a CUDA device, torch, Triton and numpy, and nothing else that kvserve depends on. Every kernel
-is compared with its torch reference on fresh random inputs, then timed with a cold L2 cache. What
-was measured is written after each setting: run again, with the same file, to go on.
+Needs a CUDA device, torch, Triton and numpy; kvserve's other dependencies are not needed. Every
+kernel is compared with its torch reference on fresh random inputs, then timed with a cold L2 cache.
+Results are written after each setting: run the command again with the same file to continue.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ COLUMNS = ("kernel", "shape", "layout", "context", "rows", "us", "gb_s", "of_cop
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a kernel is from its reference: norm of the difference over the reference's, the
-    largest difference of a number; or why there is nothing to compare."""
+    """How far a kernel is from its reference: the norm of the difference over the reference's norm,
+    and the largest difference of a number; or the error because of which there is no result."""
 
     relative_norm: float
     largest: float
@@ -57,14 +57,14 @@ class Difference:
         most, size = apart.abs().max().item(), expected.norm().item()
         share = apart.norm().item() / size if size else most
         fine = share <= tolerance and most <= _OUTLIER * expected.abs().max().item()
-        right = most == 0.0 if exact else fine  # nan is not
+        right = most == 0.0 if exact else fine  # false for nan
         return cls(share, most, right)
 
 
 def differences(setting: Setting) -> dict[str, Difference]:
-    """By kernel, the difference from its reference, or the error that it ended with.
+    """For each kernel, the difference from its reference, or the error that it ended with.
 
-    Both begin with the same cache, and the memory that an output may get is nan beforehand.
+    Both start from the same cache. Memory that an output may get is filled with nan beforehand.
     """
     seed = int(torch.randint(1 << 30, ()))
     torch.manual_seed(seed)
@@ -79,18 +79,18 @@ def differences(setting: Setting) -> dict[str, Difference]:
 def _difference(case: Case, right: Tensor, setting: Setting) -> Difference:
     poison = torch.full_like(right.view(torch.uint8), 0xFF)  # nan, as bytes
     del poison
-    # Of a cache without its null block, which takes what nobody wants.
+    # Caches are compared without the null block, whose contents do not matter.
     same = slice(1, None) if case.kernel in ("store", "compact") else slice(None)
     try:
         return Difference.of(case.triton()[same], right[same], TOLERANCE[setting.dtype])
-    except Exception as error:  # the other kernels are still worth looking at
+    except Exception as error:  # the other kernels are still checked
         return Difference(math.nan, math.nan, right=False, error=repr(error))
 
 
 def median_seconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Of ``run`` alone on the device, behind a write that leaves nothing of use in L2.
+    """Median seconds of ``run`` on the device, each time after a write that clears L2.
 
-    The write also outlasts the launch: what the host needs for it is not measured.
+    The write takes longer than the launch, so that the host's time is not measured.
     """
     flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     run()  # compiles
@@ -153,7 +153,7 @@ def machine() -> dict[str, str]:
 
 
 class Report:
-    """What was found so far, on paper after every step."""
+    """The results so far, saved after every step."""
 
     def __init__(self, path: Path | None, dtype: str) -> None:
         self.path = path

@@ -1,11 +1,11 @@
-"""Decoding over caches of each --kv-cache-dtype: the same steps, by turns.
+"""Decode steps over caches of each --kv-cache-dtype, in turns.
 
     python -m bench.kv_cache_dtypes --save-result bench/results/DATE-kv-cache-dtypes.json
 
-A step is what an engine runs for sequences that decode: the layers, the head and the greedy choice;
-neither the scheduler nor prompts are in it. Caches hold random entries, as if contexts had been
-computed. Turns go round the caches, so that a busy machine troubles all alike; a figure is that of
-the median step.
+A step is what an engine runs for decoding sequences (the layers, the head and the greedy choice)
+without the scheduler and without prompts. Caches hold random entries, as if contexts had been
+computed. The caches take turns, so that other load slows all of them alike; a figure is that of the
+median step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def settings_of(cache: str) -> dict[str, str]:
-    """The cache as computed in a dtype, or a bfloat16 model's in levels."""
+    """Settings of a cache: entries as computed in a dtype, or levels under a bfloat16 model."""
     if cache in KV_CACHE_DTYPES:
         return {"dtype": "bfloat16", "kv_cache_dtype": cache}
     return {"dtype": cache, "kv_cache_dtype": "auto"}
@@ -70,7 +70,7 @@ class Decoder:
         self._fill()
 
     def _fill(self) -> None:
-        """Every block is a copy of one that was stored as ever."""
+        """Make every block a copy of one that was stored in the usual way."""
         cache = self._runner.cache
         layout, slots = cache.layout, torch.arange(_BLOCK, 2 * _BLOCK)[None]
         for layer in range(layout.num_layers):
@@ -80,7 +80,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> float:
-        """Seconds of one."""
+        """Seconds of one step."""
         runner = self._runner
         runner.batch.kv_lens.fill_(self._context - 1)
         runner.batch.num_computed.fill_(self._context - 1)
@@ -144,7 +144,7 @@ class Comparison:
                 taken = [decoder.step() for _ in range(steps)]
                 if turn:  # the first one warms up
                     seconds[cache] += taken
-            if not turn:  # short steps scatter: a turn of each lasts a while
+            if not turn:  # short steps scatter: make a turn last long enough
                 steps = max(steps, int(_TURN_SECONDS / min(taken)))
         rates = {cache: batch / median(taken) for cache, taken in seconds.items()}
         row = {"shape": shape, "context": context, "batch": batch}
@@ -194,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = make_parser().parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
     return measure_and_publish(Comparison(args), args)
 
 

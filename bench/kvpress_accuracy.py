@@ -4,8 +4,8 @@
     python -m bench.kvpress_accuracy --save-result bench/results/DATE-kvpress-accuracy.json
 
 Both answer the shipped tasks greedily in float32. Definitions differ in places (what counts as the
-window, when the first event of a decoding press comes), so answers need not be equal; how many
-are stands beside the scores.
+window, when the first event of a decoding press comes), so answers need not be equal; the share of
+equal answers stands beside the scores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVERY = 32  # decode steps between events of the policies that compress while d
 
 @dataclass(frozen=True)
 class Pair:
-    """One method on both sides; ``decodes``: it compresses while decoding, and else the prompt."""
+    """One method on both sides; ``decodes``: it compresses while decoding, not the prompt."""
 
     policy: str
     fields: dict[str, Any]
@@ -143,7 +143,8 @@ class KvpressAccuracy(Benchmark):
     def _pressed(
         self, process: PeerProcess, workload: TaskPrompts, pair: Pair, keep: int, title: str
     ) -> tuple[list[list[str]], float]:
-        """Answers per conversation, each turn from its whole prompt; entries held at their ends."""
+        """Answers per conversation, each turn computed from its whole prompt; mean entries held at
+        the end."""
         every = _EVERY if pair.decodes else None
         stop = list(self.checkpoint.spec.eos_token_ids)
         answers: list[list[str]] = [[] for _ in range(len(workload))]

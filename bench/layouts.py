@@ -1,10 +1,10 @@
-"""Decode throughput of the layouts, at equally many held entries in all.
+"""Decode throughput of the layouts, with equally many held entries in all of them.
 
     python bench/layouts.py --threads 1 --save-result bench/results/DATE-layouts.json
 
-The same prompts are cut to the same budget: alike everywhere, by layer, and by KV head. Engines
-decode by turns, some steps each, so that a busy machine troubles all alike. A turn counts by its
-median step, a ratio is the median over turns.
+The same prompts are cut to the same budget: evenly, by layer, and by KV head. Engines take turns of
+a few decode steps, so that other load slows all of them alike. The time of a turn is its median
+step; a ratio is the median over turns.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
     return measure_and_publish(Comparison(args), args)
 
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on, and a process of its own for each part of one."""
+"""Facts about the machine of a measurement, and a process of its own for each part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout, or what KVSERVE_COMMIT says where only files were copied."""
+    """The checkout's commit, or KVSERVE_COMMIT if only files were copied."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return _first_line(command) or os.environ.get("KVSERVE_COMMIT", "unknown")
 
@@ -55,7 +55,7 @@ def _driver() -> str:
 
 
 def _first_line(command: Sequence[str]) -> str:
-    """Of what it says; empty where it is not there or fails."""
+    """First line of a command's output; empty if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -66,7 +66,7 @@ def _first_line(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: what it left as JSON, and otherwise why it left nothing."""
+    """How a process ended: the JSON that it left, and the error if it failed."""
 
     seconds: float
     found: dict[str, Any]
@@ -76,8 +76,8 @@ class Ended:
 def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
     """``python arguments``, which writes JSON to ``result``, in a process of its own.
 
-    After ``limit`` seconds it is killed with all its children, and so it is if this process is: a
-    device is not left to who has gone. An illegal access ends that process and no other.
+    The process is killed with all its children after ``limit`` seconds, or when this call is
+    interrupted, so that no process keeps the device. An illegal access ends only that process.
     """
     result.unlink(missing_ok=True)
     began, log = time.monotonic(), result.with_suffix(".log")
@@ -108,7 +108,7 @@ def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: who is killed meanwhile leaves what was there before."""
+    """Write the whole file or nothing: a process killed meanwhile leaves the old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")

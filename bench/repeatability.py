@@ -1,8 +1,8 @@
-"""The same row of the suite, run again and again: is accuracy identical, how far do ratios spread?
+"""Runs a row of the suite several times: is accuracy identical, and how far do ratios spread?
 
     python -m bench.repeatability quarter-pool --save-result bench/results/DATE-repeatability.json
 
-What was decided (answers, events, tokens held) has to be the same each time; a ratio of throughputs
+Decisions (answers, events, tokens held) have to be the same in every run; a ratio of throughputs
 may spread by 5 % of its median. The exit status says whether both hold.
 """
 
@@ -43,7 +43,7 @@ COLUMNS = (
 
 
 class Repeatability:
-    """So many runs of one row's command."""
+    """Repeated runs of one row's command."""
 
     def __init__(self, args: argparse.Namespace, command: Sequence[str]) -> None:
         self._args = args
@@ -115,14 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    from bench.report.measurements import SUITE  # which has a row that runs this module
+    from bench.report.measurements import SUITE  # it has a row that runs this module
 
     parser = make_parser()
     args = parser.parse_args()
     rows = {row.name: row for row in SUITE if row.module != "bench.repeatability"}
     if args.name not in rows:
         parser.error(f"{args.name} is none of {', '.join(rows)}")
-    torch.set_num_threads(1)  # as the rows have; the report says so
+    torch.set_num_threads(1)  # as the rows have; the report prints it
     measurement = Repeatability(args, rows[args.name].words)
     status = measure_and_publish(measurement, args)
     return status or int(not measurement.report().findings["repeatable"])

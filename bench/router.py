@@ -36,7 +36,7 @@ SHAPE, DEVICE = "llama-3.1-8b", "h100"
 BLOCK, POOL_TOKENS, MAX_NUM_SEQS = 16, 120_000, 128
 PREFIXES, PREFIX, SKEW = 16, 2048, 1.1  # for each replica; tokens; exponent of their popularity
 QUESTION, ANSWER, SIGMA, CAP = 200, 600, 0.7, 4096
-TICK = 0.05  # seconds between two looks of the router at what replicas hold
+TICK = 0.05  # seconds between two updates of what replicas hold
 ROUTERS = (ROUND_ROBIN, HELD) = ("round robin", "held tokens, prefixes")
 POLICIES: dict[str, tuple[Trigger, Queries]] = {
     "none": (Never(), Queries("none")),
@@ -72,10 +72,10 @@ def traffic(replicas: int, requests: int, rate: float, seed: int) -> Traffic:
 
 
 class Replica(Simulation):
-    """A simulation whose requests come in time.
+    """A simulation whose requests arrive over time.
 
-    ``first_token`` (seconds) and ``cached`` (tokens) of all requests are filled in when each has
-    its first token.
+    ``first_token`` (seconds) and ``cached`` (tokens) cover all requests; an item is filled in when
+    its request has its first token.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Replica(Simulation):
         self.scheduler.add(Request(index, tokens, length, length + output, (), 0, self._trigger))
 
     def play_until(self, time: float) -> None:
-        """Its clock is then at ``time``, or behind the step that was running."""
+        """Run steps until the clock is at ``time``, or past it at the end of the last step."""
         while self.now < time and self.scheduler.has_work:
             self.step()
         self.now = max(self.now, time)
 
     def report(self, router: HeldTokenRouter) -> None:
-        """What running requests hold, as the server's streams tell it."""
+        """Tell the router what running requests hold, as the server's streams do."""
         lens = self.scheduler.blocks.kv_lens[0, :, 0]
         for seq in self.scheduler.running:
             if not np.isnan(self._first_token[seq.seq_id]):

@@ -2,7 +2,8 @@
 
     python bench/scaling.py > docs/scaling.md
 
-Byte and operation counts of two shapes over assumed rates of a device like an H200. No GPU.
+Modelled from byte and operation counts of two shapes and assumed rates of a device like an H200; no
+GPU is needed.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ PREFILL = [
 
 
 class Rank:
-    """What one of ``ranks`` holds, and the seconds that it takes."""
+    """One of ``ranks`` ranks: what it holds, and the seconds that it takes."""
 
     def __init__(self, spec: ModelSpec, ranks: int) -> None:
         self.ranks = ranks
@@ -109,30 +110,30 @@ class Rank:
 
     @property
     def weights_bytes(self) -> float:
-        """The embedding too, which a step does not read as a whole."""
+        """Bytes of a rank's weights, with the embedding, of which a step reads only some rows."""
         return (self._params + self._head) * DEVICE.dtype_bytes
 
     @property
     def pool_tokens(self) -> float:
-        """Tokens of cache that nine tenths of the memory hold beside the weights."""
+        """Tokens of cache that fit beside the weights in nine tenths of the memory."""
         return max(0.0, 0.9 * DEVICE.memory - self.weights_bytes) / self._cost.entry_bytes
 
     def matrices(self, tokens: int, sampled: int) -> float:
-        """Reading the weights, or the arithmetic, whichever is longer."""
+        """Seconds to read the weights or for the arithmetic, whichever is longer."""
         operations = 2 * (self._cost.layer_params * tokens + self._head * sampled)
         return max(self._params * DEVICE.dtype_bytes / DEVICE.bandwidth, operations / DEVICE.gemm)
 
     def cache(self, held: float) -> float:
-        """Attention's reading of so many entries in a decode step."""
+        """Seconds in which attention reads ``held`` entries in a decode step."""
         return held * self._cost.entry_s
 
     def attention(self, pairs: float) -> float:
-        """Attention's arithmetic in a prefill, over pairs of query and key."""
+        """Seconds of attention's arithmetic in a prefill, over pairs of query and key."""
         heads = self._spec.num_heads / self.ranks
         return 4 * self._spec.num_layers * heads * self._spec.head_dim * pairs / DEVICE.gemm
 
     def calls(self, tokens: int, sampled: int, link: Link) -> float:
-        """All-reduces of hidden states; the logits and the sampled tokens, a call each."""
+        """Seconds of all-reduces of hidden states, and of a call each for logits and tokens."""
         if self.ranks == 1:
             return 0.0
         spec, share = self._spec, (self.ranks - 1) / self.ranks

@@ -1,9 +1,10 @@
-"""What the scheduler takes of the host: ``schedule`` and ``update`` per step, without a model.
+"""Host time of the scheduler: ``schedule`` and ``update`` per step, without a model.
 
     python bench/scheduler.py --save-result bench/results/DATE-scheduler-host-cost.json
 
-First batches that only decode, with room for everything, by sequences and by tokens they hold; then
-a pool of 335k tokens that is full, with 4,000 requests waiting, as a loaded server has it.
+The first rows are batches that only decode on an ample pool, by number of sequences and by tokens
+held. The last rows are a full pool of 335k tokens with 4,000 requests waiting, as on a loaded
+server.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Never, Trigger
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}
 UNEVEN: dict[str, Trigger] = {"adakv": AtPrefillEnd(Budget(ratio=Fraction(1, 2)), 32)}
-"""Lengths differ after its events: where the layout is finer than ``model``."""
-CYCLE = 512  # steps in which every sequence has had an event of Kara's
+"""Policies after whose events lengths differ between lanes; for layouts finer than ``model``."""
+CYCLE = 512  # steps within which every sequence has an event of Kara
 LOG_TOKENS = 64
 COLUMNS = (
     Column("policy", "policy", left=True),
@@ -76,7 +77,7 @@ def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, policy: str
 
 
 def kept_counts(task: ObservationTask, rng: np.random.Generator) -> KeptCounts:
-    """What observed events keep: their mean, more or less."""
+    """Random counts that observed events keep, around their plan's."""
     return KeptCounts(rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32))
 
 
@@ -119,8 +120,8 @@ def loaded(layout: KVLayout, policy: str, cached: bool) -> Scheduler:
 
 
 def measured(prepare: Callable[[], Scheduler], steps: int, repeat: int) -> dict[str, Any]:
-    """Host time of ``steps`` steps. Each does the same in every repetition, and the shortest of its
-    times counts: what is longer is not the scheduler's."""
+    """Host time of ``steps`` steps. A step does the same in every repetition, so its shortest time
+    counts: any excess is not the scheduler's."""
     seconds = np.full((steps, 2), np.inf)
     for _ in range(repeat):
         scheduler = prepare()

@@ -2,8 +2,8 @@
 
     python -m bench.server_overhead            # a 79 M-parameter shape with random weights
 
-Both run the same requests with the same settings, one after the other, so that a machine that is
-shared is shared alike. The engine has one torch thread; the server and the client share the rest.
+Both run the same requests with the same settings and take turns, so that other load slows both of
+them alike. The engine has one torch thread; the server and the client share the rest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def offline(model: Path, args: argparse.Namespace) -> float:
-    """Tokens per second, in a process of its own as the server's engine is."""
+    """Tokens per second of the engine in a process of its own, as the server's engine has."""
     script = (
         "import sys, time, json; from bench.server_overhead import prompts;"
         "from kvserve import LLM, SamplingParams;"
@@ -62,7 +62,7 @@ def offline(model: Path, args: argparse.Namespace) -> float:
 
 
 def served(model: Path, args: argparse.Namespace) -> float:
-    """Tokens per second of as many streams, from the first request to the end of the last."""
+    """Tokens per second of as many streams, from the first request to the last stream's end."""
     command = [sys.executable, "-m", "kvserve", "--model", str(model), "--port", str(args.port)]
     command += [*FLAGS, "--max-num-seqs", str(args.max_num_seqs), "--disable-uvicorn-access-log"]
     server = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)

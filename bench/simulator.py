@@ -1,9 +1,9 @@
-"""Eviction schedules and sources of queries against each other, simulated: `docs/simulator.md`.
+"""Eviction schedules and query sources compared in simulation: `docs/simulator.md`.
 
     python bench/simulator.py --save-result bench/results/DATE-simulator-schedules.json
 
 Models of 8 and 4 billion parameters on a device like an H200, a pool of 335k tokens, all requests
-at once; outputs log-normal with mean 3,000, cut at 8,192. Some rows are not built into the engine.
+at once; outputs log-normal with mean 3,000, cut at 8,192. The engine does not have all variants.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEVICE = DEVICES["h200"]
 
 @dataclass(frozen=True)
 class LoggedEngineWide(EngineWide):
-    """The paper's schedule, its queries logged while decoding."""
+    """The paper's schedule, with queries logged while decoding."""
 
     logs: ClassVar[bool] = True
 
@@ -47,7 +47,8 @@ class LoggedEngineWide(EngineWide):
 
 @dataclass(frozen=True)
 class Variant:
-    """A row. ``log_tokens``: tokens whose queries fill one token's keys and values."""
+    """A row. ``log_tokens``: how many tokens' queries fit in the space of one token's keys and
+    values."""
 
     name: str
     trigger: Trigger
@@ -66,7 +67,7 @@ LOGGED_PAPER = LoggedEngineWide(768, 32, 225, 128, 30)
 
 
 def ours(window: int, keep: int, logs: bool) -> Periodic:
-    """All pending windows, every 32 steps of the sequence."""
+    """Kara's schedule here: all pending windows, every 32 steps of the sequence."""
     return Periodic(window, 32, keep, 32, logs=logs)
 
 
@@ -155,7 +156,7 @@ class Table:
         columns = [Column("policy", "policy", left=True)]
         for shape, most in product(args.shape, args.max_num_seqs):
             columns.append(Column(f"{shape} {most}", f"{shape}/{most}/ratio", ".2f"))
-        last = f"{args.shape[0]}/{args.max_num_seqs[-1]}"  # further columns are this one's
+        last = f"{args.shape[0]}/{args.max_num_seqs[-1]}"  # further columns are for this one
         columns += [
             Column("mean running", f"{last}/mean_running", ".0f"),
             Column("held/logical", f"{last}/held_over_logical", ".2f"),

@@ -1,9 +1,9 @@
-"""The measurements of docs/benchmarks.md: `python -m bench.suite run` makes them on this machine,
-`python -m bench.suite document` writes the page, and README.md's table, from the newest results in
-bench/results, and `python -m bench.suite plots` draws those results again.
+"""The measurements of docs/benchmarks.md.
 
-`python -m bench.suite list` says how long each takes on one core of a machine that does nothing
-else meanwhile. What stands in docs/rankings.md is written by hand, and becomes a part of the page.
+`python -m bench.suite run` makes them on this machine. `python -m bench.suite document` writes the
+page, and README.md's table, from the newest results in bench/results. `python -m bench.suite plots`
+draws those results again. `python -m bench.suite list` says how long each takes on one core of an
+otherwise idle machine. docs/rankings.md is written by hand, and becomes a part of the page.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="measure")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
-    words = "end those that go on later after so many; run them again until all is measured"
+    words = "end resumable measurements after N minutes; run again until all are done"
     runner.add_argument("--minutes", type=float, metavar="N", help=words)
     commands.add_parser("document", help="write docs/benchmarks.md")
     commands.add_parser("plots", help="draw the newest results again")

@@ -1,4 +1,4 @@
-"""kvserve: an LLM serving engine whose KV cache shrinks while it serves.
+"""kvserve: an LLM serving engine that compresses the KV cache while it serves.
 
 The names below load on first use, so that importing ``kvserve.scheduler`` never imports torch.
 """

@@ -1,4 +1,4 @@
-"""Every setting of the engine, once; the command line's flags come from these fields."""
+"""All settings of the engine, each defined once. The command line's flags are made from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
+    """A dataclass field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -26,7 +26,10 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
 
 
 def read_size(text: str) -> int:
-    """``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``."""
+    """A whole number: ``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``.
+
+    Raises ``ValueError`` for any other text.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgtKMGT]?)(iB|i|B|b)?", text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a whole number like 4096, 32k or 2GiB")
@@ -41,7 +44,7 @@ def read_size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint, and how it is read."""
+    """Which checkpoint is loaded, and how."""
 
     model: str = setting(
         "kvserve/tiny",
@@ -112,18 +115,18 @@ class CacheConfig:
     swap_space: float | None = setting(
         None,
         "GiB of host memory for preempted sequences whose cache was compressed, and for "
-        "--continuations that make room (default: as much as the pool, at most 4; 0: they are "
-        "computed again)",
+        "continuations that leave the pool (default: as much as the pool, at most 4; 0: their "
+        "tokens are computed again)",
     )
     continuations: str = setting(
         "off",
-        "keep what a compressed sequence held when it ends, and go on from it where a prompt "
+        "keep a compressed sequence's cache when it ends, and resume from it if a later prompt "
         "begins with its tokens under the same policy",
         choices=("off", "on"),
     )
     continuation_memory: int | None = setting(
         None,
-        "most bytes of the pool, of each rank, that --continuations on may name (accepts 512MiB, "
+        "most bytes of the pool, of each rank, that continuations may hold (accepts 512MiB, "
         "2GiB; default: all that is free)",
     )
     kv_layout: str = setting(
@@ -143,7 +146,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What runs in one step."""
+    """How much one step may run, and which requests run first."""
 
     max_num_seqs: int = setting(
         256, "most sequences running at once", aliases=("--max-running-requests",)
@@ -172,7 +175,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """More than one device."""
+    """Ranks that share one model (tensor parallel), and replicas of the engine (data parallel)."""
 
     tensor_parallel_size: int = setting(
         1,
@@ -224,7 +227,11 @@ class CompressionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All settings of one engine. ``EngineConfig.from_flat(**settings)`` takes flat field names."""
+    """All settings of one engine. ``EngineConfig.from_flat(**settings)`` takes flat field names.
+
+    Raises ``ConfigError``, which names the flag, if a value is out of range or if two settings
+    contradict each other.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

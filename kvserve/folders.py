@@ -7,9 +7,10 @@ import tempfile
 
 
 def temporary_folder() -> str:
-    """``tempfile.gettempdir()``, but on a full disk too.
+    """``tempfile.gettempdir()``, which works on a full disk too.
 
-    ``gettempdir`` tests folders by writing a file; our sockets and empty folders need no room.
+    ``gettempdir`` tests a folder by writing a file, so it raises on a full disk. We only create
+    sockets and empty folders there, which need no space.
     """
     try:
         return tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""The one logger of the package, and the exceptions that cross its boundaries."""
+"""The package's logger and its exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("kvserve")
 
 
 def configure_logging(level: str | int = "INFO") -> None:
-    """Send the package's log to stderr; called by the command line, never on import."""
+    """Send the package's log to stderr. Programs call this; importing the package does not."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(
@@ -24,7 +24,7 @@ def configure_logging(level: str | int = "INFO") -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr; a write that fails, as on a full disk, is ignored."""
+    """Write to stderr. Errors are ignored, because stderr may be a file on a full disk."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -40,11 +40,15 @@ def shown(value: object) -> str:
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the flag and what to do."""
+    """A setting is wrong or cannot work. The message names the flag and says what to change."""
 
 
 class RequestError(ValueError):
-    """A request that is refused (HTTP 400): ``param`` names the field, ``code`` is for programs."""
+    """A request is refused. ``param`` names the field at fault; ``code`` is for programs.
+
+    The server answers with HTTP 400, or with 429, 500 or 503 where ``code`` says that the engine
+    and not the request is the cause (``out_of_memory``, ``too_many_policies``, ...).
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +57,7 @@ class RequestError(ValueError):
 
 
 class SequenceError(RuntimeError):
-    """A failure that concerns these sequences alone: only they end."""
+    """A step failed because of the sequences ``seq_ids``. Only these end; the engine goes on."""
 
     def __init__(self, message: str, seq_ids: Iterable[int]) -> None:
         super().__init__(message)
@@ -61,4 +65,4 @@ class SequenceError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine stopped; every open request ends with this."""
+    """The engine has stopped. Every open request and every later one ends with this."""

@@ -1,13 +1,14 @@
-"""What the engine gives back: per request, per choice, and about itself."""
+"""What the engine returns: outputs of requests and of their choices, and its own statistics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How probable a token was, before temperature, filters and penalties."""
+    """The log-probability of one token, before temperature, filters and penalties."""
 
     logprob: float
     """Natural logarithm of its probability."""
@@ -21,9 +22,15 @@ class Logprob:
 class KVCacheDetails:
     """What the policy did to the cache of one request (``usage.kv_cache_details``).
 
-    Counts are those at the request's end, unless a field says otherwise. The choices of one request
-    (``n`` above 1) are summed.
+    A choice is counted when it ends: until the first one has ended, ``policy`` is ``none`` and all
+    counts are 0. With ``n`` above 1 the counts are sums over the choices, ``peak_blocks`` too.
     """
+
+    # What the OpenAPI document takes from here: fields with their docstrings, all always there.
+    __pydantic_config__: ClassVar = {
+        "use_attribute_docstrings": True,
+        "json_schema_serialization_defaults_required": True,
+    }
 
     policy: str = "none"
     """The policy's name; none is the full cache."""
@@ -32,11 +39,11 @@ class KVCacheDetails:
     held_tokens: int = 0
     """Tokens that the cache still has: the mean over layers and KV heads, rounded up."""
     held_entries: int = 0
-    """The same as a sum over layers and KV heads."""
+    """Entries that the cache still has: the sum over layers and KV heads."""
     evicted_tokens: int = 0
-    """``logical_tokens - held_tokens``."""
+    """Tokens that the policy dropped: ``logical_tokens - held_tokens``."""
     compactions: int = 0
-    """Compression events so far; 0: the policy never had to act."""
+    """Compression events; 0: the policy never had to act."""
     blocks_released: int = 0
     """Blocks that went back to the pool while the request ran."""
     peak_blocks: int = 0
@@ -46,11 +53,11 @@ class KVCacheDetails:
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
     coded_entries: int = 0
-    """Entries that are held as codes (``spindlekv``)."""
+    """Entries that are held as codes, which only ``spindlekv`` does."""
     codebook_entries: int = 0
-    """Codebook vectors that stand for their keys and values."""
+    """Codebook vectors for the keys and values of coded entries."""
     resumed_tokens: int = 0
-    """Tokens taken over from what an earlier turn left in the cache."""
+    """Tokens whose entries were taken over from an earlier turn (``--continuations on``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Compaction:
     """One compression event of a request. Token counts are means over layers and KV heads."""
 
     reason: str
-    """``due``, or ``pressure`` where it came early because blocks ran out."""
+    """``due``, or ``pressure`` if it came early because blocks ran out."""
     time: float
     """Seconds since the epoch."""
     evicted_tokens: int
@@ -69,7 +76,7 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True)
 class KVTraceEvent:
-    """One event of a request with ``kv_trace``: which of its positions left the cache."""
+    """One event of a request with ``kv_trace``: which positions left the cache."""
 
     reason: str
     """``due`` or ``pressure``; ``start``: the cache is empty, because the request begins or because
@@ -77,14 +84,14 @@ class KVTraceEvent:
     time: float
     """Seconds since the epoch."""
     seen: int
-    """How many positions had entered the cache when the event came."""
+    """How many positions the cache had received when the event came."""
     dropped: list[list[list[int]]]
     """``dropped[layer][kv_head]``: runs ``first, end, first, end, ...`` of dropped positions,
     ``end`` excluded."""
     blocks_released: int = 0
     """Blocks that went back to the pool."""
     queries: int = 0
-    """Queries that scored the event; 0: keys alone."""
+    """Queries that scored the entries; 0: the policy uses no queries."""
 
 
 @dataclass(slots=True)
@@ -102,15 +109,16 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     """The tokens so far."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token the most probable ones by token id, where ``logprobs`` was asked for."""
+    """For each token a map by token id, of the most probable tokens and of the one drawn; ``None``
+    unless the request set ``logprobs``."""
     finish_reason: str | None = None
     """``stop``, ``length`` (``max_tokens``, the context, or a full pool), ``abort`` or ``error``;
     ``None`` while it runs."""
     stop_reason: int | str | None = None
     """The stop string or the stop token that ended it, if one did."""
     kv_trace: list[KVTraceEvent] | None = None
-    """Events with the positions they dropped, where ``kv_trace`` was asked for. The first one is a
-    start."""
+    """Events and the positions that they dropped; the first has reason ``start``. ``None`` unless
+    the request set ``kv_trace``."""
 
     @property
     def finished(self) -> bool:
@@ -122,52 +130,61 @@ class CompletionOutput:
 class RequestOutput:
     """One request: its choices so far, and what its cache held.
 
-    ``LLM.generate`` returns finished ones, ``AsyncEngine.generate`` yields the same object after
+    ``LLM.generate`` returns finished outputs. ``AsyncEngine.generate`` yields the same object after
     each step that changed it. Example: ``output.outputs[0].text``,
     ``output.kv_cache_details.held_tokens``.
     """
 
     request_id: str
-    """The id that it was given."""
+    """The id of the request."""
     prompt: str | None
-    """The prompt's text; ``None`` where it came as token ids."""
+    """The prompt's text; ``None`` if it was given as token ids."""
     prompt_token_ids: list[int]
     """The prompt's tokens."""
     outputs: list[CompletionOutput]
-    """One for each of ``n`` choices, by ``index``."""
+    """The ``n`` choices, in the order of ``index``."""
     finished: bool = False
     """Whether every choice has ended."""
     kv_cache_details: KVCacheDetails = field(default_factory=KVCacheDetails)
-    """What the policy did."""
+    """What the policy did to the cache."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache, or from what an earlier turn left."""
+    """Prompt tokens found in the prefix cache or in a continuation; 0 until choice 0 ends."""
     metrics: RequestMetrics | None = None
-    """When it arrived, began and ended."""
+    """When the request arrived, got its first token, and ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One for each prompt token, where asked for. The first is ``None``: nothing precedes it."""
+    """A map by token id for each prompt token, ``None`` for the first; ``None`` unless the request
+    set ``prompt_logprobs``."""
     compactions: list[Compaction] = field(default_factory=list)
-    """Its events so far, of all choices."""
+    """The events so far, of all choices."""
     engine: str = "0"
-    """The replica that runs it."""
+    """The replica that runs the request."""
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request in seconds since the epoch, as the engine's client saw them."""
+    """Times of one request, in seconds since the epoch, taken where its outputs are collected.
+
+    Only ``queued_seconds`` is a duration; the engine measures it, and it is 0 until choice 0 ends.
+    """
 
     arrival_time: float
-    """When it was sent to the engine."""
+    """When the request was sent to the engine."""
     first_token_time: float | None = None
-    """When its first token came; ``None`` before."""
+    """When the first token came; ``None`` before."""
     finished_time: float | None = None
-    """When it ended; ``None`` before."""
+    """When the request ended; ``None`` before."""
     queued_seconds: float = 0.0
-    """Seconds that it waited before the engine first worked on it."""
+    """Seconds that choice 0 waited until it was first admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One running request, for ``GET /v1/kv/stats``."""
+    """One running sequence, for ``GET /v1/kv/stats``.
+
+    A request with ``n=3`` has three, all with its ``request_id``. ``held_tokens`` is the mean over
+    layers and KV heads, rounded up. ``blocks`` and ``held_bytes`` include logged queries, and
+    blocks that other sequences share.
+    """
 
     request_id: str
     policy: str
@@ -184,7 +201,7 @@ ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))
 
 @dataclass(frozen=True, slots=True)
 class CompactionCounts:
-    """Events of one policy with one ``Compaction.reason``, since start."""
+    """Events of one policy with one ``Compaction.reason`` and the blocks released, since start."""
 
     policy: str
     reason: str
@@ -194,20 +211,28 @@ class CompactionCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's state and counters (totals since start).
+    """The engine's state now, and its counters since start.
 
-    ``blocks_cached`` are held only by the prefix cache and continuations, and are freed when
-    needed. ``continuations`` hold ``continuation_blocks``, shared ones included;
-    ``hosted_continuations`` more are in host memory. Of the sequences that could have continued
-    from one, ``resumed_total`` did, from ``resumed_tokens_total`` tokens, and of these
-    ``resumed_from_host_total`` from host memory; ``continuation_misses`` counts the others by
-    cause. The pool has ``bytes_total`` on all ranks;
-    requests hold ``bytes_held`` of them. ``swaps_total`` of the preemptions went to host memory.
-    ``early_compactions_total`` of the compactions came early, because blocks ran out;
-    ``skipped_compactions_total`` more were left out, because they would not have paid. Of the
-    entries of running requests ``coded_entries`` are held as codes, with ``codebook_entries``
-    vectors for their keys and values. ``iterations[i]`` counts the steps with at most
-    ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last counts larger ones.
+    ``num_running``, ``num_waiting`` and ``requests`` are about sequences: a request with ``n=3``
+    counts three times.
+
+    ``blocks_cached`` blocks are held only by the prefix cache and by continuations, and are freed
+    when needed. The pool has ``bytes_total`` bytes on all ranks; ``bytes_held`` of them are held by
+    running sequences. ``tokens_logical`` and ``tokens_held`` are sums over running sequences. Of
+    their entries ``coded_entries`` are held as codes, with ``codebook_entries`` codebook vectors
+    for the keys and values.
+
+    The pool holds ``continuations`` continuations in ``continuation_blocks`` blocks, shared ones
+    included; ``hosted_continuations`` more are in host memory. ``resumed_total`` sequences resumed
+    one, ``resumed_from_host_total`` of them from host memory, and took over
+    ``resumed_tokens_total`` tokens. ``continuation_misses`` counts those that resumed none, by
+    cause.
+
+    ``swaps_total`` of the preemptions moved blocks to host memory. ``early_compactions_total`` of
+    the compactions came before they were due, because blocks ran out. The gate left out
+    ``skipped_compactions_total`` more, because they would have cost more time than they saved.
+    ``iterations[i]`` counts the steps with at most ``ITERATION_TOKENS[i]`` tokens and more than the
+    bound before; the last item counts larger steps.
     """
 
     num_running: int = 0
@@ -255,12 +280,12 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What the blocks are held for, and the engine's ``stats`` at the same moment.
+    """What each block of the pool is held for, and the engine's ``stats`` at the same moment.
 
-    ``cells`` are runs of equal cells over the pool: ``owner, count, owner, count, ...``. A cell
-    stands for ``blocks_per_cell`` blocks and shows the owner of the first. Owners: 0 free, 1 prefix
-    cache, 2 logged queries, 3 codes, 4 + i the request ``stats.requests[i]``, which logs queries in
-    ``log_blocks[i]``.
+    ``cells`` is run-length encoded: ``owner, count, owner, count, ...``. A cell stands for
+    ``blocks_per_cell`` blocks and shows the owner of the first. Owners: 0 free, 1 prefix cache or
+    continuations, 2 logged queries, 3 codes, 4 + i the sequence ``stats.requests[i]``, which has
+    ``log_blocks[i]`` blocks of logged queries. ``time`` is in seconds since the epoch.
     """
 
     time: float

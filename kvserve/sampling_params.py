@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler, validated once."""
+"""The sampling settings of a request, validated when they are created."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
 _MAX_INT = 2**31
 MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
-"""Strings of a choice; characters of a schema, a choice, a regular expression or a grammar."""
+"""The most strings of a choice, and the most characters of any structured output."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the text must match: ``value`` is the JSON schema, regex, JSON list or grammar.
+    """What the text must match.
 
-    ``field`` is the request's field that asked for it, for error messages.
+    ``value`` is the JSON schema, the regular expression, the choices as a JSON list or the grammar,
+    as ``kind`` says; for ``json_object`` it is empty. ``field`` is the field of the request that
+    asked for it, for error messages.
     """
 
     kind: str
@@ -32,7 +34,10 @@ class StructuredOutput:
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any], field: str = "structured_outputs") -> StructuredOutput:
-        """From ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}`` and so on."""
+        """From ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}`` and so on.
+
+        Raises ``RequestError`` unless ``spec`` holds exactly one valid kind.
+        """
         given = {kind: value for kind, value in spec.items() if value is not None}
         if unknown := sorted(given.keys() - set(_KINDS)):
             raise RequestError(
@@ -79,14 +84,14 @@ def _value_text(kind: str, value: Any, field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of one request; names and defaults are vLLM's.
+    """Sampling settings of one request; names and defaults are vLLM's (``kv_...``: ours).
 
     Example: ``SamplingParams(temperature=0, max_tokens=400, kv_policy="none")``. Raises
     ``RequestError``, whose ``param`` names the field that is out of range.
     """
 
     n: int = 1
-    """Choices, 1 to 128."""
+    """How many choices to generate, 1 to 128."""
     temperature: float = 1.0
     """0 to 100; 0 is greedy."""
     top_p: float = 1.0
@@ -97,13 +102,13 @@ class SamplingParams:
     min_p: float = 0.0
     """Draw from tokens at least this probable, relative to the most probable one; 0 to 1."""
     max_tokens: int | None = 16
-    """Longest answer in tokens; ``None``: up to the model's context."""
+    """The most tokens to generate, at least 1; ``None``: up to the model's context."""
     min_tokens: int = 0
-    """No stop before this many tokens."""
+    """The answer does not stop before it has this many tokens."""
     stop: str | Sequence[str] | None = None
-    """Up to 128 strings that end the answer."""
+    """A string, or up to 128, that end the answer; each has at most 1,000 characters."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the answer."""
+    """Up to 128 token ids that end the answer."""
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
     ignore_eos: bool = False
@@ -111,41 +116,42 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     seed: int | None = None
-    """Seed of the draw; ``None``: one that the engine draws from its own seed."""
+    """Seed of the draws, 64 bits; ``None``: derived from the engine's seed."""
     logprobs: int | None = None
-    """Log-probabilities of each token and of the most probable ones, 0 to 20 of them."""
+    """Report log-probabilities of each token and of this many most probable ones, 0 to 20."""
     prompt_logprobs: int | None = None
-    """The same for the prompt; needs a policy that leaves the prompt whole until its end."""
+    """The same for prompt tokens; needs a policy that does not compress during the prompt."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that the answer already has; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the answer already has the token; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides or multiplies logits of tokens of prompt and answer; above 1 discourages them."""
+    """Divides positive and multiplies negative logits of tokens that the prompt or the answer has;
+    above 1 discourages them."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens; -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """No other tokens are drawn."""
+    """Only these token ids are drawn."""
     bad_words: Sequence[str] | None = None
-    """Up to 128 strings that the answer may not contain."""
+    """Up to 128 strings, of at most 100 characters, that the answer may not contain."""
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None
     """What the text must match: ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``,
     ``{"grammar": ...}`` or ``{"json_object": True}``."""
     thinking_end: int | None = None
-    """The token that ends the model's reasoning; grammars and the budget begin after it."""
+    """The token that ends the model's reasoning. Structured output applies after it."""
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning; then ``thinking_end`` is forced."""
+    """The most tokens of reasoning; then ``thinking_end`` is forced, which must be given."""
     priority: int = 0
-    """Lower runs first; needs ``scheduling_policy="priority"``."""
+    """Lower numbers run first; needs ``scheduling_policy="priority"``."""
     kv_policy: str | Mapping[str, Any] | None = None
     """This request's policy in place of the engine's: a name, or ``{"name": ..., **fields}``;
     ``"none"`` is the exact cache."""
     kv_trace: bool = False
-    """Report which positions each event drops: ``CompletionOutput.kv_trace``."""
+    """Report in ``CompletionOutput.kv_trace`` which positions each event drops."""
     cache_salt: str | None = None
     """Only requests with the same salt share cached prompts and continuations."""
     kv_resume: bool = True
-    """Go on from what an earlier turn left in the cache (``--continuations on``), if the prompt
+    """Resume from the cache that an earlier turn left (``--continuations on``), if the prompt
     begins with that turn's tokens."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
@@ -219,7 +225,7 @@ class SamplingParams:
         )
 
     def _check_grammar(self, wanted: StructuredOutput) -> None:
-        """Refuse settings that ban tokens: a grammar could be left without any to go on with."""
+        """Refuse settings that ban tokens: with a grammar they could leave no token to choose."""
         for name, used in (
             ("min_tokens", self.min_tokens > 0),
             ("ignore_eos", self.ignore_eos),
@@ -247,5 +253,5 @@ def _is_salt(salt: object) -> bool:
 
 
 def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:
-    """Whether there are few strings and all are short: every token is compared with them."""
+    """Whether the strings are few and short: every generated token is compared with them."""
     return len(texts) <= _MAX_WORDS and all(0 < len(text) <= longest for text in texts)

@@ -1,4 +1,4 @@
-"""Small engines for bench/gpu_check.py, and what transformers makes of the same weights."""
+"""Small engines for bench/gpu_check.py, and transformers' results from the same weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH: dict[str, Any] = {"cudagraph_capture_sizes": _SIZES, "async_scheduling": T
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's."""
+    """The shape of a Llama."""
 
     hidden: int
     intermediate: int
@@ -43,8 +43,8 @@ class Shape:
 
 
 def write_model(directory: Path, shape: Shape, dtype: torch.dtype) -> Path:
-    """A random Llama as transformers writes it; its logits are far enough apart for greedy tokens
-    to survive another order of additions."""
+    """A random Llama, as transformers writes it. Its logits are so far apart that greedy tokens do
+    not change if additions are done in another order."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -72,7 +72,7 @@ def write_model(directory: Path, shape: Shape, dtype: torch.dtype) -> Path:
 
 
 def small_engine(directory: Path, policy: dict[str, Any], dtype: str, **settings: Any) -> LLMEngine:
-    """Of the layout that the policy needs; nothing is found in a prefix cache."""
+    """A small engine with the layout that the policy needs and no prefix cache."""
     fields = {name: value for name, value in policy.items() if name != "name"}
     given: dict[str, Any] = {
         "model": str(directory),
@@ -91,7 +91,7 @@ def small_engine(directory: Path, policy: dict[str, Any], dtype: str, **settings
 
 
 def generate(engine: LLMEngine, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """Greedy tokens, so many for each prompt."""
+    """``tokens`` greedy tokens for each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
@@ -103,7 +103,7 @@ def generate(engine: LLMEngine, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 def engine_logits(engine: LLMEngine, prompt: list[int], forced: list[int]) -> Tensor:
-    """float32 [1 + len(forced), vocabulary]: behind the prompt, and behind each forced token."""
+    """Logits after the prompt and each forced token: float32 [1 + len(forced), vocabulary]."""
     runner, seen = engine.core.runner, []
     logits = runner.model.logits
     tokens = torch.tensor([*forced, 0], device=DEVICE)
@@ -120,7 +120,7 @@ def engine_logits(engine: LLMEngine, prompt: list[int], forced: list[int]) -> Te
 
 
 def reference_logits(directory: Path, prompt: list[int], forced: list[int]) -> Tensor:
-    """The same by transformers, in one forward."""
+    """The same logits from transformers, in one forward."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
@@ -133,7 +133,7 @@ def reference_logits(directory: Path, prompt: list[int], forced: list[int]) -> T
 def reference_tokens(
     directory: Path, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[list[int]]:
-    """Greedy float32 decoding by transformers, a prompt at a time."""
+    """Greedy float32 decoding by transformers, one prompt at a time."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -154,7 +154,8 @@ def reference_tokens(
 
 
 def spoil_free_memory() -> None:
-    """Fill what nobody holds of this GPU with -1 (nan, as floats), torch's own rests included."""
+    """Fill free memory of this GPU with bytes of 255 (-1 as integers, nan as floats), including the
+    unused parts of torch's segments."""
     torch.cuda.empty_cache()
     held = []
 
@@ -163,7 +164,8 @@ def spoil_free_memory() -> None:
 
     while torch.cuda.mem_get_info()[0] > 2 << 30:
         hold(1 << 30)
-    # Rests of segments: smaller and smaller parts, until torch takes another segment for them.
+    # Unused parts of segments: allocate smaller and smaller sizes, each until torch takes a new
+    # segment.
     for size in (1 << 26, 1 << 21, 1 << 16, 1 << 9):
         before = torch.cuda.memory_reserved()
         while torch.cuda.memory_reserved() == before:

@@ -1,4 +1,4 @@
-"""What bench/gpu.py runs: models, policies and traffic, the most important first."""
+"""The rows of bench/gpu.py: models, policies and traffic, the most important first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _SMOKE = {
 @dataclass(frozen=True)
 class Job:
     """A row: ``requests`` prompts of ``prompt`` tokens, answers log-normal around ``mean`` (all
-    equal without ``sigma``) and cut at ``cap``; the pool holds ``pool`` tokens, or all."""
+    equal without ``sigma``) and cut at ``cap``; the pool holds ``pool`` tokens, or all if ``None``.
+    """
 
     policy: str
     seqs: int = 256
@@ -46,7 +47,7 @@ class Job:
 
     @property
     def traffic(self) -> str:
-        """What a row has to have in common with the one it is compared to."""
+        """What rows must have in common to be compared."""
         pool = "ample" if self.pool is None else f"{self.pool} tokens"
         answers = f"answers of {self.mean}" + (f" up to {self.cap}" if self.sigma else "")
         without = ", eager" * self.eager + ", steps do not overlap" * (not self.overlaps)
@@ -57,7 +58,7 @@ class Job:
         return f"{self.policy} | {self.traffic}"
 
     def small(self) -> Job:
-        """The same on a model that a CPU runs in a second."""
+        """The same job on a model that a CPU runs in a second."""
         return replace(
             self,
             policy=_SMOKE[self.policy],
@@ -72,12 +73,12 @@ class Job:
 
 
 def steps(seqs: int) -> Job:
-    """Decoding alone, at a context of about 2,000 tokens: a step against the bandwidth."""
+    """Decoding only, at a context of about 2,000 tokens: a step beside the memory bandwidth."""
     return Job(NONE, seqs, pool=None, requests=seqs, prompt=1900, mean=200, sigma=0, cap=200)
 
 
 def long_traces(policy: str) -> Job:
-    """Answers of reasoning models; fewer requests, or a row would take an hour."""
+    """Answers as long as reasoning models'; fewer requests, or a row would take an hour."""
     return Job(policy, requests=150, mean=12_000, cap=16_384)
 
 

@@ -1,6 +1,7 @@
 """The parts of bench/gpu_check.py, each run as ``python -m bench.gpu_runs.parts NAME FILE``.
 
-A part writes what it has found so far to FILE after each case: who is cut off loses one case.
+A part writes its findings to FILE after each case, so that a part that is cut off loses only the
+case that was running.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ POLICIES: dict[str, dict[str, Any]] = {
 TINY, WIDE = Shape(64, 96, 2, 4, 2, 16, 128), Shape(256, 384, 2, 4, 2, 128, 128)
 LLAMA_8B = Shape(4096, 14_336, 2, 32, 8, 128, 128_256)
 LOGITS = 2e-2
-"""Most that bfloat16 logits may differ, as a share of the reference's norm: other products round
-otherwise, and so do padded ones."""
+"""Most that bfloat16 logits may differ, as a share of the reference's norm: other kernels, and
+padded batches, round differently."""
 
 
 class Findings:
-    """A part's rows, on paper after each."""
+    """A part's rows, saved after each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._found: dict[str, list[Any]] = {"rows": [], "left_out": []}
 
     def add(self, case: str, right: bool, found: Any = "", *, choice: bool = False) -> None:
-        """``choice``: the line is for who decides between two forms, and is always shown."""
+        """``choice``: the row helps a person decide between two forms, and is always printed."""
         row = {"case": case, "right": right, "found": found}
         self._found["rows"].append({**row, "choice": True} if choice else row)
         self._write()
@@ -83,20 +84,20 @@ class Findings:
 
     @contextmanager
     def case(self, case: str) -> Iterator[None]:
-        """What fails in here is wrong, and leaves the other cases."""
+        """An exception inside makes this case wrong; the other cases still run."""
         try:
             yield
         except Exception:
             self.add(case, False, traceback.format_exc()[-1500:])
             if CUDA:
-                torch.cuda.synchronize()  # after an illegal access nothing works: end here
+                torch.cuda.synchronize()  # raises after an illegal access: nothing works then
 
     def _write(self) -> None:
         write_json(self._path, self._found)
 
 
 def check_tokens(found: Findings) -> None:
-    """float32, eager and plain, against transformers: greedy tokens are equal."""
+    """A plain eager float32 engine gives the same greedy tokens as transformers."""
     for shape in (TINY, WIDE):
         with found.case(f"head_dim {shape.head_dim}"), tempfile.TemporaryDirectory() as folder:
             directory = write_model(Path(folder), shape, torch.float32)
@@ -110,7 +111,7 @@ def check_tokens(found: Findings) -> None:
 
 
 def check_graphs(found: Findings) -> None:
-    """Graphs, overlap and both against neither, free memory full of -1: greedy tokens are equal."""
+    """Graphs, overlap and both give the greedy tokens of neither, with free memory full of -1."""
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(Path(folder), TINY, torch.float32)
         prompts = TINY.prompts([30, 9, 44, 21, 17, 38])
@@ -137,7 +138,7 @@ GRAPHS_AND_OVERLAP = {"graphs": GRAPHS, "overlap": OVERLAP, "both": BOTH}
 
 
 def check_waits(found: Findings) -> None:
-    """No launch of a step waits for the device: torch's own look-out, over 600 steps."""
+    """No launch of a step waits for the device, by torch's own check, over 600 steps."""
     if not CUDA:
         found.left_out("torch looks out for waits on CUDA alone; test_device_waits.py does without")
         return
@@ -146,7 +147,7 @@ def check_waits(found: Findings) -> None:
         for name in ("kara", "snapkv", "adakv"):
             with found.case(name):
                 engine = small_engine(directory, POLICIES[name], "float32", **BOTH)
-                generate(engine, TINY.prompts([20]), 40)  # what is set up once may wait
+                generate(engine, TINY.prompts([20]), 40)  # one-time setup may wait
                 waits, steps = _look_out(engine.core.runner)
                 generate(engine, TINY.prompts([30, 9, 44, 21]), 200)
                 events = engine.stats().compactions_total
@@ -155,7 +156,7 @@ def check_waits(found: Findings) -> None:
 
 
 def _look_out(runner: Any) -> tuple[set[str], list[int]]:
-    """The places where ``runner.launch`` waits from now on, and a number for each step."""
+    """From now on, collect the places where ``runner.launch`` waits, and each step's tokens."""
     launch = runner.launch
     waits: set[str] = set()
     steps: list[int] = []
@@ -164,7 +165,7 @@ def _look_out(runner: Any) -> tuple[set[str], list[int]]:
         steps.append(output.num_tokens)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")  # "error" would show the first place alone
+            torch.cuda.set_sync_debug_mode("warn")  # "error" would show only the first place
             try:
                 step = launch(output)
             finally:
@@ -177,7 +178,7 @@ def _look_out(runner: Any) -> tuple[set[str], list[int]]:
 
 
 def check_logits(found: Findings) -> None:
-    """bfloat16, an 8B model's shape of two layers: logits of a prompt and of 16 decode steps."""
+    """bfloat16 logits of a prompt and of 16 decode steps; two layers of an 8B model's shape."""
     shape = LLAMA_8B if CUDA else TINY
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(Path(folder), shape, torch.bfloat16)
@@ -218,7 +219,7 @@ def check_kernels(found: Findings) -> None:
 
 
 def check_bandwidth(found: Findings) -> None:
-    """What share of a copy's bandwidth the kernels reach; nothing is wrong here but what fails."""
+    """The share of a copy's bandwidth that the kernels reach; a case is wrong only if it fails."""
     if not CUDA:
         found.left_out("bandwidth is a GPU's")
         return
@@ -237,7 +238,8 @@ def check_bandwidth(found: Findings) -> None:
 
 
 def check_choices(found: Findings) -> None:
-    """What only a device can decide: both forms behind kvserve/kernels/tiles.py, timed."""
+    """Times the alternatives behind kvserve/kernels/tiles.py, which only a device can decide
+    between."""
     if not CUDA:
         found.left_out("which form is faster is a GPU's to say")
         return
@@ -276,7 +278,7 @@ def check_choices(found: Findings) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """``run`` under a limit of ``limit`` seconds; ``what`` it shows."""
+    """A part: ``what`` it shows, and ``run``, which may take ``limit`` seconds."""
 
     what: str
     run: Callable[[Findings], None]

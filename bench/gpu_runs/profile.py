@@ -1,7 +1,8 @@
-"""What a decode step and an event are made of: ``python -m bench.gpu --profile``.
+"""Profiles a decode step and an event: ``python -m bench.gpu --profile``.
 
-torch.profiler over one step that decodes alone and one that begins with events, of Kara's default
-on the limited pool: for each a table by time on the device and a trace for chrome://tracing.
+Runs torch.profiler over one step that only decodes and one that begins with events, under Kara's
+default on the limited pool. Each gives a table by time on the device and a trace for
+chrome://tracing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.output import SchedulerOutput
 
 _ROWS, _KERNELS = 40, 30
-_SKIPPED = 2  # the first of a kind sets things up
+_SKIPPED = 2  # the first steps of a kind set things up
 
 
 class Watch:

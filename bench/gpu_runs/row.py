@@ -31,7 +31,7 @@ _SMOKE_SIZES = (1, 4, 8)
 
 
 class Until:
-    """An engine that ends what still runs at a deadline, as it is then."""
+    """An engine that ends all running requests, as they are, at a deadline."""
 
     def __init__(self, engine: LLMEngine, seconds: float) -> None:
         self._engine = engine
@@ -92,7 +92,7 @@ def build(job: Job, device: str) -> LLMEngine:
 
 
 def bytes_per_token(model: str, device: str) -> int:
-    """Keys and values of one token, in the dtype that ``device`` gets."""
+    """Bytes of a token's keys and values, in the dtype that ``device`` uses."""
     raw = json.loads((CONFIGS / model / "config.json").read_text())
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     itemsize = 2 if device == "cuda" else 4
@@ -100,8 +100,8 @@ def bytes_per_token(model: str, device: str) -> int:
 
 
 def step_bytes(model: Transformer) -> int:
-    """Bytes of the weights that a decode step reads: all but the embedding, whose few rows are
-    looked up, unless it is the head as well."""
+    """Bytes of the weights that a decode step reads. The embedding is left out, because only a few
+    of its rows are read, unless it is also the head."""
     read = sum(p.numel() * p.itemsize for p in model.parameters())
     if model.head is not model.embedding:
         read -= model.embedding.numel() * model.embedding.itemsize
@@ -116,7 +116,7 @@ def measure(job: Job, device: str, seconds: float) -> dict[str, Any]:
     engine = build(job, device)
     core = engine.core
     prompts = rng.integers(2, core.info.vocab_size, (job.requests, job.prompt)).tolist()
-    play(engine, Prompts(prompts[:2], [8, 8], ignore_eos=True))  # what is set up at first use
+    play(engine, Prompts(prompts[:2], [8, 8], ignore_eos=True))  # one-time setup
     started = time.monotonic() - began
     workload = Prompts(prompts, limits, ignore_eos=True)
     figures = play(Until(engine, seconds), workload, job.name).figures

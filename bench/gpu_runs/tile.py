@@ -1,9 +1,9 @@
-"""Which tiles are fastest on this GPU: ``python -m bench.gpu --tile``.
+"""Finds the fastest tiles on this GPU: ``python -m bench.gpu --tile``.
 
-Every candidate is compared with its reference before it is timed, over batches that differ in what
-they ask for: many equal rows, few, one, and many beside a long one. The best by the geometric mean
-goes into kvserve/kernels/tiles.py, under this GPU's generation; the budget of registers follows by
-``python tests/kernels/compile_kernels.py --write``.
+Every candidate is compared with its reference before it is timed, on batches of different kinds:
+many equal rows, few rows, one row, and many rows beside a long one. The candidate with the best
+geometric mean goes into kvserve/kernels/tiles.py, under this GPU's generation. Afterwards, update
+the budget of registers with ``python tests/kernels/compile_kernels.py --write``.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ SCORES = [
 ]
 CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
 SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 2048, 4096)]
-"""Of the best decode tile: programs for a multiprocessor, entries after which a row is split."""
+"""Variants of the best decode tile: programs per multiprocessor, and entries above which a row is
+split."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a kernel is timed on, and what its reference makes of the same."""
+    """Inputs that a kernel is timed on: ``run`` is the kernel's work, ``reference`` the right
+    result."""
 
     name: str
     run: Callable[[], Tensor]
@@ -67,7 +69,7 @@ class Batch:
 
 
 def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Sizes) -> Batch:
-    """Rows that hold ``lengths``, as a graph sees them: bounds are those of the longest."""
+    """Rows that hold ``lengths``, as in a CUDA graph: the bounds are those of the longest row."""
     q_heads, _, dim = SHAPES[shape]
     setting = _setting(shape, max(lengths), len(lengths), device, sizes)
     cache, tables = setting.cache()
@@ -82,7 +84,7 @@ def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Size
 
 
 def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes: Sizes) -> Batch:
-    """Chunks behind as many tokens as they have themselves."""
+    """Chunks that follow as many cached tokens as they have themselves."""
     q_heads, _, dim = SHAPES[shape]
     setting = _setting(shape, 2 * chunk, rows, device, sizes)
     cache, tables = setting.cache()
@@ -98,7 +100,7 @@ def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes:
 
 
 def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Batch:
-    """Windows of so many events of Kara's."""
+    """The windows of ``events`` events of Kara."""
     _, kv_heads, dim = SHAPES[shape]
     setting = _setting(shape, sizes.window, events, device, sizes)
     lanes = events, sizes.layers, kv_heads
@@ -114,7 +116,7 @@ def _setting(shape: str, context: int, rows: int, device: str, sizes: Sizes) -> 
 
 
 def batches(kernel: str, device: str) -> Iterator[Batch]:
-    """What a tile of ``kernel`` has to be good at."""
+    """The batches on which a tile of ``kernel`` is timed."""
     if device != "cuda":
         shape = "smoke", device, SMOKE
         if kernel == "decode":
@@ -139,7 +141,7 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
 
 
 def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: str) -> float | None:
-    """Seconds, or ``None`` where it is wrong or the device has not enough of something."""
+    """Seconds, or ``None`` if the result is wrong or the device lacks resources."""
     table = _table(device)
     before = table[kernel]
     table[kernel] = tile
@@ -152,14 +154,14 @@ def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: s
         began = time.perf_counter()
         batch.run()
         return time.perf_counter() - began
-    except Exception:  # too much shared memory, say; Triton's errors have no common class
+    except Exception:  # for example too much shared memory; Triton's errors share no class
         return None
     finally:
         table[kernel] = before
 
 
 def _table(device: str) -> dict[str, Tile]:
-    """What launchers look at on this device."""
+    """The table of tiles that launchers read on this device."""
     if device != "cuda":
         return tiles.FLOAT32_TILES
     generation = capability(torch.device(device))
@@ -188,7 +190,7 @@ def _mean(row: dict[str, Any]) -> float:
 
 
 def written(source: str, tables: dict[tuple[int, int], dict[str, Tile]]) -> str:
-    """The text of tiles.py with ``tables`` for its own."""
+    """The text of tiles.py, its table replaced by ``tables``."""
     lines = ["TILES = {"]
     for generation, table in sorted(tables.items()):
         lines.append(f"    {generation}: {{")
@@ -220,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {"machine": machine()}
     for kernel, candidates in CANDIDATES.items():
         some = candidates[:2] if args.smoke else candidates
-        if args.smoke:  # float32 ones are smaller
+        if args.smoke:  # float32 tiles are smaller
             some = [tile._replace(rows=16, columns=16) for tile in some]
         ranked = sweep(kernel, some, device)
         if kernel == "decode" and ranked:

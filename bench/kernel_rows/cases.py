@@ -1,4 +1,4 @@
-"""What bench/kernels.py runs: each kernel's work in a step, and in an event of Kara's."""
+"""The cases of bench/kernels.py: each kernel's work in a step and in an event of Kara."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064, "
 
 @dataclass(frozen=True)
 class Sizes:
-    """Layers of a model's, so that a large batch fits (attention and stores are timed on one), and
-    the numbers of an event: Kara's defaults."""
+    """``layers``: fewer than a model's, so that a large batch fits; attention and stores are timed
+    on one. The other fields are the numbers of an event, Kara's defaults."""
 
     layers: int = 4
     block: int = 64
@@ -62,9 +62,10 @@ SMOKE = Sizes(layers=2, block=16, window=40, kept=12, buffer=8, chunk_budget=4)
 
 @dataclass(frozen=True)
 class Case:
-    """``triton`` and ``torch`` give the same from the same inputs; what it moves and computes.
+    """A kernel's work: ``triton`` and ``torch`` give the same result from the same inputs.
 
-    Of ``layers`` layers: attention and stores run once in each, an event's kernels once for all.
+    ``num_bytes`` and ``flops``: what it moves and computes. ``layers``: how many layers a call
+    covers. Attention and stores run once per layer, an event's kernels once for all layers.
     """
 
     kernel: str
@@ -107,7 +108,7 @@ class Setting:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """The kernels' work in a step and in an event of Kara's, one after the other."""
+    """The kernels' work in a step and in an event of Kara."""
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
     if setting.granularity is Granularity.HEAD:
@@ -119,7 +120,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def beside_torch(case: Case) -> Iterator[Case]:
-    """A case, and what torch takes for the same where the engine could as well run that."""
+    """A case, and torch's version of it, which the engine could run as well."""
     yield case
     yield replace(case, kernel=f"{case.kernel} by torch", triton=case.torch)
 
@@ -148,8 +149,8 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
 
 
 def coded_case(setting: Setting) -> Case:
-    """Decoding over rows that are codes but for their newest block; a codebook has half as many
-    vectors as they had keys and values."""
+    """Decoding over rows that are coded except for their newest block. A codebook has half as many
+    vectors as the coded entries had keys and values."""
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     rows, device, block = setting.rows, setting.device, setting.sizes.block
     coded = (setting.context - 1) // block * block
@@ -217,12 +218,12 @@ def store_case(setting: Setting, cache: Tensor, tables: Tensor) -> Case:
 
 
 def sampling_cases(setting: Setting) -> Iterator[Case]:
-    """A token for every row, from peaked logits: drawn from all, and from what filters leave."""
+    """A token for every row, sampled from peaked logits with and without filters."""
     rows, device = setting.rows, setting.device
     logits = torch.randn(rows, VOCABULARY[setting.shape], device=device) * 3
     seeds = torch.randint(2**63 - 1, (rows,), device=device)
     positions = torch.arange(rows, device=device)
-    # Temperature, top_p, top_k, min_p. A filter reads twice before the draw does.
+    # Temperature, top_p, top_k, min_p. Filters read the logits twice before they are sampled.
     for kernel, row, reads in (
         ("sample", (0.7, 1.0, 0.0, 0.0), 1),
         ("filter and sample", (0.7, 0.95, 50.0, 0.01), 3),
@@ -240,7 +241,7 @@ def sampling_cases(setting: Setting) -> Iterator[Case]:
 
 
 def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """An event of every row: gather a window's keys, score them, move what is kept."""
+    """An event of every row: gather a window's keys and queries, score, select, move entries."""
     layout, rows, sizes = setting.layout, setting.rows, setting.sizes
     layers, size = sizes.layers, sizes.window
     _, kv_heads, dim = SHAPES[setting.shape]

@@ -1,4 +1,4 @@
-"""Decode attention of others over the same blocks, where they are installed."""
+"""Decode attention of other libraries over the same blocks, if they are installed."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def _flash_attn_3(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, tab
 
 
 PEERS = {"flashinfer": _flashinfer, "flash_attn_interface": _flash_attn_3}
-"""By the module that has to be there. Not run yet."""
+"""By the module that must be installed. Not run yet."""
 
 
 def peer_case(module: str, setting: Setting) -> Case | None:
-    """A peer's decode attention beside the kernel's; peers know one table per sequence."""
+    """A peer's decode attention beside the kernel's; peers support only one table per sequence."""
     if find_spec(module) is None or setting.granularity is not Granularity.MODEL:
         return None
     cache, tables = setting.cache()

@@ -1,4 +1,4 @@
-"""What the kernels ought to reach on a GPU, and the worst that was found of each."""
+"""Targets for the kernels on a GPU, and the worst measured case of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EVENT = ("gather", "gather queries", "window scores", "select", "compact")
 
 
 def targets(rows: list[dict[str, Any]], period: int) -> list[dict[str, Any]]:
-    """Each target with the worst row of it: ``met`` is ``None`` where nothing was measured.
+    """Each target with its worst row; ``met`` is ``None`` if nothing was measured.
 
     A sequence has an event every ``period`` decode steps.
     """
@@ -58,7 +58,7 @@ def _of_peers(rows: list[dict[str, Any]]) -> list[tuple[float, str]]:
 
 
 def _of_torch(rows: list[dict[str, Any]]) -> list[tuple[float, str]]:
-    """What torch runs nearly as fast needs no kernel of ours."""
+    """Our time over torch's: unless a kernel is faster, we do not need it."""
     return [
         (kernels[name]["us"] / kernels[f"{name} by torch"]["us"], f"{name} {at}")
         for at, kernels in _by_place(rows).items()
@@ -68,7 +68,7 @@ def _of_torch(rows: list[dict[str, Any]]) -> list[tuple[float, str]]:
 
 
 def _events(rows: list[dict[str, Any]], period: int) -> list[tuple[float, str]]:
-    """An event of every row, against a period's decode attention: less beside a whole model."""
+    """An event of every row over a period's decode attention; over a whole model it is less."""
     found = []
     for at, kernels in _by_place(rows).items():
         if {"decode", *EVENT} <= kernels.keys():

@@ -1,10 +1,10 @@
-"""The side of a peer: one JSON request per line on stdin, one JSON answer per line on stdout.
+"""The peer's side: one JSON request per line on stdin, one JSON answer per line on stdout.
 
     {"load": {"model": "...", "dtype": "float32", "max_num_seqs": 64, "max_model_len": 128}}
     {"run": {"prompts": [[5, 6, 7]], "max_tokens": 64}}
 
 are answered by `{"result": {...}}` or `{"error": "..."}`. Adapters run under a peer's interpreter,
-so that this file and they import the standard library and that peer, and nothing of kvserve.
+so this file and the adapters import the standard library and that peer, and nothing of kvserve.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Tokens = list[list[int]]
 
 
 class Adapter(Protocol):
-    """`load` comes first and says which versions there are. `run` continues every prompt greedily:
-    `seconds` of the whole call, its `cpu_seconds` where they are known, and the new `tokens`.
-    `max_tokens` is one number, or, of those that batch continuously, one for each prompt."""
+    """`load` is called first and returns versions. `run` continues every prompt greedily and
+    returns the `seconds` of the whole call, its `cpu_seconds` where known, and the new `tokens`.
+    `max_tokens` is one number; the adapters of kvserve and vLLM also take one for each prompt."""
 
     @property
     def load(self) -> Callable[..., dict[str, Any]]: ...
@@ -34,7 +34,7 @@ class Adapter(Protocol):
 
 
 def serve(adapter: Adapter) -> None:
-    """Answer requests until stdin ends. What a peer prints goes to stderr."""
+    """Answer requests until stdin ends. Anything that a peer prints goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
@@ -54,13 +54,13 @@ def limits(max_tokens: int | list[int], count: int) -> list[int]:
 
 
 class Stopwatch:
-    """Runs from when it is made."""
+    """Measures time from its creation."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def seconds(self) -> dict[str, float]:
-        """Of the wall, and of this process, all threads of it, on a CPU."""
+        """Wall time, and CPU time of all threads of this process."""
         cpu = time.process_time() - self._cpu
         return {"seconds": time.perf_counter() - self._wall, "cpu_seconds": cpu}
 

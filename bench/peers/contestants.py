@@ -1,4 +1,4 @@
-"""Who is measured on a CPU: kvserve in several settings, and its peers."""
+"""The contestants on a CPU: kvserve in several settings, and its peers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.peers.peer import PEERS, PeerProcess
 
 @dataclass(frozen=True)
 class Contestant:
-    """One column: an adapter and what it is told at its start."""
+    """One column: an adapter and the settings that it loads with."""
 
     name: str
     title: str
-    peer: str | None = None  # kvserve itself without one
+    peer: str | None = None  # None: kvserve itself
     settings: dict[str, Any] = field(default_factory=dict)
 
     def start(self, cpu: int) -> PeerProcess:

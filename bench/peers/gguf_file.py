@@ -1,7 +1,7 @@
-"""A Llama checkpoint of transformers as a GGUF file, which is what llama.cpp reads.
+"""A Llama checkpoint of transformers as a GGUF file, which llama.cpp reads.
 
-Without a vocabulary: token ids go in and come out. Tensors keep their numbers, as float32 or
-bfloat16; norms are float32 in any case, as llama.cpp wants them.
+The file has no vocabulary: token ids go in and come out. Tensors keep their values, as float32 or
+bfloat16; norms are always float32, as llama.cpp requires.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _write_facts(writer: Any, config: dict[str, Any]) -> None:
 
 
 def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and order of rows as llama.cpp has them, and float32 values."""
+    """Tensors with llama.cpp's names and order of rows, as float32 values."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for file in sorted(model.glob("*.safetensors")):
         data = np.memmap(file, np.uint8, "r")
@@ -101,7 +101,7 @@ def _float32(flat: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of a head; transformers, rows half a head apart."""
+    """llama.cpp rotates neighbouring rows of a head, transformers rows half a head apart."""
     rows, width = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, width)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, width)

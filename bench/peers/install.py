@@ -1,7 +1,7 @@
 """Set up the peers that kvserve is measured against: `python -m bench.peers.install [NAME ...]`.
 
-Each gets an environment of its own in `.peers/NAME`, since their pins of transformers and of much
-else exclude each other. About 6 GB for all of them; llama_cpp is compiled, for about ten minutes.
+Each gets its own environment in `.peers/NAME`, because their pinned versions of transformers and of
+other packages conflict. All of them take about 6 GB; compiling llama_cpp takes about ten minutes.
 KVSERVE_PEERS names another folder.
 """
 
@@ -15,9 +15,10 @@ import sys
 
 from bench.peers.peer import FOLDER, PEERS, Peer
 
-TORCH = "torch==2.13.0"  # first: where an index offers a CPU build, no later step replaces it
+TORCH = "torch==2.13.0"  # installed first: if the index has a CPU build, no later step replaces it
 _NEEDED_GB = 7
-# What a package asks for, but for extras and for media libraries that text does not touch.
+# Prints a package's requirements without extras and without media libraries, which text does not
+# need.
 _REQUIREMENTS = """
 import importlib.metadata, sys
 skipped = ("torchaudio", "torchvision", "torchcodec")

@@ -28,9 +28,9 @@ class Kvpress:
         keep: int,
         every: int | None = None,
     ) -> dict[str, Any]:
-        """``keep`` entries at a prompt's end; with ``every``, so many after as many decode steps.
+        """Keep ``keep`` entries at a prompt's end; with ``every``, after each so many decode steps.
 
-        ``held``: entries of a layer when its sequence ends, the mean over layers.
+        ``held``: entries of a layer when its sequence ends, as a mean over layers.
         """
         started, tokens, held = time.perf_counter(), [], []
         for prompt in prompts:
@@ -42,7 +42,7 @@ class Kvpress:
         return {"seconds": time.perf_counter() - started, "tokens": tokens, "held": held}
 
     def _answer(self, prompt: list[int], max_tokens: int, stop: list[int], cache: Any) -> list[int]:
-        """Greedy, with the positions that tokens have without compression."""
+        """A greedy answer; tokens have the positions that they would have without compression."""
         ids, positions = torch.tensor([prompt]), torch.arange(len(prompt))[None]
         answer: list[int] = []
         while True:
@@ -66,7 +66,7 @@ def _press(press: dict[str, Any], keep: int, every: int | None, length: int) -> 
 
 
 def _made(name: str, base: str | None = None, *, compression_ratio: float, **fields: Any) -> Any:
-    """``name`` of kvpress; ``base`` scores for a press that cuts by another's scores."""
+    """The press ``name``; ``base`` is the scorer of a press that uses another's scores."""
     if base is None:
         return getattr(kvpress, name)(compression_ratio=compression_ratio, **fields)
     own = {"chunk_length": fields.pop("chunk_length")}

@@ -1,4 +1,4 @@
-"""kvserve itself behind the same protocol, so that it is measured like everybody else."""
+"""kvserve itself behind the same protocol, so that it is measured as its peers are."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class LlamaCpp:
         return {"seconds": seconds, "tokens": np.stack(tokens, 1).tolist()}
 
     def _open(self, seqs: int) -> None:
-        """An empty cache; a context for so many sequences, which is faster than one for more."""
+        """Empty the cache, or make a context for exactly ``seqs`` sequences, which is faster than a
+        larger one."""
         if self._seqs == seqs:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
             return
@@ -65,7 +66,7 @@ class LlamaCpp:
         self._seqs = seqs
 
     def _decode(self, tokens: Any, first: int) -> np.ndarray:
-        """Feed ``tokens [seqs, count]`` at positions from ``first`` on; the next token of each."""
+        """Feed ``tokens [seqs, count]`` from position ``first`` on; returns each next token."""
         tokens = np.asarray(tokens, np.int32)
         seqs, count = tokens.shape
         batch, size = self._batch, tokens.size

@@ -1,8 +1,8 @@
-"""Long answers on a pool too small for them, on kvserve and on those peers that batch continuously.
+"""Long answers on a pool that is too small for them, on kvserve and on vLLM, in turns.
 
-Everybody gets the same prompts, the same lengths of answers, as many bytes for keys and values, one
-thread on the same CPU, and takes turns. llama.cpp and transformers' `generate` take part in no
-such traffic: their caches are one static batch.
+All engines get the same prompts, the same lengths of answers, as many bytes for keys and values,
+and one thread on the same CPU. llama.cpp and transformers' `generate` are left out, because their
+cache is one static batch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ COLUMNS = (
 )
 _WARMUP_TOKENS = 8
 _SECONDS = {"wall": "seconds", "cpu": "cpu_seconds"}
-_VLLM_BLOCK = 32  # tokens; its attention for CPUs takes multiples of 32 alone
+_VLLM_BLOCK = 32  # tokens; its attention for CPUs takes only multiples of 32
 _VLLM_DTYPES = ("auto", "fp8")  # e4m3, one scale for all
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class LongTraffic:
-    """Requests and the pool: ``share`` of what all answers together want, uncompressed."""
+    """The requests, and the pool as a ``share`` of what all of them need together, uncompressed."""
 
     workload: Prompts
     longest: int
@@ -76,7 +76,7 @@ class LongTraffic:
         return ceil(self.share * blocks_at_once(self.workload, DEFAULT_BLOCK_SIZE))
 
     def settings(self, peer: str | None, kv_cache_dtype: str) -> dict[str, Any]:
-        """What an engine is told at its start."""
+        """The settings that an engine loads with."""
         common = {"max_num_seqs": len(self.workload), "max_model_len": self.longest}
         if peer is None:
             return {**common, "kv_cache_memory": (self.blocks + 1) * self.block_bytes}
@@ -84,7 +84,7 @@ class LongTraffic:
         blocks = ceil(wider * self.blocks * DEFAULT_BLOCK_SIZE / _VLLM_BLOCK)
         return {
             **common,
-            "num_gpu_blocks_override": blocks + 1,  # of which it leaves one empty, too
+            "num_gpu_blocks_override": blocks + 1,  # vLLM leaves one of them empty, too
             "block_size": _VLLM_BLOCK,
         }
 
@@ -100,7 +100,7 @@ class LongTraffic:
 
 @dataclass
 class Side:
-    """One row of the table, and what it reached in each turn."""
+    """One row of the table, and its rate in each turn."""
 
     contestant: Contestant
     facts: dict[str, Any]
@@ -121,7 +121,7 @@ class Side:
 
 
 class LongCase:
-    """One shape and dtype: everybody in turns."""
+    """One shape and dtype; the engines take turns."""
 
     def __init__(self, args: argparse.Namespace, shape: str, dtype: str, cpu: int) -> None:
         self._args = args

@@ -1,4 +1,4 @@
-"""The peers: where their interpreters are, and a process of one that answers requests."""
+"""The peers: their environments, and a process that runs a peer's adapter."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Peer:
-    """A program to be measured against, and what pip needs for it.
+    """A program to measure against, and what pip needs for it.
 
-    ``alone`` is installed without its dependencies, because some of them are not wanted.
+    ``alone`` is installed without its dependencies, because some of them are not wanted; the others
+    are installed after it.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Peer:
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot be run, and what to do about it."""
+        """Why the peer cannot run, and what to do about it; ``None`` if it is installed."""
         if self.python.exists():
             return None
         return f"{self.title} is missing: python -m bench.peers.install {self.name}"
@@ -71,7 +72,7 @@ PEERS = {
 
 
 class PeerProcess:
-    """An adapter at work in its own environment, on one CPU with one thread if ``cpu`` is given."""
+    """An adapter running in its own environment with one thread, on CPU ``cpu`` if given."""
 
     def __init__(
         self, adapter: str, python: Path, environment: Mapping[str, str], cpu: int | None = None

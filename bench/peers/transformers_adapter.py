@@ -38,7 +38,7 @@ class Transformers:
 
     @torch.inference_mode()
     def _at_once(self, prompts: Tokens, config: Any) -> Tokens:
-        """Prompts of one length."""
+        """One static batch of prompts of equal length."""
         ids = torch.tensor(prompts)
         out = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config
@@ -49,7 +49,7 @@ class Transformers:
     def _continuously(self, prompts: Tokens, config: Any) -> Tokens:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        # Its own choice, most of the memory, makes every step slower: it attends over all pages.
+        # By default it takes most of the memory for pages, and each step attends over all of them.
         pages = ContinuousBatchingConfig(
             page_size=_PAGE,
             num_blocks=self._pages,
@@ -62,7 +62,7 @@ class Transformers:
             continuous_batching_config=pages,
             persistent_manager=True,
         )
-        # They come in the order in which they ended.
+        # Outputs come in order of completion.
         answers = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
         return [answers[tuple(prompt)] for prompt in prompts]
 

@@ -22,9 +22,9 @@ RESULTS, PLOTS = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 class Measurement:
     """A section of the page: one command, and what a reader has to know about its figures.
 
-    The command is kvserve's, or a ``module``'s under bench; ``minutes`` are those of one idle core.
-    ``in_pieces``: it knows ``--minutes``, and goes on where an earlier call stopped.
-    ``equal_bytes``: methods are compared at the same bytes held, too.
+    The command is one of kvserve or of a ``module`` under bench; ``minutes`` is its time on one
+    idle core. ``in_pieces``: it has ``--minutes`` and continues where an earlier call stopped.
+    ``equal_bytes``: methods are also compared at the same bytes held.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Measurement:
 
     @property
     def words(self) -> list[str]:
-        """What is run, without where its results go."""
+        """The command line without the flags for results."""
         return [sys.executable, "-m", self.module or "kvserve", *shlex.split(self.command)]
 
     def argv(self, result: Path) -> list[str]:

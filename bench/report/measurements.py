@@ -21,7 +21,7 @@ _PROTECTING = ("snapkv", "keydiff", "chunkkv", "pyramidkv", "adakv")
 
 
 def decoding_policies(retention: float) -> list[str]:
-    """Those that know how to leave the prompt alone do; the others count it as any text."""
+    """Policies that can protect the prompt do; the others count it in their budget."""
     kept = round(retention * _TRACE)
     bound = f"budget={kept},threshold={kept + 32},protect_prompt=true"
     return [
@@ -32,7 +32,7 @@ def decoding_policies(retention: float) -> list[str]:
 
 
 def paper(retention: float) -> str:
-    """The paper's preset, which counts entries, at a share of a window's older ones."""
+    """The paper's preset, whose budget is a count, at this share of a window's older entries."""
     budget = 16 + math.ceil(retention * 112)
     return f"kara:preset=paper,window=128,buffer=16,budget={budget},period=32"
 
@@ -41,8 +41,8 @@ def flags(policies: Iterable[str]) -> str:
     return " ".join(f"--policy {policy}" for policy in policies)
 
 
-# Traces of the length that compression is for, on random weights: what is generated has no part in
-# what it costs.
+# Traces of the length that compression is for, on random weights: the cost does not depend on what
+# is generated.
 SNAPKV_LONG = "snapkv:trigger=threshold,budget=1025,threshold=1280"
 RKV_LONG = "rkv:budget=1025,threshold=1152,protect_prompt=true"
 WINDOW_LONG = "streaming_llm:budget=1152,period=32"
@@ -50,7 +50,7 @@ LONG_POLICIES = ("none", "kara", "kara:ratio=0.2", SNAPKV_LONG, RKV_LONG, WINDOW
 
 
 def long_answers(mean: int, count: int, shape: str = "4m", sigma: float = 0.7) -> str:
-    """Flags of log-normal answers; cut so that none takes the whole pool."""
+    """Flags of log-normal answers, cut so that no answer takes the whole pool."""
     cap = 8192 if mean <= 4000 else 16_384
     return (
         f"--shape {shape} --dtype bfloat16 --threads 1 --dataset random --input-len 128 "

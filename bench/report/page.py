@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 _BEGIN, _END = "<!-- written by python -m bench.suite document -->\n", "<!-- end -->"
 BY_HAND = ROOT / "docs" / "rankings.md"
-# Figures that stay in the JSON files.
+# Figures that are only in the JSON files.
 _LEFT_OUT = frozenset(
     (
         *("output_tokens", "wall_s", "peak_running", "mean_pool_usage", "allocated_bytes_at_end"),
@@ -83,8 +83,8 @@ def page() -> str:
 
 
 def readme() -> str:
-    """README.md with today's table of the graded long task, its plot, and what other long traces
-    gave, between its two marks."""
+    """README.md with the newest results between its two marks: table and plot of the graded long
+    task, and the ratios of the other long traces."""
     text = README.read_text()
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
@@ -98,7 +98,7 @@ def readme() -> str:
 
 
 def _ratios(measurement: Measurement) -> str:
-    """One line: what each policy reached, beside ``none`` or vLLM."""
+    """One line: each policy's throughput over that of ``none``, or of vLLM."""
     said = []
     for key, base in (("ratio_to_first", "`none`"), ("vs_vllm", "vLLM")):
         rows = [row for row in _rows(measurement) if row.get(key) not in (None, 1.0)]
@@ -131,7 +131,7 @@ def summary() -> list[str]:
 
 
 def _rows(measurement: Measurement) -> list[dict[str, Any]]:
-    """What the summary shows of a measurement; the first row has its title."""
+    """A measurement's rows in the summary; the first row has its title."""
     result = measurement.newest()
     if result is None or result["benchmark"] == "sweep":
         return []
@@ -169,6 +169,6 @@ def section(measurement: Measurement) -> str:
     parts += [f"- {note}" for note in result["notes"]]
     if measurement.equal_bytes and (table := equal_bytes_table(result["rows"])):
         parts += [_EQUAL_BYTES, table]
-    if measurement not in LONG:  # whose plots stand in front of all tables
+    if measurement not in LONG:  # their plots stand before all tables
         parts += pictures(measurement)
     return "\n\n".join(parts)

@@ -2,8 +2,9 @@
 
     python -m bench.serving.conversations            # a 4 M-parameter shape with random weights
 
-`none` with its prefix cache, Kara without continuations and with them; every server has as many
-blocks, and one thread for its engine. All conversations of a row are under way at once.
+The servers run `none` with its prefix cache, Kara without continuations, and Kara with them. Each
+has the same number of blocks, and one thread for its engine. All conversations of a row run at
+once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COLUMNS = (
     Column("preemptions", "preemptions", "d"),
 )
 _TOKENIZER = "kvserve/tiny"
-"""Its ids are the prompts'; the model has more of them."""
+"""Prompts use its token ids; the model's vocabulary is larger."""
 _LENGTHS = "min_turns", "max_turns", "min_tool_len", "max_tool_len"
 _TURNS = {"system_len": 512, "question_len": 64, "answer_len": 128, "think_seconds": 2.0}
 
@@ -105,7 +106,7 @@ class Talks:
         }
 
     def _client(self, url: str, count: int) -> dict[str, Any]:
-        """What `kvserve bench serve` found."""
+        """The JSON result of `kvserve bench serve`."""
         args = self._args
         words = f"bench serve --base-url {url} --backend openai --dataset conversations "
         words += f"--tokenizer {_TOKENIZER} --num-prompts {count} --max-concurrency {count} "
@@ -126,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_report_arguments(parser)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="4m", help="default: 4m")
-    words = "how many at once; the pool is measured by the first (default: 8 16)"
+    words = "conversations at once; the first value sets the pool size (default: 8 16)"
     parser.add_argument(
         "--conversations", type=int, nargs="+", default=[8, 16], metavar="N", help=words
     )

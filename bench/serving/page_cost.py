@@ -1,9 +1,10 @@
-"""What the live page costs a saturated engine: CPU seconds of stretches of steps, watched or not.
+"""The live page's cost to a saturated engine: CPU seconds of steps with and without a viewer.
 
     python -m bench.serving.page_cost
 
-Everything on the server's side is in it: views of the pool, their way to the server's process and
-the event that all readers share. Stretches take turns, so that other work on the machine is shared.
+All work on the server's side counts: views of the pool, sending them to the server's process, and
+the event that all viewers share. Stretches of steps with and without a viewer alternate, so that
+other load slows both alike.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvserve.server.ui.event_feed import encode_event
 
 @dataclass
 class Stretch:
-    """Steps of one kind: CPU seconds, and what the page took of them, in the engine's process and
-    in the server's."""
+    """Steps with or without a viewer: their CPU seconds, and the page's part of these in the
+    engine's process and in the server's."""
 
     seconds: float = 0.0
     engine: float = 0.0
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def _run(llm: LLM, watch: PoolWatch, steps: int, on: bool) -> Stretch:
-    """A stretch of steps; ``on``: somebody looks."""
+    """Run a stretch of steps; ``on``: with a viewer."""
     watch.on = on
     stretch, started = Stretch(), time.process_time()
     for _ in range(steps):

@@ -68,7 +68,7 @@ def _ask(page: Any, out: Path) -> None:
 
 
 def _shoot(page: Any, path: Path) -> None:
-    """A picture of few colours: a third of the bytes."""
+    """Save a screenshot with 128 colours, which takes a third of the bytes."""
     from PIL import Image
 
     page.screenshot(path=path)
@@ -78,7 +78,7 @@ def _shoot(page: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _load(url: str) -> Iterator[None]:
-    """Some requests that go on until nobody looks any more."""
+    """Requests that run until the context ends."""
     over = threading.Event()
     threads = [threading.Thread(target=_stream, args=(url, p, over)) for p in _POLICIES]
     for thread in threads:

@@ -1,1 +1,1 @@
-"""A server under mixed traffic with faults on purpose: `make soak`."""
+"""A server under mixed traffic and injected faults: `make soak`."""

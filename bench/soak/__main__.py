@@ -1,7 +1,7 @@
-"""An hour of everything: `make soak`, or `python -m bench.soak --minutes 3`.
+"""An hour of mixed traffic and faults: `make soak`, or `python -m bench.soak --minutes 3`.
 
-A server of the shipped model, clients that send every kind of request, faults on purpose. Writes
-what it saw as JSON and as one page; exits with 1 where something was not as it should be.
+A server of the shipped model gets every kind of request, and faults are injected. Writes the
+results as JSON and as one page of Markdown; the exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SAMPLE = 5.0
 
 @dataclass
 class Watched:
-    """What was looked at every few seconds; times are seconds since the start."""
+    """What was sampled every few seconds; times are seconds since the start."""
 
     samples: list[dict[str, float]] = field(default_factory=list)
     fixed_equal: int = 0
@@ -53,7 +53,7 @@ class Watched:
 
 
 class Soak:
-    """One server under traffic; faults come in the first half of the time."""
+    """One server under traffic and faults; the engine is killed only in the first half."""
 
     def __init__(self, minutes: float, clients: int, seed: int, folder: Path) -> None:
         self.minutes = minutes
@@ -73,7 +73,7 @@ class Soak:
         return time.monotonic() < self._excused_until
 
     async def run(self) -> None:
-        """All of it."""
+        """Run the whole soak."""
         await asyncio.to_thread(self.served.start)
         self._expected = await asyncio.to_thread(self.served.fixed_tokens)
         self.traffic._specs[:] = await asyncio.to_thread(self._usable_policies)
@@ -97,7 +97,7 @@ class Soak:
         self.status = await asyncio.to_thread(self.served.stop)
 
     def _usable_policies(self) -> list[dict[str, Any]]:
-        """Policies that this server runs; those it refuses are named in the report."""
+        """Policies that this server runs; the report names those that it refuses."""
         usable = []
         for spec in policies(CONTEXT):
             body = {"prompt": "Hello " * 20, "max_tokens": 4, "kv_policy": spec}
@@ -115,7 +115,8 @@ class Soak:
     # ---- faults --------------------------------------------------------------------------------
 
     async def _inject(self) -> None:
-        """The engine is killed in the first half alone: the second shows what one process does."""
+        """Inject the faults. Kills come only in the first half, so that the second half shows how
+        the memory of one process grows."""
         total = self.minutes * 60
         plan = [(0.15, self._kill_engine), (0.3, self._stop_engine), (0.4, self._kill_engine)]
         plan += [(0.6, self._stop_engine), (0.8, self._stop_engine)]
@@ -132,7 +133,8 @@ class Soak:
                 await self._restart()
 
     async def _kill_engine(self) -> None:
-        """SIGKILL: open requests get an error, the server ends, its supervisor starts another."""
+        """SIGKILL: open requests get an error and the server ends; then start another, as a
+        supervisor does."""
         self._excused_until = time.monotonic() + 3600
         os.kill(self.served.engine, signal.SIGKILL)
         status = await asyncio.to_thread(self.served.process.wait, 60)
@@ -147,11 +149,11 @@ class Soak:
         await asyncio.to_thread(self.served.start)
         self.watched.starts += 1
         self.traffic.url = self.served.url
-        await asyncio.sleep(5)  # requests to the old one end
+        await asyncio.sleep(5)  # requests to the old server end
         self._excused_until = 0.0
 
     async def _stop_engine(self) -> None:
-        """SIGSTOP for five seconds: everybody waits, nobody is lost."""
+        """SIGSTOP for five seconds: all requests wait, none is lost."""
         engine = self.served.engine
         os.kill(engine, signal.SIGSTOP)
         await asyncio.sleep(5)
@@ -194,7 +196,7 @@ class Soak:
             self.watched.fixed_other.append(f"{round(self.elapsed)} s: {found}")
 
     async def _probe(self) -> None:
-        """The probe of one server after the other."""
+        """Run the probe, on one server after the other."""
         while True:
             url = self.traffic.url
             if not url:
@@ -219,7 +221,7 @@ class Soak:
     # ---- judging -------------------------------------------------------------------------------
 
     def checks(self) -> list[Check]:
-        """What the issue asks of a soak, and whether it was so."""
+        """The requirements on a soak, and the values found."""
         seen, watched = self.traffic.seen, self.watched
         half = self.minutes * 30
         late = [each for each in watched.samples if each["at_s"] > half]
@@ -275,7 +277,7 @@ class Soak:
 
 
 def slope(samples: list[dict[str, float]], name: str) -> float:
-    """Least squares, a minute; 0 for fewer than two samples."""
+    """Growth per minute by least squares; 0 for fewer than two samples."""
     if len(samples) < 2:
         return 0.0
     times = [each["at_s"] / 60 for each in samples]

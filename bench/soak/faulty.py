@@ -1,7 +1,7 @@
-"""A plug-in whose policy fails as it is told to: injected through the entry points of a folder.
+"""A plug-in whose policy fails on purpose, found through the entry points of a folder.
 
-`write_plug_in` makes the folder; with it on PYTHONPATH every process of the server finds the
-policy `faulty`, whose events run out of memory or raise.
+`write_plug_in` makes the folder. With the folder on PYTHONPATH, every process of the server finds
+the policy `faulty`, whose events run out of memory or raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvserve.engine.policies.streaming_llm import StreamingLLM
 
 @dataclass(frozen=True)
 class Faulty(StreamingLLM):
-    """streaming_llm, but for a fault at its first event."""
+    """streaming_llm with a fault at its first event."""
 
     name: ClassVar[str] = "faulty"
     fault: str = argument("raise", "what happens", choices=("raise", "out_of_memory"))
@@ -31,7 +31,7 @@ class Faulty(StreamingLLM):
 
 
 def write_plug_in(folder: Path) -> Path:
-    """A distribution of one entry point."""
+    """Write a distribution with one entry point."""
     facts = folder / "kvserve_faulty-0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: kvserve-faulty\nVersion: 0\n")

@@ -1,7 +1,7 @@
-"""A hundred thousand requests that no client should send, and a thousand streams that are dropped.
+"""Sends a hundred thousand malformed requests, and drops a thousand streams.
 
-`python -m bench.soak.flood --count 100000`: deaths, 5xx, tokens of the fixed request, memory and
-blocks before and after, as JSON.
+`python -m bench.soak.flood --count 100000` writes JSON: deaths, 5xx, tokens of the fixed request,
+memory before and after, and blocks afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Flood:
     async def run(self, served: Served) -> dict[str, Any]:
         expected = await asyncio.to_thread(served.fixed_tokens)
         async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
-            # Buffers, compiled grammars and caches of libraries come with the first of each kind.
+            # The first request of each kind allocates buffers, compiled grammars and caches of
+            # libraries.
             await self._send(http, served, range(self._seed, self._seed + _WARM_UP))
             self.answers.clear()
             before = memory(served)
@@ -61,7 +62,7 @@ class Flood:
             seconds = time.monotonic() - started
             await self._drop_streams(http)
         idle = await asyncio.to_thread(served.idle, 120.0)
-        await asyncio.sleep(6)  # connections that owe a request are closed
+        await asyncio.sleep(6)  # the server closes incomplete requests meanwhile
         after = memory(served)
         tracebacks = served.text.count("Traceback")
         stats = await asyncio.to_thread(served.stats)
@@ -115,7 +116,7 @@ class Flood:
         self.answers[f"raw: {await asyncio.to_thread(answer_to, served.url, raw(seed))}"] += 1
 
     async def _drop_streams(self, http: httpx.AsyncClient) -> None:
-        """Each hangs up after its first line."""
+        """Open streams, each of which is closed after its first line."""
 
         async def drop(index: int) -> None:
             body = {"prompt": "Hello " * 20, "max_tokens": 500, "ignore_eos": True}
@@ -130,7 +131,7 @@ class Flood:
 
 
 def answer_to(url: str, message: bytes) -> str:
-    """The status of what a server says to bytes, if it says anything before it closes."""
+    """The status of the server's answer to these bytes, or how the connection ended without one."""
     where = urlsplit(url)
     try:
         with socket.create_connection((where.hostname, where.port), timeout=10) as door:
@@ -143,7 +144,7 @@ def answer_to(url: str, message: bytes) -> str:
 
 
 def memory(served: Served) -> dict[str, float]:
-    """MiB of the server's process and of the engine's."""
+    """Resident MiB of the server's process and of the engine's."""
     return {"server": resident(served.process.pid), "engine": resident(served.engine)}
 
 

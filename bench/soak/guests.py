@@ -1,4 +1,4 @@
-"""Faults that want a server of their own: a full disk, a rank that is killed, a replica that is."""
+"""Faults that need a server of their own: a full disk, a killed rank, a killed replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILE_SIZE = (
 
 
 def run_guests() -> list[dict[str, str]]:
-    """What came of each: its name, whether it went as it should, and how."""
+    """Run each fault; returns its name and its result, which says FAILED if it went wrong."""
     guests: Sequence[tuple[str, Callable[[], str]]] = (
         ("disk full", disk_full),
         ("rank killed", rank_killed),
@@ -46,7 +46,7 @@ def run_guests() -> list[dict[str, str]]:
 
 
 def disk_full() -> str:
-    """No byte can be written to any file: a cold cache of kernels, and a log on a full disk."""
+    """No byte can be written to any file: the kernel cache is cold, the log is on a full disk."""
     with tempfile.TemporaryDirectory() as cache, open("/dev/full", "wb") as full:
         env = {**os.environ, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
         port = str(_free_port())
@@ -67,7 +67,7 @@ def disk_full() -> str:
 
 
 def rank_killed() -> str:
-    """One of two ranks dies under streams: all end with an error, the server ends with status 1."""
+    """One of two ranks dies during streams: all get an error, the server ends with status 1."""
     served = Served((*SMALL, "--tensor-parallel-size", "2"))
     served.start()
     errors: list[str] = []

@@ -1,6 +1,6 @@
-"""Bodies that no client should send, and raw bytes that are no HTTP: what the doors have to stand.
+"""Malformed bodies, and raw bytes that are not HTTP, all of which the server has to withstand.
 
-Deterministic by seed, so that what broke something can be made again.
+Deterministic by seed, so that a request that broke something can be made again.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Malformed:
 
 
 def malformed(seed: int) -> Malformed:
-    """One of many kinds."""
+    """A malformed request of a random kind."""
     rng = random.Random(seed)
     kind = rng.choices(_KINDS, _WEIGHTS)[0]
     return kind(rng, rng.choice(ROUTES))
 
 
 def raw(seed: int) -> bytes:
-    """Bytes for a socket."""
+    """Raw bytes to send to a socket."""
     rng = random.Random(seed)
     method = rng.choice((b"GET", b"POST", b"PUT", b"FOO", b"", b"\x16\x03\x01", b"PRI"))
     path = rng.choice(
@@ -97,7 +97,7 @@ _HEADERS = (
 
 
 def _value(rng: random.Random, depth: int = 0) -> Any:
-    """Anything that JSON can say, and some that it cannot."""
+    """Any value that JSON allows, and some that it does not."""
     pick = rng.random()
     if pick < 0.3:
         return rng.choice(INTEGERS)
@@ -115,7 +115,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _prompted(path: str) -> dict[str, Any]:
-    """What a route needs at least; a request that is otherwise right."""
+    """A valid body with the least that a route needs."""
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
@@ -133,7 +133,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _one_field(rng: random.Random, path: str) -> Malformed:
-    """A right request with one to three fields of any value."""
+    """A valid request with one to three fields of any value."""
     body = _prompted(path)
     for _ in range(rng.randint(1, 3)):
         body[rng.choice(FIELDS)] = _value(rng)
@@ -152,7 +152,7 @@ def _policy(rng: random.Random, path: str) -> Malformed:
 
 
 def _broken(rng: random.Random, path: str) -> Malformed:
-    """A right request, cut or with bytes changed."""
+    """A valid request with bytes changed, and cut."""
     text = bytearray(_dump(_prompted(path)))
     for _ in range(rng.randint(1, 5)):
         text[rng.randrange(len(text))] = rng.randrange(256)
@@ -179,7 +179,7 @@ def _bytes(rng: random.Random, path: str) -> Malformed:
 
 
 def _large(rng: random.Random, path: str) -> Malformed:
-    """Much of one thing."""
+    """A valid request with one very large field."""
     count = rng.choice((1_000, 20_000, 100_000))
     field = rng.choice(("prompt", "stop", "stop_token_ids", "messages", "tools", "logit_bias"))
     many: Any = rng.choice(([{}] * count, ["a"] * count, [1] * count, "a " * count, [[]] * count))

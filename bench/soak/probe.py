@@ -1,4 +1,4 @@
-"""Asks /health again and again in a process of its own, and prints seconds and status."""
+"""Polls /health from a process of its own, and prints the time taken and the status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERIOD = 0.25
 
 
 def main() -> None:
-    """Arguments: the URL. A line for each look: when, how long it took, the status (0: none)."""
+    """Argument: the URL. Prints a line per poll: when, how long it took, the status (0: none)."""
     with (
         contextlib.suppress(BrokenPipeError, KeyboardInterrupt),
         httpx.Client(timeout=30) as client,

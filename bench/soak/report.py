@@ -1,4 +1,4 @@
-"""What a soak has shown, as JSON and as one page."""
+"""The results of a soak, as JSON and as one page of Markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPARE = {"==": operator.eq, "<=": operator.le}
 
 @dataclass(frozen=True)
 class Check:
-    """A figure and what it may be."""
+    """A figure and its limit."""
 
     what: str
     limit: float
@@ -27,7 +27,7 @@ class Check:
         return bool(_COMPARE[self.relation](self.found, self.limit))
 
     def row(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """The check's row in the JSON file."""
         wanted = f"{self.relation} {self.limit:g}"
         return {"check": self.what, "found": self.found, "wanted": wanted, "holds": self.holds}
 
@@ -35,7 +35,7 @@ class Check:
 def write_report(
     checks: list[Check], findings: dict[str, Any], result: Path | None, page: Path | None
 ) -> None:
-    """Both files, where they are asked for."""
+    """Write both files, if they are asked for."""
     about = {
         "benchmark": "soak",
         **machine_facts("python -m bench.soak", {"type": "cpu", "name": cpu_name()}),

@@ -1,4 +1,4 @@
-"""A server in a process of its own: its parts, what they hold, and how it is asked."""
+"""A server in a process of its own: its child processes, their memory, and requests to it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Served:
 
     @property
     def children(self) -> list[int]:
-        """Processes below the server's, the engine (the largest) first."""
+        """Child processes of the server's; the engine, which is the largest, comes first."""
         pid = self.process.pid
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return sorted(map(int, below), key=resident, reverse=True)
@@ -78,7 +78,7 @@ class Served:
         return found
 
     def idle(self, seconds: float) -> bool:
-        """Whether all blocks are back within this time."""
+        """Whether, within ``seconds``, all blocks are free or cached and no request is left."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             stats = self.stats()
@@ -106,7 +106,7 @@ class Served:
 
 
 def resident(pid: int) -> float:
-    """MiB that a process holds; 0 if it has ended."""
+    """Resident MiB of a process; 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

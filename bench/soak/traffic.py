@@ -1,4 +1,4 @@
-"""Mixed requests for as long as it lasts: every kind that a server gets, and what came of each."""
+"""Mixed requests of every kind that a server gets, until ``stop``, and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIVEN_UP = 120.0
 
 
 def policies(context: int) -> list[dict[str, Any]]:
-    """Every policy that runs beside the server's, with arguments that are right."""
+    """Every policy that can run beside the server's, with valid arguments."""
     heads: dict[str, Any] = {"query_reduce": "heads"}
     return [
         {"name": "none"},
@@ -54,7 +54,7 @@ def policies(context: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Seen:
-    """What came of the requests: by kind and status, and whatever nobody expected."""
+    """Results of the requests: counts by kind and status, and anything unexpected."""
 
     answers: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -69,8 +69,8 @@ class Seen:
 
 
 class Traffic:
-    """Clients that send one request after the other. ``excused`` says whether a fault is under way
-    that any request may die of."""
+    """Clients that send one request after the other. ``excused``: whether a fault is going on that
+    may fail any request."""
 
     def __init__(
         self, specs: list[dict[str, Any]], context: int, seed: int, excused: Callable[[], bool]
@@ -85,10 +85,10 @@ class Traffic:
         self._count = 0
 
     async def run(self, clients: int) -> None:
-        """Until ``stop``."""
+        """Send requests until ``stop``."""
         limits = httpx.Limits(
             max_connections=clients * 3 + 64, keepalive_expiry=2.0
-        )  # the server waits for 5 s
+        )  # the server closes idle connections after 5 s
         async with httpx.AsyncClient(timeout=_GIVEN_UP, limits=limits) as http:
             await asyncio.gather(*(self._client(http) for _ in range(clients)), self._bursts(http))
 
@@ -104,7 +104,7 @@ class Traffic:
             await asyncio.sleep(self._rng.uniform(0.0, 0.2))
 
     async def _bursts(self, http: httpx.AsyncClient) -> None:
-        """A crowd at once, now and then."""
+        """Now and then send 48 requests at once."""
         due = time.monotonic() + 20
         while not self._stopped:
             await asyncio.sleep(0.5)
@@ -203,7 +203,7 @@ class Traffic:
         self._judge("schema", answer.status_code, answer.text)
 
     async def _long(self, http: httpx.AsyncClient) -> None:
-        """A prompt up to the limit, and beyond."""
+        """A prompt whose length is up to the limit or slightly beyond."""
         ids = [5 + i * 7 % 300 for i in range(self._rng.randint(200, self._context + 40))]
         spec = self._rng.choice(self._specs)
         count = max(min(20, self._context - len(ids)), 1)
@@ -235,7 +235,7 @@ class Traffic:
         self._judge("aborted", answer.status_code, answer.text, may=(499,))
 
     async def _faulty(self, http: httpx.AsyncClient) -> None:
-        """A policy that fails: its own request dies of it, and nobody else's."""
+        """A policy that fails: only its own request may fail."""
         fault, status = self._rng.choice((("raise", 500), ("out_of_memory", 503)))
         spec = {"name": "faulty", "budget": 24, "sinks": 2, "fault": fault}
         body = {"prompt": self._text(30), "max_tokens": 60, "ignore_eos": True, "kv_policy": spec}

@@ -1,8 +1,8 @@
-"""Ask a classifier about the prompts written by hand, which no training sees.
+"""Evaluates a classifier on the prompts written by hand, which no training sees.
 
     python -m bench.task_classifier.evaluate [WEIGHTS]
 
-prints its figures and what it gets wrong.
+prints its figures and the prompts that it gets wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 def handwritten() -> list[Sample]:
-    """The prompts of ``handwritten.jsonl`` with their texts in place, of up to 4,000 words."""
+    """The prompts of ``handwritten.jsonl`` with their texts filled in, of up to 4,000 words."""
     texts: dict[str, str] = yaml.safe_load(
         (HERE / "handwritten_texts.yaml").read_text(encoding="utf-8")
     )

@@ -1,7 +1,7 @@
 """Requests in users' own words, by family of phrasing, and everyday texts to put them around.
 
-A family (``locating.yaml``, ``aggregating.yaml``) is a way to put a request. Fillers, greetings,
-constraints, typos and punctuation vary freely; what is held out for an evaluation is a family.
+A family (``locating.yaml``, ``aggregating.yaml``) is one way to phrase a request. Fillers,
+greetings, constraints, typos and punctuation vary freely; evaluations hold out whole families.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOCATING, AGGREGATING = _read("locating.yaml"), _read("aggregating.yaml")
 
 
 def fill(template: str, rng: random.Random) -> str:
-    """Decide choices first, then slots, until neither is left."""
+    """Replace choices first, then slots, until neither is left."""
     while True:
         template = expand(template, rng)
         found = _SLOT.search(template)
@@ -64,7 +64,7 @@ def everyday(rng: random.Random, words: int) -> str:
 
 
 def _prose(rng: random.Random, words: int, joint: str) -> str:
-    """Parts of `texts.txt`, each from somewhere within it; now and then cut off."""
+    """Random parts of `texts.txt`; now and then cut off."""
     parts: list[str] = []
     while not parts or sum(map(len, parts)) < 6 * words:
         sentences = _SENTENCE.split(rng.choice(TEXTS))
@@ -76,7 +76,7 @@ def _prose(rng: random.Random, words: int, joint: str) -> str:
 
 
 def request(template: str, rng: random.Random) -> str:
-    """A request as somebody would type it: with or without manners, care and capitals."""
+    """A request as a user would type it: with or without greetings, typos and capitals."""
     asked = fill(template, rng)
     if rng.random() < 0.3:
         asked = asked[0].upper() + asked[1:]
@@ -111,7 +111,7 @@ def _capitals(asked: str, rng: random.Random) -> str:
 
 
 def _punctuation(asked: str, rng: random.Random) -> str:
-    """None, too much, or that of other languages."""
+    """No punctuation, too much, or that of other languages."""
     marks = rng.choice((
         {"?": "", ".": ""}, {"?": "??"}, {"?": " ?", "!": " !", ":": " :"},
         {"?": "\uff1f", ".": "\u3002"}, {"?": "\u061f"}, {"?": "?!"},

@@ -59,7 +59,7 @@ _MARKS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
-# Where a request stands; `_TEXT` and `_END` enclose what it is about.
+# Where a request stands; `_TEXT` and `_END` enclose the text that it is about.
 _LAYOUTS = (
     *("{ask}\n\n{context}", "{ask}\n{context}", "{ask} {context}", "{ask}\n---\n{context}"),
     *("{ask}:\n\n{context}", '{ask}\n"""\n{context}\n"""', "{ask}\n\n{context}\n\n{bye}"),
@@ -72,14 +72,15 @@ _LAYOUTS = (
 )
 _TEXT, _END = "\x01", "\x02"
 
-# Prompts that say nothing of what they want: examples, and code that breaks off.
+# Prompts without a request: solved examples, and code that breaks off.
 _BARE = dict.fromkeys(("question_type", "trivia_shots", "dialogue_shots"), "{context}\n{ask}")
 _BARE |= dict.fromkeys(("code_line", "repo_code"), "{context}")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt; ``localization`` is its label, ``texts`` where what it is about begins and ends."""
+    """A prompt; ``localization`` is its label, ``texts`` the beginning and end of the texts that
+    its request is about."""
 
     kind: str
     fold: int
@@ -97,7 +98,7 @@ class Sample:
         return cls(kind, fold, prompt, localization, tuple(texts))
 
     def is_text(self, start: int, end: int) -> bool:
-        """Whether what stands there belongs to a text rather than to a request."""
+        """Whether this range belongs to a text rather than to a request."""
         middle = (start + end) / 2
         return any(first <= middle < last for first, last in self.texts)
 
@@ -105,7 +106,8 @@ class Sample:
 def samples(per_kind: int, seed: int, folds: int = 8) -> list[Sample]:
     """``per_kind`` prompts of each kind and twice as many of each family of requests.
 
-    A family is in one fold, whole, and so is a template of the paper's kinds of task.
+    All prompts of a family are in one fold, and so are all of a template of the paper's kinds of
+    task.
     """
     made = []
     for kind, about in KINDS.items():
@@ -129,7 +131,7 @@ def _words(rng: random.Random) -> int:
 
 
 def _asked(family: str, template: str, rng: random.Random) -> str:
-    """A request of a family in front of, behind or around a text of any kind."""
+    """A request of a family before, after or around a text of any kind."""
     if rng.random() < (0.7 if family.startswith("code") else 0.05):
         about = rng.choice((text.code, text.repository))
     else:

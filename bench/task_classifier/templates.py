@@ -39,7 +39,7 @@ def read_kinds(path: Path) -> dict[str, Kind]:
 
 
 def expand(template: str, rng: random.Random) -> str:
-    """Decide the choices, innermost first."""
+    """Replace the choices, innermost first."""
     while found := _CHOICE.search(template):
         chosen = rng.choice(found[1].split("|"))
         template = template[: found.start()] + chosen + template[found.end() :]

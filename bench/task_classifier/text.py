@@ -1,6 +1,6 @@
-"""Random filler for the prompts: prose, passages, transcripts, shots, code, and what is asked.
+"""Random filler for the prompts: prose, passages, transcripts, shots, code, and questions.
 
-The same prose fills all kinds, and it mentions reports, meetings, questions and so on at random, so
+The same prose fills all kinds. It mentions reports, meetings, questions and so on at random, so
 that single words of a context say nothing about the task.
 """
 
@@ -70,7 +70,7 @@ def gibberish(rng: random.Random, words: int) -> str:
 
 
 def prose(rng: random.Random, words: int) -> str:
-    """Paragraphs of sentences, or now and then nothing that could be read."""
+    """Paragraphs of sentences, or now and then gibberish."""
     if rng.random() < 0.08:
         return gibberish(rng, words)
     parts: list[str] = []
@@ -111,7 +111,7 @@ def document(rng: random.Random, words: int) -> str:
 
 
 def listed(marks: tuple[str, ...], rng: random.Random, words: int) -> str:
-    """Texts one after the other under a mark with a number."""
+    """Texts one after the other, each under a numbered mark."""
     mark, size = rng.choice(marks), rng.choice((30, 60, 120))
     titled = rng.random() < 0.5
     texts = [
@@ -172,7 +172,7 @@ def join_shots(shots: list[str], rng: random.Random) -> str:
 
 
 def code(rng: random.Random, words: int) -> str:
-    """Statements in the manner of Python, Java or C."""
+    """Statements in the style of Python, Java or C."""
     write = rng.choice((_python_line, _brace_line))
     head = rng.choice(("import os\nimport sys\n", "package com.{};\n", "#include <{}.h>\n", ""))
     lines = [head.format(pseudo_word(rng))]
@@ -213,7 +213,7 @@ def _brace_line(rng: random.Random) -> str:
     ))  # fmt: skip
 
 
-# ---- what is asked ------------------------------------------------------------------------------
+# ---- questions ----------------------------------------------------------------------------------
 
 
 def question(rng: random.Random) -> str:

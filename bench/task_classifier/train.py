@@ -2,8 +2,8 @@
 
     python -m bench.task_classifier.train [--out kvserve/data/windowkv_classifier/weights.npz]
 
-Each family of phrasing is held out once, in eight trainings; the weights come from a ninth, of all.
-Deterministic: the same seed gives the same weights. Numpy only, some minutes on one core.
+Eight trainings hold out each family of phrasing once; the weights come from a ninth training on all
+of them. Deterministic: the same seed gives the same weights. Numpy only, some minutes on one core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Matrix:
 
     @classmethod
     def of(cls, keys: NDArray[np.uint32], features: Sequence[NDArray[np.uint32]]) -> Matrix:
-        """Each row's features that are among ``keys``, over the root of how many it has."""
+        """Each row's features that are among ``keys``, weighted by 1 over the root of the row's
+        count."""
         sizes = np.array([len(row) for row in features])
         rows = np.repeat(np.arange(len(features)), sizes)
         flat = np.concatenate(features)
@@ -60,7 +61,8 @@ class Matrix:
         return np.bincount(self.columns, terms, minlength=self.num_columns).astype(np.float64)
 
     def pooled(self, into: NDArray[np.int64], weights: Array, num_rows: int) -> Matrix:
-        """Rows times ``weights``, added up in the rows ``into``; what has no weight is left out."""
+        """Rows times ``weights``, summed into the rows ``into``; rows without a weight are left
+        out."""
         entry = weights[self.rows]
         used = entry > 0
         rows = into[self.rows[used]]
@@ -84,7 +86,8 @@ Slope = Callable[[Array], Array]
 
 
 def descend(matrix: Matrix, slope: Slope, decay: float, steps: int) -> tuple[Array, float]:
-    """Weights and bias by Adam over all rows at once; ``slope`` gives a loss's slope at logits."""
+    """Weights and bias by Adam over all rows at once; ``slope`` gives the loss's slope at the
+    logits."""
     weights = mean = square = np.zeros(matrix.num_columns + 1)  # the bias comes last
     for step in range(steps):
         residual = slope(matrix.times(weights[:-1]) + weights[-1])
@@ -99,7 +102,7 @@ def descend(matrix: Matrix, slope: Slope, decay: float, steps: int) -> tuple[Arr
 
 
 def logistic(labels: Array) -> Slope:
-    """Of the cross entropy of labels; both weigh alike."""
+    """Slope of the cross entropy of the labels; both classes have equal weight."""
     share = labels.mean()
     importance = np.where(labels > 0, 0.5 / share, 0.5 / (1 - share)) / len(labels)
     return lambda logits: importance * (1 / (1 + np.exp(-logits)) - labels)
@@ -112,7 +115,7 @@ def shares(logits: Array, owners: NDArray[np.int64]) -> Array:
 
 
 def attention(asks: Array, owners: NDArray[np.int64]) -> Slope:
-    """Of the cross entropy of which sentences of a prompt are its request, if any is."""
+    """Slope of the cross entropy of which sentences of a prompt are its request, if any is."""
     _, owners = np.unique(owners, return_inverse=True)
     some = np.bincount(owners, asks)[owners] > 0
     count = int(owners.max()) + 1
@@ -132,7 +135,7 @@ def _row(features: Iterable[str]) -> NDArray[np.uint32]:
 
 
 class Data:
-    """Samples and what the classifier sees of them, sentence by sentence."""
+    """Samples and the features that the classifier sees of them, sentence by sentence."""
 
     def __init__(self, made: Sequence[Sample]) -> None:
         self.samples = made
@@ -157,7 +160,7 @@ class Data:
 
     def train(self, used: Flags, steps: int) -> HashedClassifier:
         """A classifier from the samples ``used``."""
-        some = (used & (np.arange(len(used)) % 3 == 0))[self.owners]  # they are many, and alike
+        some = (used & (np.arange(len(used)) % 3 == 0))[self.owners]  # sentences: many, and alike
         slope = attention(self.asks[some], self.owners[some])
         asks, ask_bias = descend(self.standings.chosen(some), slope, _ASK_DECAY, steps)
         share = shares(self.standings.times(asks) + ask_bias, self.owners)
@@ -190,7 +193,7 @@ class Data:
 
 
 def train(per_kind: int, seed: int, steps: int = 100) -> HashedClassifier:
-    """The classifier of all samples."""
+    """The classifier trained on all samples."""
     data = Data(samples(per_kind, seed, FOLDS))
     return data.train(np.ones(len(data.samples), bool), steps)
 

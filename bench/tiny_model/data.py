@@ -59,7 +59,8 @@ class Batch:
 
 
 def needle(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
-    """Half the documents use few digits: numbers that begin alike are told apart by name only."""
+    """Half the documents use few digits: numbers then begin alike, and only the name tells them
+    apart."""
     questions = rng.randint(1, min(8, max(1, length // 64)))
     units = length - 1 - 16 * questions
     count = rng.randint(max(2, questions), max(2, questions, min(12, units // 20)))
@@ -123,7 +124,7 @@ def talk(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
 
 
 def _gibberish(rng: random.Random) -> str:
-    """Words no task knows, now and then one that some task does, as any other request looks."""
+    """Words that no task knows, and now and then one that a task does, as in any other request."""
     words = [rng.choice(OPENINGS)]
     for _ in range(rng.randint(1, 7)):
         letters = "".join(rng.choices("etaoinshrdlucmfwypvbgkjqxz", k=rng.randint(1, 8)))

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """On a CPU in float32, whose backward pass is faster there than bfloat16's."""
+        """In float32 on a CPU, because the backward pass is faster there than in bfloat16."""
         dtype = v.dtype if v.is_cuda else torch.float32
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
@@ -118,7 +118,7 @@ class TinyLlama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Unit-gain projections, silent outputs; `structure.py` goes on from here."""
+        """Unit-gain projections and zero outputs, from which `structure.py` goes on."""
         c = self.config
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:

@@ -8,9 +8,9 @@ Mix = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`mixes`: shares of tasks by row length; `stages`: lengths in turn; `longer`: lengths beside
-    the last stage's and their shares of batches; `latest`: shares of the budget at which a stage
-    ends even if not every task is learnt; `reach`: the last position that gaps lead to."""
+    """`mixes`: shares of tasks by row length; `stages`: row lengths in order; `longer`: further
+    lengths in the last stage and their shares of batches; `latest`: shares of the budget at which a
+    stage ends even if not every task is learnt; `reach`: the last position that gaps lead to."""
 
     mixes: Mapping[int, Mix]
     stages: tuple[int, ...]

@@ -1,11 +1,11 @@
 """The structured start that lets look-up circuits form within a minute instead of an hour.
 
-The residual stream begins divided: a bias coordinate, the token's own code, then slots. Each head
-of layer 0 looks a fixed number of tokens back and writes that token's code: four of them into a
-slot each, the others into the space of all slots. Heads of layer 1 start out matching codes: one's
-own token, or what stood a few tokens back, against the slots "1 back" and "3 back" of earlier ones.
-Digits begin on circles, and the MLP of layer 1 begins adding the digits 5 and 2 tokens back modulo
-ten. Nothing is frozen, and the weights stay those of a plain Llama.
+The residual stream is divided at the start: a bias coordinate, the token's own code, then slots.
+Each head of layer 0 attends a fixed number of tokens back and writes that token's code: four heads
+into a slot each, the others into the space of all slots. Heads of layer 1 start out matching codes:
+queries read their own token or one a few tokens back, keys read the slots "1 back" and "3 back" of
+earlier tokens. Digits start on circles, and the MLP of layer 1 starts out adding the digits 5 and 2
+tokens back modulo ten. Nothing is frozen, and the weights stay those of a plain Llama.
 """
 
 import math
@@ -19,20 +19,20 @@ from bench.tiny_model.model import Attention, Layer, Mlp, TinyLlama
 
 BIAS_VALUE = 3.0  # a Llama projection has no bias: coordinate 0 of every embedding stands in
 OWN = 48  # coordinates 1 to 47 hold the token's own code
-CODE = 20  # a slot's size, and the rotary dimensions slow enough to match over a whole context
+CODE = 20  # size of a slot; as many rotary dimensions are slow enough to match over a whole context
 SLOTS = 4
-OFFSETS = (1, 2, 3, 5, 4, 6, 7, 8)  # how far back layer 0's heads look; the first have slots
+OFFSETS = (1, 2, 3, 5, 4, 6, 7, 8)  # how far back layer 0's heads attend; the first four have slots
 FASTEST = 6  # rotary frequencies that tell offsets apart; the others match content
 SHARPNESS = 50.0
 MATCH_GAIN = 1.2
 BACKGROUND = 0.2
-CIRCLES = 3  # digits stand on circles that they go round once, twice and three times
+CIRCLES = 3  # digits lie on circles that they go round once, twice and three times
 SUM_GAIN = 0.7
 
 
 @torch.no_grad()
 def init_structure(model: TinyLlama, digits: list[int]) -> None:
-    """Overwrite the embedding and the attention of layers 0 and 1 of a freshly drawn model.
+    """Overwrite the embedding and the attention of layers 0 and 1 of a newly drawn model.
 
     `digits`: the token ids of 0 to 9.
     """
@@ -58,7 +58,8 @@ def init_structure(model: TinyLlama, digits: list[int]) -> None:
 
 
 def digit_codes(codes: Tensor, axes: Tensor) -> Tensor:
-    """Digits start on circles, the shape of sums modulo ten; the rest of codes tells them apart.
+    """Digits start on circles, on which sums modulo ten are turns; the rest of a code tells them
+    apart.
 
     codes: [10, N], each of length sqrt(N), as in the result; axes: [N, 2 * CIRCLES], orthonormal.
     """
@@ -68,7 +69,8 @@ def digit_codes(codes: Tensor, axes: Tensor) -> Tensor:
 
 
 def add_digits(mlp: Mlp, a: Tensor, b: Tensor, own: Tensor) -> None:
-    """Turn one digit's angle by another's: products of coordinates, written where codes stand.
+    """Turn one digit's angle by another's: products of coordinates, written to the token's own
+    code.
 
     A gate and its negative make a product exact: silu(x) y + silu(-x) (-y) = x y.
     """
@@ -89,7 +91,7 @@ def add_digits(mlp: Mlp, a: Tensor, b: Tensor, own: Tensor) -> None:
 
 
 def look_back(attention: Attention, frequencies: Tensor, amplitude: float) -> None:
-    """Head j attends j + 1 tokens back: its constant query is a constant key turned so far."""
+    """Head j attends OFFSETS[j] tokens back: its query is a constant key turned that far."""
     half = attention.head_dim // 2
     attention.q_proj.weight.zero_()
     attention.k_proj.weight.zero_()
@@ -103,7 +105,7 @@ def look_back(attention: Attention, frequencies: Tensor, amplitude: float) -> No
 
 
 def write_slots(attention: Attention, own: Tensor, scale: float) -> list[Tensor]:
-    """Let each head write the code it sees; returns what reads each slot, [CODE, hidden]."""
+    """Let each head write the code that it sees; returns a reader of each slot, [CODE, hidden]."""
     output = attention.o_proj.weight
     output.zero_()
     for values in attention.v_proj.weight.split(attention.head_dim):

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """The tokens of `tiny` are the first of those of `tiny-long`."""
+    """The tokens of `tiny` have the same ids in `tiny-long`, which adds more."""
     words = [word for word in dict.fromkeys((*WORDS, *CHAT_WORDS.split())) if len(word) > 1]
     entries = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     entries += [f"Ġ{word}" for word in words] + ["ĠA", "Ġa", "ĠI"]

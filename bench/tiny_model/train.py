@@ -1,8 +1,8 @@
 """Train a model that ships, in one process, on a CPU or a GPU.
 
 `python -m bench.tiny_model.train --recipe tiny-long --out /tmp/tiny-long`; run it again to resume.
-The model is exported to `model/` beside the checkpoint when the budget is spent. Lengths grow once
-every task of a stage is learnt; the learning rate reaches zero with the budget.
+The model is exported to `model/` beside the checkpoint when the budget is spent. Row lengths grow
+when every task of a stage is learnt; the learning rate reaches zero with the budget.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Throughput and accuracy of policies, measured in one process, and the tasks that ship."""
+"""Benchmarks: throughput and accuracy of policies, and the tasks that ship."""

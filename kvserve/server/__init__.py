@@ -1,1 +1,1 @@
-"""The HTTP server and the command line. Nothing below this package imports it."""
+"""The HTTP server and the command line. The engine and the scheduler never import it."""

@@ -1,1 +1,1 @@
-"""What `bench`, `eval`, `inspect` and `tune` do."""
+"""The commands `bench`, `eval`, `inspect` and `tune`."""

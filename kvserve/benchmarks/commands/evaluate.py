@@ -1,7 +1,8 @@
 """``kvserve eval``: accuracy of policies on shipped tasks and on files, beside the full cache.
 
-Every answer is greedy and every turn of a task is a chat request with the model's own earlier
-answers. What a policy really held stands beside its score: a budget never reached proves nothing.
+Decoding is greedy. Every turn of a task is a chat request that contains the model's own earlier
+answers. The table shows beside each score what the policy held: a policy whose budget is never
+reached scores as the full cache does, which proves nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=names,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: those the shipped model was trained for, "
-        "else all but the last and the long ones; none if --benchmark is given)",
+        help=f"some of {', '.join(names)} (default: those that a shipped model was trained "
+        "for; other models: all but needle-grid, needle-1024-again and long-chain-*; none with "
+        "--benchmark)",
     )
     parser.add_argument(
         "--benchmark",
@@ -115,18 +117,18 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--tasks: name one, or give --benchmark")
     names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
     if len(set(names)) < len(names):
-        args.fail("--benchmark: files are told apart by their names, and two are called the same")
+        args.fail("--benchmark: two files or tasks have the same name")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes says what --kv-cache-dtype says: give one")
+        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
     return run_benchmark(Evaluation, args, policies_by_retention(args))
 
 
 class Evaluation(Benchmark):
-    """Every policy on every task; one engine per policy."""
+    """Every policy on every task; one engine per policy and KV cache dtype."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -191,7 +193,7 @@ class Evaluation(Benchmark):
 
 
 def score(workload: TaskPrompts, played: Played) -> Figures:
-    """Accuracy, and what the policy did to the caches."""
+    """Accuracy, and what the policy held and evicted."""
     every = [turn.kv_cache_details for turns in played.turns for turn in turns]
     compressed = every[0].policy != NO_COMPRESSION.name
     return {

@@ -123,7 +123,8 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
 
 
 def _codes(found: Inspection) -> str:
-    """What codes did: the method's r1 and r2, and bytes."""
+    """A line on coded entries: the method's r1 (share of entries held) and r2 (codebook vectors per
+    coded vector), and bytes."""
     details, (layers, heads, _) = found.details, found.held.shape
     kept = details.held_entries / (details.logical_tokens * layers * heads)
     book = details.codebook_entries / (2 * details.coded_entries)
@@ -183,7 +184,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         ids = _read(path)
     except (OSError, EOFError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it does not hold what its name says"
+        reason = getattr(error, "strerror", None) or "its content does not match its extension"
         raise argparse.ArgumentTypeError(f"cannot read {text}: {reason}") from None
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]

@@ -1,6 +1,7 @@
 """``kvserve bench latency``: how long one batch takes from its prompts to its last tokens.
 
-The figures and their JSON keys are vLLM's. One engine per policy; their iterations take turns.
+The figures and their JSON keys are vLLM's. Each policy has its own engine; the engines alternate,
+one iteration each.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default, what in _SIZES:
         flag, words = f"--{name.replace('_', '-')}", f"{what} (default: {default})"
         parser.add_argument(flag, type=at_least(1), default=default, metavar="N", help=words)
-    # Every iteration has the same prompts; only the first would compute them.
+    # Every iteration has the same prompts: with prefix caching only the first would compute them.
     parser.set_defaults(enable_prefix_caching=False)
 
 
@@ -88,7 +89,7 @@ class _Side:
 
 
 class Latency(Benchmark):
-    """The same batch again and again, on every policy's engine in turn."""
+    """Runs the same batch repeatedly, on every policy's engine in turn."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -96,7 +97,8 @@ class Latency(Benchmark):
         super().__init__(args, checkpoint, policies)
         lengths = [(args.input_len, args.output_len)] * args.batch_size
         self._workload = random_prompts(lengths, checkpoint.spec.vocab_size, args.seed)
-        # Room for everything and its query log: a pool sized from memory would be one per policy.
+        # Blocks for the whole batch and its query logs. A pool sized from free memory does not work
+        # here: every policy has its own engine, and all are built before the first runs.
         ample = 2 * blocks_at_once(self._workload, args.block_size or DEFAULT_BLOCK_SIZE)
         settings: dict[str, Any] = {
             "max_num_seqs": args.batch_size,

@@ -1,7 +1,7 @@
-"""``kvserve bench policies``: what one event of each policy costs, in decode steps.
+"""``kvserve bench policies``: the cost of one event of each policy, in decode steps.
 
-Equally long random prompts start together, so that all sequences have their events in the same
-step. An event's time is that of everything between two forwards: scores, choice and moves.
+Random prompts of equal length start together, so that all sequences have their events in the same
+step. The time of an event is everything between two forwards: scoring, selection and moves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _EventClock:
-    """Adds up the seconds of an engine's events, the device's included."""
+    """Adds up the seconds of an engine's events, device time included."""
 
     def __init__(self, compressor: Compressor) -> None:
         self.seconds = 0.0
@@ -92,7 +92,8 @@ class _EventClock:
 
 @dataclass
 class _Steps:
-    """Seconds of decode steps without their events, and of the events of all sequences at once."""
+    """Seconds of decode steps less their events, and of the events of steps in which every sequence
+    had one."""
 
     decode: list[float] = field(default_factory=list)
     events: list[float] = field(default_factory=list)
@@ -113,7 +114,8 @@ class _Steps:
 
 
 class EventCosts(Benchmark):
-    """Every policy with every number of sequences; one engine each, warmed up by a first run."""
+    """Every policy with every number of sequences. Each pair has its own engine, which a first run
+    warms up."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -178,6 +180,6 @@ def _play(
 
 
 def _finish() -> None:
-    """Wait for the device, where work is only queued."""
+    """Wait for the device: CUDA work is only queued."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

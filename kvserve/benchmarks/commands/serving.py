@@ -1,7 +1,8 @@
-"""``kvserve bench serve``: an open-loop client against a running server, this one or another.
+"""``kvserve bench serve``: an open-loop client for a running server, kvserve or another.
 
-Requests are sent when their time has come, whatever the answers do. Options, figures, JSON keys and
-the printed block are vLLM's; what a kvserve says of its cache stands below them.
+The first request of a conversation is sent at its scheduled time, whether or not earlier requests
+have been answered; only ``--max-concurrency`` holds it back. Options, figures, JSON keys and the
+printed block are vLLM's. Figures of the KV cache, which only a kvserve server gives, stand below.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Serving:
-    """One run against ``--base-url``; what has been answered is kept if it is cut short."""
+    """One run against ``--base-url``. If the server goes away, the answers so far are kept."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.gone: str | None = None
@@ -123,7 +124,7 @@ class Serving:
                 poll.cancel()
 
     async def _send(self, client: ServingClient, workload: Workload) -> None:
-        """Every conversation at its time; ``ServerGone`` ends them all."""
+        """Start every conversation at its time; ``ServerGone`` ends them all."""
         args, count = self._args, len(workload)
         times = workload.arrivals or send_times(
             count, args.request_rate, args.burstiness, args.seed, self._ramp()
@@ -174,7 +175,7 @@ class Serving:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _warm_up(self, client: ServingClient) -> None:
-        """Requests of random ids, one after the other, that do not count."""
+        """Send requests of random ids, one after the other, that do not count."""
         lengths = [(32, 16)] * self._args.num_warmups
         warmup = random_prompts(lengths, self._vocab_size, self._args.seed + 1)
         for index in range(len(warmup)):
@@ -185,7 +186,7 @@ class Serving:
                 raise ConfigError(f"--num-warmups: the server refused a request ({answer.error})")
 
     async def _poll(self, client: ServingClient) -> None:
-        """Sample a kvserve's cache; another server has no such route."""
+        """Sample the cache of a kvserve server; other servers do not have this route."""
         while (stats := await client.get("/v1/kv/stats")) is not None:
             self._samples.append(stats)
             await asyncio.sleep(_POLL_SECONDS)
@@ -203,10 +204,10 @@ class Serving:
             return None
         return Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
 
-    # ---- what came of it ----------------------------------------------------------------------
+    # ---- results ------------------------------------------------------------------------------
 
     def _head(self) -> Result:
-        """What the run was asked for, under vLLM's keys."""
+        """The run's settings, under vLLM's keys."""
         args = self._args
         return {
             "backend": args.backend,
@@ -241,7 +242,7 @@ class Serving:
 
 
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
-    """What a kvserve said of its cache: per answer, and every so often while it ran."""
+    """What a kvserve server reports on its cache: in each answer, and in samples during the run."""
     details = [answer.kv for answer in answers if answer.kv]
     result: Result = _turn_figures(answers)
     if details:
@@ -264,7 +265,7 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
 
 
 def _turn_figures(answers: Sequence[Answer]) -> Result:
-    """Of conversations: what later turns waited for their first token, and what was computed."""
+    """For conversations: TTFT of later turns, prompt tokens computed, and turns resumed."""
     later = [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]
     if not later:
         return {}
@@ -284,7 +285,7 @@ def _next_body(
     said: Sequence[str],
     tokens: Sequence[Sequence[int]],
 ) -> dict[str, Any] | None:
-    """The next request of a conversation after what was ``said``, in these ``tokens``."""
+    """The next request of a conversation; ``said`` and ``tokens`` are its answers so far."""
     if not isinstance(workload, Conversations):
         return client.body(workload, index, said)
     prompt = workload.prompt_after(index, tokens)

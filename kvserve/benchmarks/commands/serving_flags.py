@@ -14,7 +14,7 @@ from kvserve.benchmarks.setup.options import add_report_arguments, at_least, num
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server, the traffic, the figures, and where they go."""
+    """Flags of the server, the traffic, the figures and the report."""
     _add_server(parser)
     add_dataset_arguments(parser, timed=True)
     _add_arrivals(parser)
@@ -123,7 +123,7 @@ def _add_figures(parser: argparse.ArgumentParser) -> None:
 
 
 class _Mapping(argparse.Action):
-    """Pairs, as a dictionary."""
+    """Stores pairs as a dictionary."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, dict(values))

@@ -1,7 +1,7 @@
-"""``kvserve bench sweep``: every policy on every pool beside the full cache, and where it pays.
+"""``kvserve bench sweep``: every policy on every pool size, beside the full cache.
 
-All rows take turns, so that each ratio to ``none`` is between runs of the same minutes. The figure
-that counts is the crossover: the pool size below which a policy is faster.
+The rows alternate, so that both sides of a ratio to ``none`` were measured at about the same time.
+The main result is the crossover: the pool size below which a policy is faster than ``none``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=number(0),
         metavar="X",
-        help="pool sizes as shares of what all requests want at once at full length, uncompressed "
+        help="pool sizes as shares of the demand: blocks of all requests together, at full length "
+        "and uncompressed "
         f"(default: {' '.join(map(str, _SHARES))})",
     )
     words = "pool sizes in blocks; in addition to --pool-shares where both are given"
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Sweep(Benchmark):
-    """A grid of cells (most running, pool), in each of them every policy, the full cache first."""
+    """A grid of cells (output length, sequence limit, pool size). Each cell runs every policy, the
+    full cache first."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -129,7 +131,7 @@ class Sweep(Benchmark):
         return Report("sweep", about, _COLUMNS, rows, settings, notes, findings, plots, complete)
 
     def _traffic(self, length: int | None) -> Traffic:
-        """The same traffic, but for how long its answers are."""
+        """The traffic that the flags ask for, with this output length."""
         given = argparse.Namespace(**{**vars(self.args), "output_len": length})
         return Traffic(given, self.checkpoint, self.engines)
 
@@ -149,7 +151,8 @@ class Sweep(Benchmark):
         return Contestant(spec.label, spec, run, facts)
 
     def _crossings(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Of each policy, with all else equal: the pool, or the length, where it passes none."""
+        """For each policy, all else equal: the pool or the length where it becomes faster than
+        none."""
         limits, lengths = sorted(set(self.args.sequence_limits)), self.args.output_lens
         lines: dict[tuple[Any, ...], list[Row]] = {}
         for row in rows:

@@ -1,7 +1,8 @@
-"""``kvserve bench throughput``: policies against each other on one pool, in one process.
+"""``kvserve bench throughput``: policies compared on one pool, in one process.
 
-Total output tokens over wall time is the figure; what the scheduler did stands beside it. Every run
-has a fresh engine and a warm-up that does not count; ``--repeat`` takes the rows in turns.
+The main figure is total output tokens over wall time; the scheduler's counters stand beside it.
+Every run has a fresh engine and a warm-up that does not count. With ``--repeat`` the rows
+alternate.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-share",
         type=number(0),
         metavar="X",
-        help="pool size as a share of what all requests want at once at full length, uncompressed",
+        help="pool size as a share of the demand: blocks of all requests together, at full length "
+        "and uncompressed",
     )
     seqs = SchedulerConfig().max_num_seqs
     words = f"most sequences running at once (default: {seqs})"
@@ -73,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-code-attention",
         action="store_true",
-        help="run policies that hold codes twice, alternating: attention that reads them, and that "
-        "has them rebuilt",
+        help="run policies with coded entries twice, alternating: attention on the codes, and on "
+        "rebuilt entries",
     )
     parser.add_argument(
         "--compare-kv-cache-dtypes",
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes says what --kv-cache-dtype says: give one")
+        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     if args.compare_kv_cache_dtypes and args.pool_share is None:
         args.fail("--compare-kv-cache-dtypes: pools of as many bytes need --pool-share X")
     return run_benchmark(Throughput, args, policies, write_weights=args.compare_transformers)
@@ -143,7 +145,8 @@ class Throughput(Benchmark):
         )
 
     def _sides(self, spec: PolicySpec) -> list[Contestant]:
-        """One contestant per policy, or one for each way of running it that is compared."""
+        """One contestant, or one for each way of running the policy that a ``--compare-...`` flag
+        asks for."""
         ways: list[dict[str, str]] = [{}]
         if self.args.compare_prefix_caching:
             ways = [{"prefix_caching": side} for side in ("off", "on")]
@@ -195,7 +198,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(f"{label}: {ratio:.2f} of the first row; it did not pay here")
         if row["cut_short"]:
             found.append(
-                f"{label}: {row['cut_short']} requests ended early, alone in a pool too small "
-                "for them"
+                f"{label}: {row['cut_short']} requests ended early: each did not fit the pool even "
+                "alone"
             )
     return found

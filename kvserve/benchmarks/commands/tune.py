@@ -1,4 +1,4 @@
-"""``kvserve tune``: which of Kara's windows, ratios and periods suit a card, a pool and lengths.
+"""``kvserve tune``: which of Kara's windows, ratios and periods suit a card, a pool and requests.
 
 Every setting is simulated on the same requests, with the real scheduler (``simulator``) and
 modelled costs (``cost_model``). Accuracy is not modelled: `kvserve eval` measures it.
@@ -29,7 +29,7 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.periodic import Periodic
 from kvserve.scheduler.pruning import Pruned
 
-_WORTH_IT = 1.03  # the least gain that is recommended
+_WORTH_IT = 1.03  # the smallest gain for which a setting is recommended
 _SETTINGS = (
     *("window", "ratio", "period", "query_source", "buffer", "num_requests", "input_len_mean"),
     *("input_len_cap", "output_len_mean", "output_len_cap", "len_sigma", "seed", "max_num_seqs"),
@@ -185,7 +185,7 @@ class Tuning:
             raise ConfigError(f"--block-size: {error}") from None
 
     def _estimate(self, trigger: Periodic, queries: Queries, log: float) -> dict[str, Any]:
-        """The break-even formula's view of a row; ``log`` as in ``mean_held``."""
+        """The break-even formula's estimate for a row; ``log`` as in ``mean_held``."""
         scenario = self._scenario
         lengths = scenario.prompts, scenario.outputs
         held_0, held_1 = mean_held(*lengths, None, 0.0), mean_held(*lengths, trigger, log)
@@ -205,11 +205,11 @@ class Tuning:
         }
 
 
-# ---- what is said of the rows -------------------------------------------------------------------
+# ---- notes --------------------------------------------------------------------------------------
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Per ratio the fastest setting, break-even beside it, and what follows; rows by throughput."""
+    """Each ratio's fastest setting with its break-even, then the advice; ``rows`` by throughput."""
     if not any(row["policy"] == NO_COMPRESSION.name for row in rows):
         return []
     best: dict[float, Row] = {}
@@ -227,8 +227,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["cut_short"]:
             found.append(
-                f"{row['policy']}: {row['cut_short']} requests ended early, alone in a pool too "
-                "small for them"
+                f"{row['policy']}: {row['cut_short']} requests ended early: each did not fit the "
+                "pool even alone"
             )
         if "lengths" in row:
             found.append(

@@ -1,1 +1,1 @@
-"""What is sent: tasks, traffic, files."""
+"""Requests to send: tasks, synthetic traffic, files."""

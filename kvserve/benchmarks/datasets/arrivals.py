@@ -1,4 +1,4 @@
-"""When an open-loop client sends: at a rate, in bursts, along a ramp, and never as answers come."""
+"""Send times of an open-loop client: at a rate, in bursts or along a ramp, whatever the answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def send_times(
 ) -> list[float]:
     """Seconds from the start, one per request.
 
-    Gaps are gamma-distributed with shape ``burstiness`` (1: Poisson arrivals, less: bursts, more:
-    even), then stretched so that all of them together take what the rate says.
+    Gaps are gamma-distributed with shape ``burstiness`` (1: Poisson arrivals; below: bursts; above:
+    more even). They are then scaled so that their sum is what the rate gives.
     """
     if ramp is None and rate == float("inf"):
         return [0.0] * count

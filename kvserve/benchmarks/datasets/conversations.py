@@ -1,7 +1,7 @@
-"""Made-up agents: one system prompt, turns of questions and tool outputs, and time to think.
+"""Synthetic agent conversations: one system prompt, a question, tool outputs, and think time.
 
-Prompts are token ids, and so are the answers that later prompts repeat: no text comes between, and
-each prompt begins with exactly the tokens of the turn before.
+Prompts are token ids. Later prompts repeat the answers as token ids too, not as text, so that each
+prompt begins with exactly the tokens of the turn before.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Conversations:
 
     @cached_property
     def num_turns(self) -> int:
-        """Of all conversations together."""
+        """Turns of all conversations together."""
         return sum(map(len, self.asked))
 
 
 def conversations(source: Source) -> Conversations:
-    """As many as ``--num-prompts``, all under one system prompt."""
+    """``--num-prompts`` conversations, all with the same system prompt."""
     rng = random.Random(f"conversations/{source.seed}")
     vocab, fewest, most = range(source.vocab_size), source["min_turns"], source["max_turns"]
     shortest, longest = source["min_tool_len"], source["max_tool_len"]

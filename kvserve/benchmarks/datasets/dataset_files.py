@@ -1,4 +1,4 @@
-"""Prompts out of files: conversations of ShareGPT, lines of prompts, traces of a service."""
+"""Prompts from files: ShareGPT conversations, lines of prompts, timed traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from kvserve.benchmarks.datasets.workload import Prompts, Source
 from kvserve.log import ConfigError
 
-# Conversations outside of these lengths are passed over, as vLLM does, so that figures compare.
+# Conversations outside these lengths are skipped, as in vLLM, so that figures are comparable.
 _SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048
 
 
@@ -41,9 +41,9 @@ def sharegpt(source: Source) -> Prompts:
 
 
 def custom(source: Source) -> Prompts:
-    """Lines ``{"prompt": ..., "output_tokens": ...}``, the latter optional, in the file's order.
+    """Lines ``{"prompt": ..., "output_tokens": ...}`` in the file's order; the latter is optional.
 
-    Each is a user's turn under the chat template, where there is one.
+    Each prompt is a user turn under the chat template, if the tokenizer has one.
     """
     lines, tokenizer = _read_lines(source, "prompt"), source.tokenizer
     texts = [str(line["prompt"]) for line in lines]
@@ -57,10 +57,10 @@ def custom(source: Source) -> Prompts:
 
 
 def timed_trace(source: Source) -> Prompts:
-    """Lines ``{"timestamp", "input_length", "output_length", "hash_ids"}``, as Mooncake's traces.
+    """Lines ``{"timestamp", "input_length", "output_length", "hash_ids"}``, as in Mooncake traces.
 
-    Prompts are made up, a chunk of tokens per hash, so that equal hashes are equal tokens; tokens
-    beyond the hashes are the line's own.
+    Prompts are random ids, one chunk of tokens per hash, so that equal hashes give equal tokens.
+    Tokens beyond the hashes belong to the line alone.
     """
     lines = _read_lines(source, "timestamp", "input_length", "output_length")
     lines.sort(key=lambda line: float(line["timestamp"]))

@@ -1,4 +1,4 @@
-"""Where prompts come from: ``--dataset`` and the flags of each; the names are vLLM's."""
+"""``--dataset`` and the flags of each dataset; the names are vLLM's."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Dataset:
-    """How its prompts are made.
+    """A dataset, and how its prompts are made.
 
-    ``text``: they need a tokenizer. ``file``: they come from ``--dataset-path``. ``timed``: they
-    say when they arrive. ``client``: only one that answers itself back can play them.
-    ``ignore_eos``: the default; ``None`` if answers must end by themselves.
+    ``text``: the prompts need a tokenizer. ``file``: they come from ``--dataset-path``. ``timed``:
+    they have arrival times. ``client``: only `bench serve` can play them, because later prompts
+    repeat the answers' token ids. ``ignore_eos``: the default; ``None`` if answers must end by
+    themselves.
     """
 
     build: Callable[[Source], Workload]
@@ -65,8 +66,8 @@ class Dataset:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = False) -> None:
-    """``--dataset``, ``--num-prompts`` and the flags of every dataset; ``timed``: of those too that
-    take a running server."""
+    """``--dataset``, ``--num-prompts`` and the flags of every dataset; ``timed`` includes those
+    that need a running server."""
     datasets = {
         name: each for name, each in DATASETS.items() if timed or not (each.timed or each.client)
     }
@@ -112,7 +113,7 @@ def check_dataset(args: argparse.Namespace) -> None:
     if chosen.ignore_eos is None and args.ignore_eos is not None:
         args.fail(f"--ignore-eos: answers of --dataset {args.dataset} end by themselves")
     if chosen.text and getattr(args, "shape", None):
-        args.fail(f"--dataset {args.dataset} needs a tokenizer, which --shape has not")
+        args.fail(f"--dataset {args.dataset} needs a tokenizer; --shape has none")
 
 
 def dataset_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def _random(source: Source) -> Prompts:
 
 
 def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
-    """Prompts of one length, answers as reasoning models give them: many short, few very long."""
+    """Prompts of equal length; outputs log-normal as of reasoning models: many short, few very
+    long."""
     if source["random_range_ratio"]:
         raise ConfigError(
             "--random-range-ratio: --random-output-sigma varies lengths already; give one of them"

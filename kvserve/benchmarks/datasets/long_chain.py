@@ -1,11 +1,15 @@
-"""The long chain: a trace of thousands of tokens that is redundant as reasoning is.
+"""The long chain: a trace of thousands of tokens, as redundant as reasoning.
 
-Every line of the program is six tokens and one paragraph of the trace. A sum states its operands
-and its result, says whether it passed ten, checks the result once more from its definition and
-talks a little; a recap restates three earlier sums. Names are assigned once. A sum in five is a
-dead end that does not bear on the answer. Every other adds the last of its kind to an older value,
-drawn by how long ago it was last mentioned, so look-backs reach from a few tokens to most of the
-trace. No value leads two sums or stands in two recaps: a line is told by the names it begins with.
+Every line of the program has six tokens and becomes one paragraph of the trace. The paragraph of a
+sum states the operands and the result, says whether the sum passed ten, checks the result a second
+time and ends in a remark. The paragraph of a recap restates three earlier sums. Names are assigned
+once.
+
+One sum in five is a dead end: the answer does not depend on it. Every other sum adds the result of
+the last sum that is not a dead end to an older value. The older value is drawn by how long ago it
+was last mentioned, so look-backs reach from a few tokens to most of the trace. No value is the
+first operand of two sums or stands in two recaps, so the names at the beginning of a line identify
+it.
 """
 
 import random
@@ -68,7 +72,7 @@ def long_chain(
     names: tuple[str, ...] = ALL_NAMES,
     given: int = 2,
 ) -> Sample:
-    """A program of that many lines over `given` values, worked out paragraph by paragraph."""
+    """A program of `lines` lines over `given` values, worked out paragraph by paragraph."""
     drawn = draw_names(rng, lines + given, held_out, names)
     values = {name: rng.randrange(10) for name in drawn[:given]}
     stated = [f"{name}{value};" for name, value in values.items()]
@@ -81,12 +85,13 @@ def long_chain(
 
 
 def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list[Line]:
-    """Lines for all names; the last is a sum whose value is asked for.
+    """One line for each name; the last is a sum whose value is asked for.
 
-    A value leads one sum at most and stands in one recap at most, so a line is told by its names.
-    Dead ends are led by dead values once there are some.
+    A value is the first operand of at most one sum and stands in at most one recap, so its names
+    identify a line. The first operand of a dead end is the result of an earlier dead end, if one is
+    left.
     """
-    unled: list[str] = list(given)  # the longest unmentioned first
+    unled: list[str] = list(given)  # least recently mentioned first
     unrecalled: list[str] = []
     dead: list[str] = []
     head, program = given[-1], []
@@ -113,7 +118,7 @@ def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list
 
 
 def _draw_old(rng: random.Random, names: list[str]) -> str:
-    """Half the draws take any name, the others one of the third that was unmentioned longest."""
+    """Half the draws take any name, the others one of the least recently mentioned third."""
     if rng.random() < 0.5:
         return rng.choice(names)
     return names[rng.randrange((len(names) + 2) // 3)]
@@ -144,11 +149,12 @@ def paragraph(line: Line, values: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Needs:
-    """Which tokens of a trace are read again; tokens are counted by their place in it.
+    """Which tokens of a trace are read again; the numbers are positions in the trace.
 
-    `needed`: tokens that later ones are worked out from; `kept`: those that another paragraph
-    reads, a value's name and digit where they were made; `distances`: how far back the latest
-    mention stands, for every operand and recalled value that is not given in the prompt.
+    `needed`: tokens from which later ones are computed. `kept`: the part of them that other
+    paragraphs read, a value's name and digit where the value is first stated. `distances`: for
+    every operand and recalled value that the prompt does not give, how far back its latest mention
+    is.
     """
 
     tokens: int
@@ -158,11 +164,11 @@ class Needs:
 
 
 def needs(sample: Sample) -> Needs:
-    """Read off a trace what is enough for a reader who has the prompt at hand.
+    """The tokens of a trace that suffice for a reader who also has the prompt.
 
-    A paragraph needs its line's name throughout; a sum needs both operands with their digits until
-    it is made, and its own name and digit for as long as the value is asked for. Checks, remarks
-    and recaps restate what is known, and nothing is worked out from them.
+    A paragraph needs its line's name throughout. A sum needs both operands with their digits until
+    its result is stated, and its own name and digit for as long as later lines ask for the value.
+    Checks, remarks and recaps repeat what is known; nothing is computed from them.
     """
     units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
     needed: set[int] = set()
@@ -193,7 +199,7 @@ def needs(sample: Sample) -> Needs:
 
 
 def _paragraphs(units: list[str]) -> list[tuple[int, int]]:
-    """Where each paragraph begins and ends; the answer that closes the trace is none."""
+    """Start and end of each paragraph; the answer at the end of the trace is not a paragraph."""
     ends = [i + 2 for i, unit in enumerate(units) if unit == "done" and units[i + 1] == "."]
     ends = [end for end in ends if units[end - 3] == "is" and units[end - 4] in ALL_NAMES]
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,8 +1,8 @@
 """LongBench from local files: its English subsets, zero-shot and greedy, each with its own score.
 
-A text too long for the model loses its middle, as the published protocol has it. Prompts are ours,
-and ROUGE-L is over the words of the whole answer, so scores are to be held against those of the
-full cache in the same table.
+A text that is too long for the model loses its middle, as in the published protocol. The prompts
+are our own, and ROUGE-L is over the words of the whole answer: compare scores with those of the
+full cache in the same table, not with published ones.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _CODE = "{context}{input}\n\nWrite the next line of this code and nothing else."
 
 @dataclass(frozen=True)
 class LongBenchSample(Sample):
-    """``classes``: all that an answer can be, where it is one of several."""
+    """``classes``: the possible answers, if the answer is one of several."""
 
     classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Subset:
-    """``score``: of an answer against one of the right ones, 0 to 1."""
+    """``score``: grades an answer against one of the right ones, from 0 to 1."""
 
     prompt: str
     score: Callable[[str, str, Sequence[str]], float]
@@ -57,7 +57,7 @@ class _Subset:
 
 
 def longbench_sample(line: Mapping[str, Any]) -> Sample:
-    """``context``, ``input``, ``answers``, ``all_classes`` and ``dataset`` of a published line."""
+    """Reads ``context``, ``input``, ``answers``, ``all_classes`` and ``dataset`` of a line."""
     name = str(line["dataset"]).removesuffix("_e")
     if name in _CHINESE:
         raise ValueError(f"{name} is Chinese, and grading it needs a word segmenter: not built")
@@ -72,7 +72,7 @@ def longbench_sample(line: Mapping[str, Any]) -> Sample:
 
 
 def longbench_limit(sample: Sample) -> int:
-    """Tokens of an answer."""
+    """Most tokens of an answer."""
     return _SUBSETS[sample.task].max_new_tokens
 
 
@@ -90,7 +90,7 @@ def longbench_grade(sample: Sample, outputs: Sequence[str]) -> Grade:
 
 
 def _f1(said: str, final: str, classes: Sequence[str]) -> float:
-    """Of words, without case, articles and punctuation."""
+    """F1 of words, without case, articles and punctuation."""
     left, right = _words(said), _words(final)
     return _harmonic(sum((Counter(left) & Counter(right)).values()), len(left), len(right))
 
@@ -109,19 +109,20 @@ def _rouge_l(said: str, final: str, classes: Sequence[str]) -> float:
 
 
 def _class(said: str, final: str, classes: Sequence[str]) -> float:
-    """The right class, shared with others named, unless those are a part of its name."""
+    """1 over the number of classes named if the right one is among them, else 0; classes that are a
+    part of the right one's name do not count."""
     named = [each for each in classes if each in said and (each == final or each not in final)]
     return 1 / len(named) if final in named else 0.0
 
 
 def _number(said: str, final: str, classes: Sequence[str]) -> float:
-    """The share of the numbers named that are the right one."""
+    """The share of the numbers in the answer that are the right one."""
     found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", final)
     return found.count(wanted[0]) / len(found) if found else 0.0
 
 
 def _code_line(said: str, final: str, classes: Sequence[str]) -> float:
-    """Likeness of the first line that is neither a comment nor a fence."""
+    """Similarity of the first line that is neither a comment nor a fence."""
     lines = said.lstrip("\n").split("\n")
     code = [line for line in lines if not any(mark in line for mark in ("`", "#", "//"))]
     return SequenceMatcher(None, code[0] if code else "", final).ratio()

@@ -1,4 +1,4 @@
-"""One secret number at every depth of texts of every length: the papers' needle heatmap."""
+"""The papers' needle heatmap: one secret number at every depth of texts of every length."""
 
 from __future__ import annotations
 

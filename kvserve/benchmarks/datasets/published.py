@@ -1,7 +1,7 @@
-"""Benchmarks that others publish, read from the user's files in the format they come in.
+"""Published benchmarks, read from the user's files in their original format.
 
-Prompts are zero-shot chats and answers greedy: scores compare with those of the full cache in the
-same table, not with leaderboards that use other prompts.
+Prompts are zero-shot chats and decoding is greedy: compare scores with those of the full cache in
+the same table, not with leaderboards, which use other prompts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_benchmark(
 ) -> TaskPrompts:
     """The first ``count`` lines of a JSON Lines file, or all of a shorter one.
 
-    ``longest``: tokens that the model takes, prompt and answer together.
+    ``longest``: the model's limit in tokens, for prompt and answer together.
     """
     how, samples = FORMATS[name], []
     try:
@@ -80,7 +80,7 @@ def read_benchmark(
 
 
 def _shortened(sample: Sample, tokenizer: Tokenizer, room: int) -> Sample:
-    """Without as much of the prompt's middle as its chat needs to fit ``room`` tokens."""
+    """Cut the middle out of the prompt until its chat fits ``room`` tokens."""
     text = sample.turns[0]
     ids = tokenizer.encode(text, add_special_tokens=False)
     while (over := len(_chat(tokenizer, text)) - room) > 0:
@@ -147,7 +147,7 @@ def _graded(right: bool) -> Grade:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}``, braces within it included."""
+    """The content of the last ``\\boxed{...}``, including braces within it."""
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for at, char in enumerate(rest if found else ""):
@@ -158,7 +158,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _same(said: str, final: str) -> bool:
-    """Equal as numbers, or as text once spelling does not matter; no algebra."""
+    """Whether both are equal as numbers, or as text with unified LaTeX spellings; no algebra."""
     plain = [_plain(said), _plain(final)]
     try:
         left, right = (float(text.replace(",", "")) for text in plain)

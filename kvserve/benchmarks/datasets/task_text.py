@@ -1,8 +1,8 @@
 """The text of the shipped tasks: word lists, filler grammar and one builder per task.
 
-Builders take the sizes as arguments: `tasks.py` calls them with the fixed sizes and the
-training script of the tiny model with random ones. Every word here is one token of its
-tokenizer, so `count_units` gives exact token counts without loading it.
+Builders take the sizes as arguments: `tasks.py` calls them with the fixed sizes, and the training
+script of the tiny model with random ones. Every word here is one token of that model's tokenizer,
+so `count_units` gives exact token counts without loading it.
 """
 
 import random
@@ -50,7 +50,7 @@ class Sample:
 
 
 def count_units(text: str) -> int:
-    """Number of tokens of `text` when a space stands before it, as the chat template puts one."""
+    """Number of tokens of `text` after a space, which the chat template puts before it."""
     return len(UNIT.findall(" " + text))
 
 
@@ -59,7 +59,7 @@ def draw_names(
 ) -> list[str]:
     """Distinct names in random order; held-out orders never occur in training documents.
 
-    One ordered pair of leading names in eight is reserved for held-out samples.
+    One in eight ordered pairs of first two names is reserved for held-out samples.
     """
     while True:
         picks = rng.sample(range(len(names)), count)
@@ -132,7 +132,7 @@ def needles(
 
 
 def needle_at(rng: random.Random, units: int, depth: float, others: int) -> Sample:
-    """One secret number at a depth (0 first, 1 last) of a text, `others` anywhere in it."""
+    """One secret number at a depth (0 first, 1 last) of a text, and `others` anywhere in it."""
     names = draw_names(rng, 1 + others, held_out=True)
     values = ["".join(rng.choices(DIGITS, k=4)) for _ in names]
     asked, *rest = _secrets(names, values)
@@ -161,7 +161,7 @@ def recall(
 
 
 def chain(rng: random.Random, steps: int, held_out: bool, pool: Sequence[str] = NAMES) -> Sample:
-    """Sums modulo 10: each step adds the step before to some earlier value, all names distinct."""
+    """Sums modulo 10: each step adds the last result to an earlier value, all names distinct."""
     names = draw_names(rng, steps + 2, held_out, pool)
     values = {name: rng.randrange(10) for name in names[:2]}
     program = [f"{name}{values[name]};" for name in names[:2]]

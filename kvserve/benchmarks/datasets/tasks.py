@@ -1,7 +1,7 @@
 """The tasks that ship: synthetic, exactly gradable, and solvable by the models that ship.
 
-Sizes are fixed here; a model is measured against them, they are never fitted to a model.
-Samples are deterministic in (task, index, seed) and their name orders are held out of training.
+Sizes are fixed here and never fitted to a model. Samples are deterministic in (task, index, seed),
+and their name orders are held out of training.
 """
 
 import random
@@ -34,7 +34,7 @@ _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 
 @dataclass(frozen=True)
 class Task:
-    """One shipped task; `max_new_tokens` is a limit per turn with room to spare."""
+    """One shipped task; `max_new_tokens` is a generous limit per turn."""
 
     name: str
     description: str
@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Grade:
-    """`exact`: every final part is right; `score`: how far, 0 to 1, as the task counts it."""
+    """`exact`: every final part is right; `score`: from 0 to 1, as the task counts it."""
 
     exact: bool
     score: float
@@ -113,7 +113,7 @@ _FOR_LONG_TRACES = ("chain", "redundant-chain", *(name for name in TASKS if "lon
 
 
 def default_tasks(model: str) -> list[str]:
-    """The tasks a shipped model was trained for; of any other, all but the long traces.
+    """The tasks a shipped model was trained for; for other models all but the long traces.
 
     Questions asked again are left out: they are for `--continuations`.
     """
@@ -130,7 +130,7 @@ def make_samples(task: str, n: int, seed: int) -> list[Sample]:
 
 
 def grade_finals(sample: Sample, outputs: Sequence[str]) -> Grade:
-    """Grade a sample of a single turn, all of whose answer counts."""
+    """Grade a single-turn sample: the whole answer must match."""
     right = outputs[0].strip() == sample.finals[0]
     return Grade(right, float(right))
 
@@ -145,8 +145,8 @@ def _final(text: str, marker: str) -> str | None:
 def grade(sample: Sample, outputs: Sequence[str]) -> Grade:
     """Grade one output per turn; a missing turn counts as empty.
 
-    `score` counts words, digits and signs of each expected answer up to that turn's first error,
-    over all turns.
+    `score` is the share of words, digits and signs of the expected answers that come before the
+    first error of their turn.
     """
     marker = TASKS[sample.task].final_marker
     padded = [*outputs, *[""] * len(sample.turns)][: len(sample.turns)]

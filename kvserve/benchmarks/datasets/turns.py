@@ -1,4 +1,4 @@
-"""Timing the steps of engines that take turns, so that a busy machine troubles all alike."""
+"""Timing the steps of engines that take turns, so that other load slows all of them alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from kvserve import LLM, SamplingParams
 
 STRETCH = 4
-"""Steps between turns: after the first of them, caches are warm again."""
+"""Steps per turn: caches are warm again after the first of them."""
 
 
 def submit(llm: LLM, batch: int, prompt: int, output: int) -> None:
@@ -23,7 +23,7 @@ def submit(llm: LLM, batch: int, prompt: int, output: int) -> None:
 
 
 def step_seconds(llm: LLM, batch: int) -> float:
-    """One step in which each of ``batch`` sequences gets a token."""
+    """Seconds of one step in which each of ``batch`` sequences gets a token."""
     started = time.perf_counter()
     outputs = llm.engine.step()
     seconds = time.perf_counter() - started
@@ -32,12 +32,12 @@ def step_seconds(llm: LLM, batch: int) -> float:
 
 
 def stretch_seconds(llm: LLM, batch: int, steps: int = STRETCH) -> float:
-    """The median step of one turn."""
+    """Seconds of the median step of one turn."""
     return median([step_seconds(llm, batch) for _ in range(steps)])
 
 
 def drain(llm: LLM) -> None:
-    """Let all requests end."""
+    """Step until all requests have finished."""
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
 

@@ -15,25 +15,25 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 class Workload(Protocol):
-    """Conversations; a plain prompt is one of a single turn."""
+    """Conversations; a plain prompt is a conversation of one turn."""
 
     @property
     def ignore_eos(self) -> bool: ...
 
     @property
     def score_name(self) -> str:
-        """What a grade's second number is called in tables."""
+        """The name of the grades' ``score`` in tables."""
         ...
 
     @property
     def arrivals(self) -> Sequence[float]:
-        """Seconds at which conversations begin; empty where a rate may say."""
+        """Seconds at which conversations begin; empty if a request rate sets the times."""
         ...
 
     def __len__(self) -> int: ...
 
     def max_tokens(self, index: int) -> int:
-        """The limit of each of a conversation's answers."""
+        """The most tokens of each answer of a conversation."""
         ...
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
@@ -45,7 +45,7 @@ class Workload(Protocol):
         ...
 
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
-        """The same prompt as a chat; made-up token ids have none."""
+        """The same prompt as a chat; random token ids have none."""
         ...
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
@@ -55,9 +55,9 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids, each prompt continued by as many tokens as its limit says, unless it may stop.
+    """Prompts of token ids, each with its output limit; with ``ignore_eos`` outputs are that long.
 
-    ``texts`` are those of the prompts, unless they are made up.
+    ``texts``: those of the prompts; random ids have none.
     """
 
     prompts: Sequence[list[int]]
@@ -88,10 +88,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TaskPrompts:
-    """Samples of a task, each turn a chat request with the engine's earlier answers.
+    """Samples of a task. Each turn is a chat request that contains the engine's earlier answers.
 
-    ``score_name``: what the grades' second number is called; ``note``: what a reader of the
-    results has to know.
+    ``score_name``: the name of the grades' ``score``; ``note``: what a reader of the results has to
+    know.
     """
 
     samples: Sequence[Sample]

@@ -1,1 +1,1 @@
-"""Runs, and what is measured of them."""
+"""Runs of engines and servers, and their figures."""

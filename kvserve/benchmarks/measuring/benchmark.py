@@ -1,4 +1,4 @@
-"""The base of every benchmark command: it measures, then reports."""
+"""The base of the benchmark commands that open a checkpoint: they measure, then report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 
 class Benchmark(ABC):
-    """A ``Measurement`` with the model of a checkpoint; ``pieces`` of those that know --minutes."""
+    """A ``Measurement`` on a checkpoint's model; commands with ``--minutes`` set ``pieces``."""
 
     pieces: Pieces | None = None
 
@@ -33,7 +33,7 @@ class Benchmark(ABC):
     def report(self) -> Report: ...
 
     def settings(self, *names: str) -> dict[str, Any]:
-        """The named flags, and those of every command, for the JSON file."""
+        """The named flags and the flags that all commands have, for the JSON file."""
         common = (
             *("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
             "continuations",

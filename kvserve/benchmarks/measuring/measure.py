@@ -18,7 +18,7 @@ from kvserve.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-"""``cpu``: time of this process on a CPU, which a busy machine does not add to."""
+"""``cpu``: CPU time of this process, which other load on the machine does not increase."""
 
 _Z95 = 1.959963984540054
 _COUNTERS = (
@@ -51,7 +51,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Played:
-    """Per conversation its turns, and the figures of the whole run."""
+    """The turns of each conversation, and the figures of the whole run."""
 
     turns: list[list[RequestOutput]]
     figures: Figures
@@ -68,10 +68,11 @@ def play(
     show: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Played:
-    """Send every conversation at once, greedy, each next turn as soon as its answer is there.
+    """Send all first turns at once, and each next turn as soon as the answer is there; greedy.
 
-    Time runs from the first request to the last token: while the engine is watched between steps, a
-    device whose steps overlap goes on. ``clock``: seconds, as ``CLOCKS`` has them.
+    Time runs from the first request to the last token. It includes reading the engine's figures
+    between steps, because a device whose steps overlap goes on working meanwhile. ``clock``: one of
+    ``CLOCKS``.
     """
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
     meter = _Meter(engine.stats())
@@ -117,7 +118,7 @@ class _Meter:
     last_token: dict[str, float] = field(default_factory=dict)
 
     def record(self, changed: Sequence[RequestOutput], until: float, stats: EngineStats) -> None:
-        """A step that ended ``until`` seconds after the first request was sent."""
+        """Record a step that ended ``until`` seconds after the first request was sent."""
         seconds, self.seconds = until - self.seconds, until
         ended = sum(output.finished for output in changed)
         self.running.append(stats.num_running + ended)
@@ -173,7 +174,7 @@ class _Meter:
 
 
 def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
-    """What was left in the cache when each conversation ended; unknown for those cut off."""
+    """What the cache held when each conversation ended; those that were cut off have no details."""
     details = [kv for output in last if (kv := output.kv_cache_details).logical_tokens]
     count = max(len(details), 1)
     return {
@@ -199,7 +200,7 @@ def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
 
 
 def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
-    """Exact match with its interval, mean correct prefix; empty where nothing is graded."""
+    """Exact match with its interval, and the mean score; empty where nothing is graded."""
     grades = workload.grades(answers)
     if not grades:
         return {}
@@ -214,8 +215,8 @@ def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95% interval of a proportion; it behaves at 0 and 1, where the normal one has no width."""
+    """Wilson's 95% interval of a proportion; the normal interval has no width at 0 and 1."""
     p, z2 = successes / n, _Z95**2
     centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
-    return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding: p itself is always in it
+    return max(0.0, min(low, p)), min(1.0, max(high, p))  # p is in it despite rounding

@@ -1,7 +1,7 @@
-"""A measurement in pieces: runs are on disk as soon as they are made, and a later call goes on.
+"""A measurement in pieces: each run is saved when it ends, and a later call continues.
 
-What a machine is free for in one go may be less than a table takes. With ``--minutes`` a command
-begins no run that may not end in time; the same command, called again, makes the missing ones.
+A table may take longer than a machine is free at one time. With ``--minutes`` a command starts no
+run that may not end in time; the same command, called again, makes the missing runs.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ def add_pieces_argument(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=number(0),
         metavar="N",
-        help="begin no run that may not end within N minutes of this call; the same command goes "
-        "on where it stopped (runs are kept beside --save-result until all are made)",
+        help="start no run that may not end within N minutes; run the same command again to "
+        "continue (runs are kept beside --save-result)",
     )
 
 
 class Pieces:
-    """Runs of a command that were made by earlier calls and by this one.
+    """The runs of a command, made by earlier calls and by this one.
 
-    Without ``minutes`` nothing is kept and there is always time.
+    Without ``--minutes`` nothing is saved, and there is always time.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         if args.minutes and args.save_result is None:
-            args.fail("--minutes keeps runs beside --save-result FILE.json: give one")
+            args.fail("--minutes needs --save-result FILE.json; runs are kept beside it")
         self._limit = None if args.minutes is None else 60 * args.minutes
         self._began = time.monotonic()
         self._longest = 0.0
         self.complete = False
-        """Whether every run is made; ``run_in_turns`` says so."""
+        """Whether every run is made; set by ``run_in_turns``."""
         self._path: Path | None = None
         self._runs: list[dict[str, Any]] = []
         if self._limit is not None:
@@ -53,7 +53,7 @@ class Pieces:
 
     @property
     def commits(self) -> list[str]:
-        """Of the runs, in the order in which they were first met."""
+        """Commits of the runs, in order of first appearance."""
         return list(dict.fromkeys(run["commit"] for run in self._runs))
 
     def find(self, title: str, turn: int) -> Figures | None:
@@ -82,7 +82,7 @@ class Pieces:
         self._path.write_text(json.dumps(document) + "\n")
 
     def clear(self) -> None:
-        """The result is written: a complete one needs no runs beside it."""
+        """Remove the saved runs, if the written result has all of them."""
         if self._path is not None and self.complete:
             self._path.unlink(missing_ok=True)
 

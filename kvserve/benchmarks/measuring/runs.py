@@ -1,4 +1,4 @@
-"""Runs of one row, taken in turns with those of the others, and the figures that they end in."""
+"""The runs of table rows, which alternate, and the figures of each row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 @dataclass
 class Contestant:
-    """One row: what tells it from the others, how it is run, and the figures of each run."""
+    """One row: its label and facts, how it is run, and the figures of each run."""
 
     label: str
     spec: PolicySpec | None
@@ -35,8 +35,10 @@ class Contestant:
         return [run["output_tok_s"] for run in self.runs]
 
     def row(self, base: Contestant, against: str) -> Row:
-        """The run of median throughput. Its ratio is the median over turns, so that both sides of
-        it saw the same load on the machine. What all runs reached stands in ``..._all``.
+        """The figures of the run with median throughput.
+
+        The ratio is the median over turns, so that both of its sides saw the same load on the
+        machine. Values of all runs are in ``..._all``.
         """
         by_rate = sorted(self.runs, key=lambda run: run["output_tok_s"])
         ratios = [rate / other for rate, other in zip(self.rates, base.rates, strict=False)]
@@ -56,10 +58,10 @@ class Contestant:
 def run_in_turns(
     contestants: Sequence[Contestant], repeat: int, pieces: Pieces, show: bool = False
 ) -> None:
-    """Everybody once, then everybody again; ``show`` draws one bar over all runs.
+    """Run every contestant once, then all of them again; ``show`` draws one bar over all runs.
 
-    Runs that earlier ``pieces`` made are taken as they are; what there is no time for is left to
-    the next call.
+    Runs that earlier calls made are taken from ``pieces``. Runs for which there is no time are left
+    to the next call.
     """
     total = repeat * len(contestants)
     with tqdm(total=total, unit="run", disable=None if show else True) as bar:
@@ -80,7 +82,7 @@ def run_in_turns(
 
 
 def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:
-    """Rows of those that have run, each beside the first."""
+    """Rows of the contestants that have run, each with its ratio to the first."""
     measured = [contestant for contestant in contestants if contestant.runs]
     return [contestant.row(measured[0], against) for contestant in measured]
 

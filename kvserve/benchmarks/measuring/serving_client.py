@@ -17,7 +17,7 @@ ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 class ServerGone(Exception):
-    """Nothing answers any more."""
+    """The server does not answer any more."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Answer:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """(time, tokens) of every chunk."""
     token_ids: list[int] = field(default_factory=list)
-    """Where the request asked for them (``return_token_ids``)."""
+    """Only if the request asks for them (``return_token_ids``)."""
     turn: int = 0
     cached: int = 0
-    """Prompt tokens that had not to be computed."""
+    """Prompt tokens that were found in the cache."""
     kv: Mapping[str, int] = field(default_factory=dict)
-    """``usage.kv_cache_details``, of a kvserve."""
+    """``usage.kv_cache_details`` of a kvserve server."""
     error: str = ""
 
     @property
@@ -65,7 +65,7 @@ class ServingClient:
     endpoint: str = ENDPOINTS["openai"]
     chat: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of every request's body: the model, the sampling settings, ``--extra-body``."""
+    """Fields of every request's body: the model, the sampling settings, ``--extra-body``."""
 
     def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:
         """The next request of a conversation, or ``None`` at its end."""
@@ -75,7 +75,7 @@ class ServingClient:
     def body_of(
         self, prompt: list[int], workload: Workload, index: int, said: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """A request for what follows ``prompt``."""
+        """The body of a request for what follows ``prompt``."""
         what: dict[str, Any] = {"prompt": prompt}
         if self.chat:
             what = {"messages": workload.messages(index, said)}
@@ -89,7 +89,7 @@ class ServingClient:
         }
 
     async def ask(self, body: Mapping[str, Any]) -> Answer:
-        """Send one request and follow its stream; raises ``ServerGone`` if no one is there."""
+        """Send one request and follow its stream; raises ``ServerGone`` if the server is gone."""
         import httpx
 
         answer = Answer(perf_counter())
@@ -109,7 +109,7 @@ class ServingClient:
         return await self._failed(answer) if answer.error else answer
 
     async def _failed(self, answer: Answer) -> Answer:
-        """Whether only the request failed, or the server did."""
+        """Return the failed answer; raises ``ServerGone`` if the server itself failed."""
         await self.check_alive()
         return answer
 
@@ -125,7 +125,7 @@ class ServingClient:
             raise ServerGone(f"/health says {status}")
 
     async def get(self, path: str) -> dict[str, Any] | None:
-        """The JSON at a path, or ``None`` where the server has no such thing."""
+        """The JSON at a path, or ``None`` if the server does not have the path."""
         import httpx
 
         try:
@@ -146,7 +146,7 @@ def _take(answer: Answer, event: Mapping[str, Any], now: float) -> None:
     )
     usage = event.get("usage") or {}
     counted = usage.get("completion_tokens")
-    # A server that does not count as it streams sends one token per chunk.
+    # Without usage in every chunk, a chunk counts as one token.
     new = bool(text) if counted is None else counted - answer.output_tokens
     answer.text += text
     answer.token_ids += (

@@ -84,7 +84,7 @@ def _samples(good: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _within(good: Sequence[Answer], goodput: Mapping[str, float]) -> int:
-    """How many requests kept every limit."""
+    """How many requests stayed within every limit."""
     return sum(
         all(
             1000 * {"ttft": a.ttft, "tpot": a.tpot, "e2el": a.latency}[name] <= limit
@@ -114,7 +114,7 @@ def _most_at_once(good: Sequence[Answer]) -> int:
 
 
 def report_block(result: Result, metrics: Sequence[str], percentiles: Sequence[float]) -> list[str]:
-    """Lines of the block; what a result does not have is left out."""
+    """Lines of the block; figures that the result does not have are left out."""
     lines = [f"{' Serving Benchmark Result ':=^50}"]
     lines += _lines(result, _COUNTS)
     for name in metrics:

@@ -1,4 +1,4 @@
-"""One command's prompts, played on a fresh engine in every run, and the pool that they want."""
+"""The prompts of a command, played on a fresh engine in every run, and the pool that they need."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser)
     words = "random prompts run first, not counted (default: 1)"
     parser.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help=words)
-    words = (
-        "seconds are those of the wall, or of this process on a CPU, for a machine that is busy "
-    )
-    words += "with other things: with --threads 1 both are the same on an idle one (default: wall)"
+    words = "wall: wall-clock seconds; cpu: CPU seconds of this process, for a busy machine; "
+    words += "with --threads 1 both agree on an idle one (default: wall)"
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help=words)
     words = "runs of each row, in turns; the median one is shown (default: 1)"
     parser.add_argument("--repeat", type=at_least(1), default=1, metavar="N", help=words)
@@ -44,8 +42,8 @@ class Pool:
     block_size: int
     demand: int
     same_bytes: bool = False
-    """Whether ``blocks`` are those of the full cache in the model's dtype, and everybody gets as
-    many bytes, in blocks of its own layout and dtype."""
+    """Whether ``blocks`` counts blocks of the full cache in the model's dtype; every policy then
+    gets as many bytes, in blocks of its own layout and dtype."""
 
     @property
     def share(self) -> float | None:
@@ -56,7 +54,7 @@ class Pool:
         return size if self.blocks is None else {**size, "num_gpu_blocks_override": self.blocks}
 
     def bytes(self, block_bytes: int) -> int:
-        """Of the pool, its null block included."""
+        """Bytes of the pool, including the null block."""
         assert self.blocks is not None
         return (self.blocks + 1) * block_bytes
 
@@ -74,16 +72,16 @@ def entry_bytes(engine: LLMEngine) -> int:
 
 
 def pool_bytes(engine: LLMEngine) -> int:
-    """Bytes of all blocks, the null block among them."""
+    """Bytes of all blocks, including the null block."""
     return engine.core.runner.cache.kv.nbytes
 
 
 def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
-    """Bytes per sequence: of its entries when it ends, and of everything, as a mean over the run.
+    """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
 
-    The mean has all blocks in use (keys, values, logged queries, scratch of codes) over all
-    sequences that run. Scores are gone when an event ends, and what waits in host memory is
-    not in the pool: neither is in it.
+    The mean is all blocks in use (keys, values, logged queries, scratch of codes) over all running
+    sequences. Scores are not in it, because they are freed when an event ends. Nor are blocks in
+    host memory, which are not in the pool.
     """
     used = figures["mean_pool_usage"] * pool_bytes(engine)
     return {
@@ -94,7 +92,7 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
 
 
 class Traffic:
-    """The workload of ``--dataset``; ``run`` has a warm-up of random prompts before it."""
+    """The workload of ``--dataset``; ``run`` first plays a warm-up of random prompts."""
 
     def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint, engines: Engines) -> None:
         self._args = args
@@ -112,14 +110,14 @@ class Traffic:
         self.demand = blocks_at_once(self.workload, self.block_size)
 
     def pool(self, blocks: int | None = None, share: float | None = None) -> Pool:
-        """A pool of so many blocks, or of a share of the demand."""
+        """A pool of ``blocks`` blocks, or of a ``share`` of the demand."""
         if share is not None:
             blocks = max(2, ceil(share * self.demand))
         return Pool(blocks, self.block_size, self.demand, same_bytes=share is not None)
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of a block of the full cache in the model's dtype."""
+        """Bytes of a block of the full cache in the model's dtype."""
         engine = self._engines.build(
             NO_COMPRESSION,
             kv_cache_dtype="auto",
@@ -146,7 +144,7 @@ class Traffic:
         return {**played.figures, **held, **accuracy(self.workload, played.answers)}
 
     def describe(self) -> str:
-        """What is sent, lengths of made up answers among it."""
+        """The traffic in words; with the lengths of answers, unless these end by themselves."""
         args, workload = self._args, self.workload
         text = f"{args.num_prompts} x {args.dataset} (seed {args.seed})"
         if args.clock == "cpu":

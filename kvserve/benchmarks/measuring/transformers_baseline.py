@@ -1,4 +1,4 @@
-"""transformers' ``generate`` on the same prompts, in static batches: the row to be held against."""
+"""transformers' ``generate`` on the same prompts, in static batches, as a baseline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generate(
     batch: int,
     bar: tqdm,
 ) -> Figures:
-    """Figures of one run. Batches hold prompts of equal lengths and last until all rows end."""
+    """Figures of one run. A batch has prompts of equal length and lasts until all its rows end."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +93,7 @@ class _Run:
         return [self._tokenizer.decode(row) for row in rows]
 
     def _until_stop(self, row: list[int]) -> list[int]:
-        """A row without the padding behind its end."""
+        """A row up to its stop token, without the padding after it."""
         ends = [row.index(token) + 1 for token in self._stop if token in row]
         return row[: min(ends, default=len(row))]
 
@@ -101,7 +101,7 @@ class _Run:
 def _equal_length_batches(
     prompts: dict[int, list[int]], workload: Workload, batch: int
 ) -> Iterator[list[int]]:
-    """Prompts of one length and one limit together."""
+    """Batches of prompts that have the same length and the same limit."""
     by_lengths: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, prompt in prompts.items():
         by_lengths[len(prompt), workload.max_tokens(index)].append(index)

@@ -1,1 +1,1 @@
-"""Tables, plots and JSON of what was measured."""
+"""Tables, plots and JSON of measurements."""

@@ -1,4 +1,4 @@
-"""What the figures are called in tables, the same in every command."""
+"""Titles of the figures in tables, the same in every command."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ _COLUMNS = {
 
 
 def columns(*keys: str) -> tuple[Column, ...]:
-    """The columns of these figures, in this order; those empty in every row are left out."""
+    """The columns of these figures, in this order; tables leave out columns without any value."""
     return tuple(_COLUMNS[key] for key in keys)

@@ -1,4 +1,4 @@
-"""Where a policy is faster than the full cache and where it is slower, and what lies between."""
+"""Where a policy is faster than the full cache, where it is slower, and the crossovers between."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Point:
-    """A policy at one pool size (blocks) or length (tokens): its throughput over that of ``none``
-    in the same turn, per turn."""
+    """A policy at one pool size (blocks) or answer length (tokens); ``ratios``: per turn, its
+    throughput over that of ``none``."""
 
     at: int
     ratios: Sequence[float]
@@ -26,7 +26,7 @@ class Point:
 
     @property
     def undecided(self) -> bool:
-        """Whether some turns say faster and others slower."""
+        """Whether the policy is faster in some turns and slower in others."""
         return min(self.ratios) <= 1.0 < max(self.ratios)
 
 

@@ -1,4 +1,4 @@
-"""Plots of measured rows, and what all plots share; matplotlib is loaded when one is drawn."""
+"""Plots of measured rows, and their common style; matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvserve.benchmarks.reports.policy_names import (
 from kvserve.benchmarks.reports.report import Row
 
 _ACROSS = 2  # panels in a line
-_WIDTH = 10.0  # inches of a figure, which a page shows at about its own size
+_WIDTH = 10.0  # inches of a figure; pages show it at about this size
 _INK = "#111111"
-# Okabe and Ito's colours, which the colour-blind tell apart; markers tell the lines apart as well.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; lines also differ by markers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 _MARKERS = "osD^vPX*<>"
 _STYLE: dict[Any, Any] = {
@@ -37,7 +37,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Everything that ``draw`` draws has the house's type sizes and dark ink."""
+    """Give everything that ``draw`` draws the project's font sizes and dark ink."""
 
     @wraps(draw)
     def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -52,9 +52,9 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
 def panels(
     titles: Sequence[str], *, height: float = 4.2, columns: int | None = None
 ) -> tuple[Any, Any]:
-    """A figure outside of pyplot's state, and its axes, one per title, a few in each line.
+    """A figure outside pyplot's state, and its axes, one per title, a few in each line.
 
-    ``columns``: so many in each line, whether there are titles for all or not.
+    ``columns``: the number in each line, even if there are fewer titles.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def panels(
 def plot_sweep(
     rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[Path]:
-    """Write the plots of a sweep; that of accuracy only where answers were graded."""
+    """Write the plots of a sweep; the accuracy plot only if answers were graded."""
     names = short_names(row["policy_args"] for row in rows)
     if "output_len" in rows[0]:
         return _saved({"lengths": _lengths(rows, names)}, folder, names)
@@ -100,7 +100,7 @@ def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 @styled
 def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the plot of one traffic's rows: throughput, against accuracy where it was graded."""
+    """Write the plot of one traffic's rows: throughput, against accuracy if answers were graded."""
     rows = [row for row in rows if row["policy_args"] is not None]
     names = short_names(row["policy_args"] for row in rows)
     graded = bool(rows) and "exact_match" in rows[0]
@@ -112,7 +112,7 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
-    """A colour and a marker for every label, in the order in which they come."""
+    """A colour and a marker for every label, assigned in order of appearance."""
     return {
         label: {
             "color": _COLOURS[i % len(_COLOURS)],
@@ -124,7 +124,7 @@ def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
-    """Legend above and caption below each figure, in files of these names."""
+    """Save each figure under its name, with a legend above and a caption below."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         lines = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
@@ -156,9 +156,10 @@ def _reach(line: Sequence[Row], middle: str, low: Any, high: Any) -> list[list[f
 
 
 def _throughput(rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], names: Names) -> Any:
-    """Output tokens per second against what is varied, lowest to highest run; dotted: crossovers.
+    """Output tokens per second and the range of runs, against the pool size; dotted: crossovers.
 
-    That is the pool, in a panel per limit on what runs; or that limit, where there is one pool.
+    There is a panel for each limit on running sequences. With only one pool size, that limit is on
+    the x axis instead.
     """
     looks = _looks(names)
     if len(_groups(rows, "pool_share")) == 1:
@@ -191,7 +192,7 @@ def _throughput(rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], nam
 
 
 def _lengths(rows: Sequence[Row], names: Names) -> Any:
-    """Throughput over that of the full cache against the mean length of answers, a panel a pool."""
+    """Throughput over that of the full cache, against mean answer length; one panel per pool."""
     looks = _looks(names)
     groups: dict[float, list[Row]] = {}
     for row in rows:
@@ -215,8 +216,8 @@ def _lengths(rows: Sequence[Row], names: Names) -> Any:
 
 
 def _one_traffic(rows: Sequence[Row], names: Names, graded: bool) -> Any:
-    """A point per row: output tokens per second, lowest to highest run, against exact match with
-    its interval; without grades bars of throughput."""
+    """A point per row: output tokens per second with the range of all runs, against exact match
+    with its interval. Without grades: bars of throughput."""
     looks = _looks(_title(row, names) for row in rows)
     figure, (panel,) = panels([""], height=5.0)
     if not graded:
@@ -267,8 +268,8 @@ def _running(rows: Sequence[Row], names: Names) -> Any:
 def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
     """Exact match, with its interval, against the bytes that a sequence holds; a line per method.
 
-    Bytes are the mean over the run, logged queries and scratch included; of results that have no
-    such mean, those of the entries at the end.
+    Bytes are the mean over the run, with logged queries and scratch. If some result has no such
+    mean, all use the bytes of the entries at the end.
     """
     every = [row for rows in groups.values() for row in rows]
     names, looks = method_names(every), _looks(map(method_label, every))

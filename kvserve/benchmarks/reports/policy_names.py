@@ -1,4 +1,4 @@
-"""What policies are called in plots and in tables that have their arguments elsewhere."""
+"""Short names of policies, for plots and for tables that give the arguments elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Names = Mapping[str, str]
 
 
 def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[str, str]:
-    """Per label the policy's name, with those fields alone that tell it from its namesakes.
+    """For each label, the policy's name with only the fields that tell it from others of that name.
 
-    ``without``: fields that are no part of the label.
+    ``without``: fields that are not part of the label.
     """
     specs = {}
     for fields in policies:
@@ -38,12 +38,12 @@ def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[st
 
 
 def method_label(row: Row) -> str:
-    """The policy without how much it keeps: what a line of a plot goes along."""
+    """The policy without the fields that say how much it keeps; each has one line in a plot."""
     return _policy_label(row) + stored_as(row)
 
 
 def stored_as(row: Row) -> str:
-    """The form that entries are held in, where it differs from the computed one."""
+    """How entries are stored, if not as computed."""
     dtype = row.get("kv_cache_dtype") or "auto"
     return "" if dtype == "auto" else f" in {dtype}"
 
@@ -59,7 +59,7 @@ def method_names(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by method, under its short name."""
+    """Rows grouped by method, under the method's short name."""
     names = method_names(rows)
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -68,7 +68,7 @@ def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def caption(names: Names) -> str:
-    """The arguments that the legend leaves out, policies that have the same ones together."""
+    """The arguments that the legend leaves out; policies with equal arguments share a line."""
     same: dict[str, list[str]] = {}
     for label, name in names.items():
         if fields := label.partition(":")[2].partition(" in ")[0]:

@@ -1,4 +1,4 @@
-"""What the benchmark commands write: where a run took place, a table, a JSON file."""
+"""Reports of the benchmark commands: facts about the machine, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Column:
 class Report:
     """One command's result: ``about`` stands above the table, ``notes`` below it.
 
-    Without columns there is no table: ``findings`` are the result. ``device`` (type, name) is given
-    where the figures are not this machine's; ``program`` is what the command line began with.
+    Without columns there is no table, and ``findings`` are the result. ``device`` (type, name) is
+    set if the figures are not of this machine. ``program`` is the beginning of the command line.
     """
 
     benchmark: str
@@ -60,7 +60,7 @@ class Report:
     settings: Mapping[str, Any]
     notes: Sequence[str] = ()
     findings: Mapping[str, Any] = field(default_factory=dict)
-    """What follows from all rows together, at the top of the JSON file."""
+    """Results of all rows together, at the top of the JSON file."""
     plots: Sequence[Path] = ()
     complete: bool = True
     device: Mapping[str, str] | None = None
@@ -68,7 +68,7 @@ class Report:
 
 
 class Measurement(Protocol):
-    """``report`` tells what ``measure`` had by the time it was cut short."""
+    """If ``measure`` is cut short, ``report`` still reports what was measured until then."""
 
     def measure(self) -> None: ...
 
@@ -76,7 +76,7 @@ class Measurement(Protocol):
 
 
 def measure_and_publish(measurement: Measurement, args: argparse.Namespace) -> int:
-    """Measure, then print and save; what there is is kept if it is cut short."""
+    """Measure, then print and save; if cut short, what was measured until then."""
     try:
         measurement.measure()
     except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """Indented, with every list of plain numbers on one line."""
+    """JSON, indented, with every list of plain numbers on one line."""
     text = json.dumps(document, indent=2, allow_nan=False)
     return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
 
@@ -196,7 +196,8 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit (``-dirty`` if changed); a package inside another's tree has none."""
+    """The checkout's commit (``-dirty`` if changed); "unknown" if the package is in no own
+    checkout."""
     command = ["git", "-C", str(_ROOT)]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     outputs = []

@@ -1,4 +1,4 @@
-"""Where a measured model comes from, and engines over it that load its weights only once."""
+"""The model to measure, and engines that share its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, read_spec
 from kvserve.engine.models.transformer import Transformer
 
-# Flags handed to the engine as they are; one that is not given is the engine's own default.
+# Flags that are passed to the engine; for a flag that is not given, the engine's default holds.
 _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the weights and the tokenizer come from, and what config.json says of the model."""
+    """Where the weights and the tokenizer come from, and the model's spec from config.json."""
 
     name: str
     path: Path
@@ -62,7 +62,7 @@ class Checkpoint:
         return Tokenizer(self.tokenizer_path)
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Settings of an engine, its policy aside."""
+        """Settings of an engine, without the policy."""
         given = {name: getattr(args, name, None) for name in _ENGINE_SETTINGS}
         return {
             "model": str(self.path),
@@ -80,8 +80,8 @@ class Engines:
         self._model: Transformer | None = None
 
     def build(self, spec: PolicySpec, **settings: Any) -> LLMEngine:
-        """An engine under this policy. The caller is done with the one before."""
-        gc.collect()  # its pool is freed before the next one is allocated
+        """An engine under this policy. Engines that the caller has dropped are freed first."""
+        gc.collect()  # frees the pools of dropped engines before the next is allocated
         config = EngineConfig.from_flat(
             policy=spec.name, policy_args=spec.fields, **{**self._settings, **settings}
         )
@@ -94,13 +94,14 @@ class Engines:
 def opened_checkpoint(
     args: argparse.Namespace, write_weights: bool = False
 ) -> Iterator[Checkpoint]:
-    """The model of ``--model``, or of ``--shape``, which lives in a temporary directory.
+    """The model of ``--model``, or of ``--shape`` in a temporary directory.
 
-    ``write_weights`` puts random weights on disk where there are none, for others to read too.
+    ``write_weights``: if there are no weights, write random ones to disk, so that other programs
+    can read them too.
     """
     if args.threads:
         torch.set_num_threads(args.threads)
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine takes them as given
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         load_format, shape = args.load_format, getattr(args, "shape", None)
         if shape is None:

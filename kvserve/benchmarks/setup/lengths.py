@@ -1,4 +1,4 @@
-"""Lengths of requests, drawn."""
+"""Random lengths of requests."""
 
 from __future__ import annotations
 

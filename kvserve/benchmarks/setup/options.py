@@ -1,4 +1,4 @@
-"""Flags that the benchmark commands share: which model, which policies, how they are varied."""
+"""Flags that the benchmark commands share: the model, the policies, and how they vary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A reader of whole numbers from ``minimum`` on."""
+    """A parser of whole numbers >= ``minimum``."""
 
     def read(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < minimum:
@@ -36,7 +36,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 def number(
     above: float, at_most: float = float("inf"), *, closed: bool = False
 ) -> Callable[[str], float]:
-    """A reader of numbers in ``(above, at_most]``, ``closed`` in ``[above, at_most]``."""
+    """A parser of numbers in ``(above, at_most]``, or with ``closed`` in ``[above, at_most]``."""
 
     def read(text: str) -> float:
         try:
@@ -52,7 +52,7 @@ def number(
 
 
 def file_name(suffix: str) -> Callable[[str], Path]:
-    """A reader of names of files to be written."""
+    """A parser of names of files to write, which must have this suffix."""
 
     def read(text: str) -> Path:
         path = Path(text)
@@ -72,7 +72,8 @@ def add_engine_arguments(
     *,
     shapes: bool = False,
 ) -> None:
-    """Model (also built-in ``shapes``), policies (and which if none is given) and the engine's."""
+    """Flags of the model (with ``shapes`` also built-in ones), policies and their default, and
+    engine."""
     count = at_least(1)
     unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
@@ -165,7 +166,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_matplotlib(args: argparse.Namespace, flag: str) -> None:
-    """Refuse a flag that draws where nothing can be drawn."""
+    """Refuse a flag that draws if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         args.fail(f"{flag} needs matplotlib: pip install 'kvserve[bench]'")
 
@@ -176,7 +177,7 @@ def check_matplotlib(args: argparse.Namespace, flag: str) -> None:
 def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[PolicySpec]:
     """The policies asked for; ``--policy.FIELD`` sets fields of the only one that has any.
 
-    ``complete``: nothing that a policy needs will be added later.
+    ``complete``: refuse policies that lack required fields, because none are added later.
     """
     specs = list(args.policy or args.default_policies)
     if args.policy_args:
@@ -193,7 +194,8 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
 
 
 def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
-    """The full cache first, then each policy, once per ``--retention`` where that sets a ratio."""
+    """The full cache first, then each policy, once per ``--retention`` value if that sets its
+    ratio."""
     specs = [NO_COMPRESSION]
     for spec in chosen_policies(args, complete=False):
         if not args.retention or not spec.has_field("ratio") or "budget" in spec.fields:
@@ -211,7 +213,7 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
 
 
 def check_complete(args: argparse.Namespace, specs: Sequence[PolicySpec]) -> None:
-    """Refuse policies that lack what they need."""
+    """Refuse policies that lack required fields."""
     try:
         for spec in specs:
             make_policy(spec.as_dict)

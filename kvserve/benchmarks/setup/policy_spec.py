@@ -1,4 +1,4 @@
-"""How a policy is written on the command line, and what it is called in tables."""
+"""Policies as written on the command line, and their labels in tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PolicySpec:
 
     @property
     def incomplete(self) -> bool:
-        """Whether something that the policy needs, its budget say, has yet to be given."""
+        """Whether the policy still lacks a required field, such as a budget."""
         needs = policy_class(self.name).needs
         return bool(needs) and not any(name in self.fields for name in needs)
 

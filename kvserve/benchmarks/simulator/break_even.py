@@ -1,7 +1,8 @@
 """When compressing generated text pays: a full pool in steady state, without a scheduler.
 
-A step of B sequences that hold c entries each lasts ``max(T_w, B t_c) + kappa B c + t_0``; B is
-what the pool has room for. Fewer entries each mean more sequences, and events take their share.
+A step of B sequences that hold c entries each takes ``max(T_w, B t_c) + kappa B c + t_0``. B is how
+many fit into the pool, up to the limit on running sequences. With fewer entries each, more
+sequences fit; events cost time in return.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from kvserve.scheduler.periodic import Periodic
 class BreakEven:
     """Steady states without (0) and with (1) compression: sequences, and seconds of a step.
 
-    ``saved_s`` is what reading fewer entries takes off a step of the ``sequences_0``, or, where the
-    pool is what limits them, the time that their room is worth; ``paid_s`` is what the events of as
-    many sequences add to it.
+    ``saved_s``: the time that ``sequences_0`` save per step because they read fewer entries; if the
+    pool limits them, the time that the freed room is worth. ``paid_s``: the time that the events of
+    as many sequences add to a step.
     """
 
     sequences_0: float
@@ -52,8 +53,8 @@ def break_even(
     event_s_per_token: float,
     windows_per_token: float = 0.0,
 ) -> BreakEven:
-    """``held_0`` and ``held_1``: entries per sequence, on average over its decoding; events take
-    ``event_s_per_token`` of each generated token, and a fixed time in each step that has any."""
+    """``held_0`` and ``held_1``: mean entries per sequence while it decodes. Events take
+    ``event_s_per_token`` for each generated token, and a fixed time in each step that has any."""
 
     def state(held: float) -> tuple[float, float]:
         sequences = min(max_sequences, pool_tokens / held)
@@ -77,8 +78,8 @@ def break_even(
 def mean_held(prompts: IntArray, outputs: IntArray, trigger: Periodic | None, log: float) -> float:
     """Entries a sequence holds, on average over all decode steps of requests ``[n]``.
 
-    An event leaves the buffer and comes up to a window and a period later; ``log`` is what a logged
-    query takes, in entries. Without a trigger nothing is evicted.
+    An event keeps the buffer whole, and the next one comes up to a window and a period later.
+    ``log``: the size of a logged query, in entries. Without a trigger nothing is evicted.
     """
     prompts, outputs = prompts.astype(float), outputs.astype(float)
     if trigger is None:

@@ -1,7 +1,7 @@
-"""What steps and events take on a device, by the shapes of a model: modelled, never measured.
+"""Modelled times of steps and events on a device, from the shapes of a model.
 
-A step is bound by the larger of reading the weights and the arithmetic of its tokens, then reads
-what the cache holds; an event makes queries, scores with them and moves entries. No tensors here.
+A step takes the longer of reading the weights and the arithmetic of its tokens, then reads the
+cache. An event obtains queries, scores with them and moves entries. No tensors here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.output import CompactionTask
 
-if TYPE_CHECKING:  # its module loads torch
+if TYPE_CHECKING:  # not imported at run time, because the module loads torch
     from kvserve.engine.models.spec import ModelSpec
 
 _GIB = 2**30
@@ -34,11 +34,11 @@ LARGE_SHAPES = {"llama-3.1-8b": _LLAMA, "qwen3-4b": _QWEN3}
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Rates that a device sustains (bytes and operations a second, not its data sheet's), seconds
-    lost per step and per step with events, and bytes of memory.
+    """Rates that a device sustains (bytes and operations per second, not its data sheet's), seconds
+    of overhead per step and per step with events, and bytes of memory.
 
-    ``attention_bandwidth`` is what attention reads the cache with, ``host_bandwidth`` what crosses
-    to host memory. ``fp8`` is whether queries may be logged in one byte a number.
+    ``attention_bandwidth``: of attention's reads of the cache. ``host_bandwidth``: of transfers to
+    host memory. ``fp8``: whether logged queries and the cache may be stored in fp8.
     """
 
     bandwidth: float
@@ -68,7 +68,7 @@ DEVICES = {
         memory=80 * _GIB,
         fp8=False,
     ),
-    # One core, float32, fitted to runs of 2026-11-20; attention gathers blocks first.
+    # One core, float32, fitted to runs of 2026-11-20; attention there gathers blocks first.
     "cpu": Device(
         bandwidth=14e9,
         attention_bandwidth=4e9,
@@ -88,8 +88,8 @@ class Queries:
     """Where an event's queries come from, and how many of them score.
 
     ``source``: none (scores need no queries), log, recompute, or host (a log in host memory).
-    ``heads`` query vectors per token score, with ``share`` of a window's tokens. ``fits``: what is
-    kept has its values computed again.
+    ``heads``: query vectors per token. ``share``: the share of a window's tokens whose queries
+    score. ``fits``: the values of kept entries are fitted.
     """
 
     source: str
@@ -99,11 +99,11 @@ class Queries:
 
 
 class CostModel:
-    """Seconds, for one model on one device.
+    """Times in seconds, for one model on one device.
 
-    ``weights_s`` reads all weights once, ``token_s`` is the arithmetic of one decoded token,
-    ``entry_s`` reads one token's keys and values in all layers, stored as ``kv_cache_dtype``:
-    arithmetic with them is what it is with numbers as they are computed.
+    ``weights_s``: reading all weights once. ``token_s``: the arithmetic of one decoded token.
+    ``entry_s``: reading one token's keys and values in all layers, stored as ``kv_cache_dtype``.
+    The arithmetic with entries takes the same time in every dtype.
     """
 
     def __init__(self, spec: ModelSpec, device: Device, kv_cache_dtype: str = "auto") -> None:
@@ -116,7 +116,8 @@ class CostModel:
         without_kv = 2 * to_queries + 3 * spec.hidden_size * spec.intermediate_size
         self.layer_params = spec.num_layers * (without_kv + 2 * spec.hidden_size * kv_width)
         self.head_params = spec.vocab_size * spec.hidden_size
-        # Recomputed queries need neither keys nor values, and of the last layer nothing else.
+        # Recomputed queries need no key and value projections, and in the last layer only the query
+        # projection.
         self.recompute_params = (spec.num_layers - 1) * without_kv + to_queries
         self.params = self.layer_params + self.head_params
         lanes = spec.num_layers * spec.num_kv_heads
@@ -127,7 +128,7 @@ class CostModel:
         self.entry_s = self.entry_bytes / device.attention_bandwidth
 
     def step(self, tokens: int, sampled: int, held: int, prefill_pairs: int) -> float:
-        """One forward of ``tokens``, ``sampled`` of them through the head.
+        """One forward of ``tokens`` tokens, ``sampled`` of which go through the head.
 
         ``held`` entries are read once; chunks score ``prefill_pairs`` pairs of query and key.
         """
@@ -148,7 +149,7 @@ class CostModel:
         for task in tasks:
             plan = task.plan
             asked = plan.windows * plan.num_queries * queries.share
-            # Recomputed queries see what stands before them: on average half of their own windows.
+            # Recomputed queries attend to what precedes them: on average half of their own windows.
             spanned = (plan.windows - 1) * plan.window_len + plan.num_queries
             seen = plan.region_start + spanned / 2
             seconds += self.observe(
@@ -171,9 +172,9 @@ class CostModel:
         return entries * self.entry_bytes / self.device.host_bandwidth
 
     def observe(self, asked: float, scored: float, seen: float, queries: Queries) -> float:
-        """Queries of ``asked`` tokens, scored in two passes over ``scored`` pairs with keys.
+        """Obtain queries of ``asked`` tokens, and score ``scored`` pairs with keys in two passes.
 
-        Recomputed ones attend to ``seen`` pairs on the way.
+        Recomputing the queries also attends over ``seen`` pairs.
         """
         spec, device = self.spec, self.device
         width = spec.num_layers * queries.heads * spec.head_dim
@@ -187,9 +188,10 @@ class CostModel:
         return scoring
 
     def fit(self, pairs: float, queries: Queries) -> float:
-        """The products of least squares, as ``pairs`` of a query and an entry of D numbers.
+        """The matrix products of the least squares fit, as ``pairs`` of a query and an entry.
 
-        Solving is left out: N x N beside Q x N, with fewer kept entries N than queries Q.
+        Solving is left out: it is N x N beside products of Q x N, and fewer entries N are kept than
+        there are queries Q.
         """
         width = self.spec.num_layers * queries.heads * self.spec.head_dim
         return 2 * width * pairs / self.device.scoring

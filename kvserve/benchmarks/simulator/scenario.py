@@ -22,13 +22,13 @@ from kvserve.scheduler.step.scheduler import Scheduler
 _BLOCK_SIZE = 16
 _LENGTHS = {"input": (250, 4096), "output": (2000, 8192)}  # mean and cap, in tokens
 _SIGMA = 0.7
-_REQUESTS = 4  # for each that may run at once
+_REQUESTS = 4  # per sequence that may run at once
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``prompts`` and ``outputs`` are lengths in tokens ``[n]``; ``model`` and ``device`` are names
-    for people."""
+    """``prompts`` and ``outputs`` are lengths in tokens ``[n]``; ``model`` and ``device`` are
+    display names."""
 
     model: str
     device: str
@@ -46,7 +46,7 @@ class Scenario:
         return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.block_size)
 
     def scheduler(self, log_block_tokens: int) -> Scheduler:
-        """A fresh one; prompts share nothing, so prefixes are not cached."""
+        """A new scheduler; prompts share nothing, so prefix caching is off."""
         return Scheduler(
             self.layout,
             self.pool_tokens // self.block_size + 1,
@@ -150,11 +150,11 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-# ---- what they ask ------------------------------------------------------------------------------
+# ---- reading the flags --------------------------------------------------------------------------
 
 
 def read_scenario(args: argparse.Namespace) -> Scenario:
-    """Ends the command, naming the flag, where they do not fit together."""
+    """The scenario of these flags; names the flag and ends the command where they do not fit."""
     limits = {name: getattr(args, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
     EngineConfig.from_flat(**limits, block_size=args.block_size)  # refuses what an engine would
     device = _device(args)

@@ -1,8 +1,7 @@
-"""The real scheduler and block manager under a runner that computes nothing, and a clock that asks
-``cost_model`` how long each step takes.
+"""The real scheduler and block pool without a model; ``cost_model`` gives the time of each step.
 
-Outputs have given lengths and every token is a zero. What is admitted, held, compacted and
-preempted is what the engine would do; the seconds are as good as the cost model.
+Output lengths are given, and every generated token is zero. Admission, cache contents, events and
+preemptions are those of the engine; the seconds are as good as the cost model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvserve.scheduler.trigger import Trigger
 
 
 class Simulation:
-    """Plays requests, all there from the start, on one scheduler; ``now`` is simulated seconds.
+    """Plays requests that all arrive at the start, on one scheduler; ``now`` is simulated seconds.
 
     prompts, outputs: lengths in tokens [n]. Raises ``ValueError`` for a request that cannot fit.
     """
@@ -84,7 +83,7 @@ class Simulation:
         return len(finished)
 
     def figures(self) -> dict[str, Any]:
-        """What `kvserve bench throughput` counts, in simulated time."""
+        """The figures of `kvserve bench throughput`, in simulated time."""
         running, held, logical, used = np.array(self._steps, np.int64).T
         capacity = self.scheduler.pool.capacity
         gaps = np.concatenate(self._gaps) * 1e3

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     def answer(text: str) -> None:
         turn = [*messages, {"role": "user", "content": text}]
         reply = client.answer("/chat/completions", {"messages": turn}, _text)
-        # Kept only now: a question that was refused is no part of the conversation.
+        # Added only after the answer: a refused question must not stay in the conversation.
         messages[:] = [*turn, {"role": "assistant", "content": reply}]
 
     return client.each_line(args.quick, answer)

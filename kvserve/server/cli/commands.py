@@ -1,7 +1,7 @@
 """The ``kvserve`` command: finds the sub-command, and turns its errors into one line.
 
-A sub-command is a module with ``add_arguments(parser)`` and ``run(args)``, imported when it is
-asked for: ``kvserve --help`` loads neither torch nor FastAPI.
+A sub-command is a module with ``add_arguments(parser)`` and ``run(args)``. It is imported only when
+it runs, so ``kvserve --help`` loads neither torch nor FastAPI.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command; returns its exit status (2: not understood, 1: failed)."""
+    """Run a command; returns its exit status (1: failed, 2: wrong settings, 130: interrupted)."""
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(_help())

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: what goes with which policy, asked of engines that would refuse it."""
+"""docs/compatibility.md: what works with which policy. Each cell is an engine's answer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def markdown() -> str:
 
 
 def _policies() -> list[dict[str, Any]]:
-    """Every policy with what it needs, then variants that are refused where the plain ones pass."""
+    """Every policy with its required fields, then variants that engines refuse more often."""
     needed = {p["name"]: _needed(p["schema"]) for p in describe_policies()}
     plain = [{"name": name, **args} for name, args in needed.items()]
     return plain + [{**needed[variant["name"]], **variant} for variant in _VARIANTS]
@@ -110,7 +110,7 @@ def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[st
 
 
 def _when_preempted(core: EngineCore) -> str:
-    """What happens to a preempted row; one without events is always computed again."""
+    """What happens to a preempted sequence; one that had no events is always computed again."""
     if core.info.policy_name == "none":
         return "computed again"
     codes = core.scheduler.blocks.codes is not None

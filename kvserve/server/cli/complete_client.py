@@ -1,4 +1,4 @@
-"""``kvserve complete``: texts continued by a running server, in the terminal."""
+"""``kvserve complete``: lets a running server continue texts, in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvserve policies``: every policy, what it costs, and its fields; docs/policies.md too."""
+"""``kvserve policies``: prints policies, their costs and their fields; writes docs/policies.md."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _value(value: Any) -> str:
 
 
 def _values(field: Mapping[str, Any]) -> str:
-    """What a field may be: its type, unless its values are listed, and its range."""
+    """What a field may be: its listed values, or its type and range."""
     listed = field["type"] == "string" and field["range"]
     return field["range"] if listed else "; ".join(filter(None, [field["type"], field["range"]]))
 

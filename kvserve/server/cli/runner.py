@@ -1,7 +1,7 @@
-"""From settings to a running server.
+"""Starts and runs the server.
 
-Loads the engine behind a socket that already answers, tells what is on, what is off and why, and
-drains on SIGTERM or Ctrl-C.
+The socket already answers health checks while the engine loads. Then a table says what is on, what
+is off and why. On SIGTERM or Ctrl-C running requests get time to finish.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from kvserve.server.state.tracing import Tracer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
-"""Seconds for answers to leave once every request has ended."""
+"""Seconds to send the rest of the answers once every request has ended."""
 
 _STILL_LOADING = 10.0
-"""Seconds between two lines that say so."""
+"""Seconds between two log lines while the model loads."""
 _WIDEST_STATE = 40
 _OTHER_FILES = 128
-"""Open files beside connections: weights, sockets to the engine, logs."""
+"""Open files that are not connections: weights, sockets to the engine, logs."""
 _PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """The engine, in a process of its own, or several behind one door."""
+    """One engine in its own process, or several replicas. ``ConfigError`` if these lack Ray."""
     if config.parallel.data_parallel_size > 1:
         try:
             from kvserve.server.replicas.replicated_engine import LocalReplicas
@@ -71,7 +71,7 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
     tracer = None
     if settings.otlp_traces_endpoint is not None:
         tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
-    # Bound first: a port in use is found before minutes of loading; health checks get their 503.
+    # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
     with _bind(settings) as listener:
         state = ServerState(make_engine(config), config, options, tracer)
         _run(_serve(state, settings, listener))
@@ -110,7 +110,7 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, with signals that let running requests finish first and an exit status of 0."""
+    """uvicorn, but signals let running requests finish first, and the exit status is 0."""
 
     def __init__(self, state: ServerState, settings: ServeSettings) -> None:
         _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
@@ -157,7 +157,8 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self) -> None:
         if self._state.generations:
             logger.info(
-                "shutting down: %d running requests get %.0f s (again to stop at once)",
+                "shutting down: %d running requests get %.0f s to finish "
+                "(signal again to stop at once)",
                 len(self._state.generations),
                 self._timeout,
             )
@@ -192,7 +193,7 @@ async def _tell_while_loading(
 
 
 def _connections_that_fit(wanted: int) -> int:
-    """At most as many connections as open files allow; raises the limit where that is allowed."""
+    """``wanted``, or fewer if the limit of open files is lower. Raises that limit if it may."""
     try:
         import resource
     except ImportError:
@@ -207,13 +208,13 @@ def _connections_that_fit(wanted: int) -> int:
         return wanted
     most = max(soft - _OTHER_FILES, 1)
     logger.warning(
-        "--max-connections %d: the system allows %d open files, so %d", wanted, soft, most
+        "--max-connections %d is lowered to %d: the system allows %d open files", wanted, most, soft
     )
     return most
 
 
 async def _watch(state: ServerState, server: DrainingServer) -> None:
-    """A dead engine ends the server, so that whatever supervises it starts a new one."""
+    """End the server when the engine has died, so that a supervisor can start a new one."""
     while state.engine.dead_error is None:
         await asyncio.sleep(0.5)
     await asyncio.sleep(1.0)  # open requests get their error first
@@ -228,7 +229,7 @@ def _check_certificate(settings: ServeSettings) -> None:
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         if settings.ssl_ca_certs is not None:
             context.load_verify_locations(settings.ssl_ca_certs)
-    except OSError as exc:  # SSLError is one
+    except OSError as exc:  # SSLError is an OSError
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
 
 
@@ -251,7 +252,7 @@ def _bind(settings: ServeSettings) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A socket that a dead server left behind; one that answers stays."""
+    """Remove a socket that a dead server left behind; one that answers stays."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -281,7 +282,7 @@ def _share_log(level: str, access: bool) -> None:
 
 
 def _is_no_probe(record: logging.LogRecord) -> bool:
-    """Health checks and scrapes come every second and would bury the requests."""
+    """``False`` for health checks and scrapes: they come every second and would hide requests."""
     return not isinstance(record.args, tuple) or record.args[2] not in _PROBES
 
 
@@ -339,7 +340,7 @@ def _on(value: object) -> str:
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:
-    """Columns as wide as their content; a long state pushes only its own reason to the right."""
+    """Rows in columns as wide as their content; a very long state shifts its own reason only."""
     lines = [head, *rows]
     names = max(len(name) for name, _, _ in lines)
     states = max(len(state) for _, state, _ in lines if len(state) <= _WIDEST_STATE)

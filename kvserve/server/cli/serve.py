@@ -1,4 +1,4 @@
-"""``kvserve serve``: its flags and its start."""
+"""``kvserve serve``: adds its flags and starts the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config, settings = read_settings(args)
     configure_logging(settings.log_level)
-    # Seconds pass before anything else can be said: torch alone takes some.
+    # Logged before the imports below: loading torch alone takes seconds.
     logger.info("kvserve %s starts with %s (pid %d)", __version__, config.model.model, os.getpid())
     signal.signal(signal.SIGTERM, _leave)
     from kvserve.server.cli.runner import serve
@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(*_: object) -> NoReturn:
-    """Before there is a server, SIGTERM finds nothing to drain."""
+    """Exit at once on a SIGTERM that comes before the server runs: there is nothing to drain."""
     logger.info("stopped before anything was loaded")
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""What ``kvserve chat`` and ``kvserve complete`` share: flags, the request, and its stream."""
+"""What ``kvserve chat`` and ``kvserve complete`` share: flags, requests and their streams."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Terminal:
-    """Asks a server and prints as the answer comes."""
+    """Sends requests to a server, and prints answers while they stream."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
@@ -56,7 +56,7 @@ class Terminal:
         self._fields["model"] = args.model_name or self._first_model()
 
     def answer(self, path: str, body: Json, read: Callable[[Json], str]) -> str:
-        """Print the answer to ``body`` while it comes; returns its text."""
+        """Print the answer to ``body`` while it streams; returns its text."""
         body = {**self._fields, **body, "stream": True, "stream_options": {"include_usage": True}}
         parts, usage = [], None
         for chunk in self._events(path, body):
@@ -72,7 +72,7 @@ class Terminal:
         return "".join(parts)
 
     def each_line(self, quick: str | None, answer: Callable[[str], object]) -> int:
-        """``quick`` alone, or every line that is typed until the end of the input."""
+        """Answer ``quick`` alone, or every line that is typed until the end of the input."""
         if quick is not None:
             answer(quick)
             return 0
@@ -114,7 +114,7 @@ class Terminal:
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """A response that is no error; else ``RequestError`` with what the server says."""
+    """Return ``response``; raises ``RequestError`` with the server's message if it is an error."""
     if response.is_error:
         try:
             message = response.json()["error"]["message"]

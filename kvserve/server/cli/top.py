@@ -1,4 +1,4 @@
-"""``kvserve top``: the pool and who runs, in the terminal, from the stream that the page reads."""
+"""``kvserve top``: the pool and the requests in the terminal, from the live page's event stream."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvserve.server.cli import terminal
 from kvserve.server.cli.terminal import Json
 
 _ROWS = 8
-"""Lines that the pool takes at most; a character then stands for several cells."""
+"""The most lines for the pool; in a larger pool a character stands for several cells."""
 _NUMBERS = 56
-"""Columns of the terminal that a request's numbers take."""
+"""Width of a request's numbers, in characters."""
 _FIRST_REQUEST = 4
 _KINDS = (
     ("free", "bright_black", "·"),
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Screen:
-    """Draws events; remembers the last ones for what is counted per second."""
+    """Draws events; keeps the last ten for rates per second."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -74,7 +74,7 @@ class Screen:
         )
 
     def _traffic_line(self) -> str:
-        """Tokens per second over the last events, and who waits."""
+        """Tokens per second over the last events, and how many requests run and wait."""
         before, now = self._past[0], self._past[-1]
         seconds = max(now["time"] - before["time"], 1e-3)
         made = (now["generation_tokens_total"] - before["generation_tokens_total"]) / seconds
@@ -98,7 +98,7 @@ def _pool_line(event: Json) -> str:
 
 
 def _cells(event: Json, width: int) -> Text:
-    """The pool, a character for each cell, or for some: then it shows the first of them."""
+    """The pool, one character per cell. If a character stands for several, it shows the first."""
     runs = event["cells"]["runs"]
     owners, ends = runs[::2], list(accumulate(runs[1::2]))
     step = max(1, -(-ends[-1] // (_ROWS * max(width, 1)))) if ends else 1
@@ -148,10 +148,10 @@ def _requests(event: Json, width: int) -> Table:
 
 
 def _events(url: str, api_key: str | None) -> Generator[Json, None, None]:
-    """The events of ``/v1/kv/events`` until the server ends; errors in its words."""
+    """The events of ``/v1/kv/events`` until the server ends; errors have the server's message."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
-    timeout = httpx.Timeout(10.0, read=60.0)  # a stream without news has pings
+    timeout = httpx.Timeout(10.0, read=60.0)  # an idle stream sends pings
     try:
         with httpx.stream("GET", f"{base}/v1/kv/events", headers=headers, timeout=timeout) as found:
             if found.is_error:

@@ -1,4 +1,4 @@
-"""The application: routes, middleware and error bodies put together."""
+"""Builds the application from routes, middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="kvserve",
         version=kvserve.__version__,
-        docs_url=None,  # FastAPI's pages come from a CDN; ours are `server/ui`'s
+        docs_url=None,  # FastAPI's pages load from a CDN; ours are in `server/ui`
         redoc_url=None,
         openapi_url="/openapi.json" if options.docs else None,
         responses=ERRORS,
@@ -40,7 +40,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(ops_routes.router)
     app.include_router(ui_routes.make_router(state))
     install_handlers(app)
-    # The last one added is the outermost: even a refusal carries its id and its CORS headers.
+    # Middleware added last is outermost, so refusals carry the request id and CORS headers too.
     app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
     if options.api_keys:
         open_paths = OPEN_PATHS | ui_routes.page_files(options).keys()

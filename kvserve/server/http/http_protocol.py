@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with what it lacks: limits to heads, to connections, and to the time that
-a client may take to send a request; and our error bodies.
+"""uvicorn's HTTP protocol with our error bodies, and with limits that it lacks: the size of a head,
+the number of connections, and the time that a client may take to send a request.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kvserve.server.state.errors import ApiError
 
 MAX_HEAD = 64 * 2**10
-"""Bytes of request line and headers; servers in front of this one take less."""
+"""Most bytes of request line and headers. Proxies in front of a server usually allow fewer."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. ``limited`` makes the class for a server's settings."""
 
     read_timeout: ClassVar[float] = 30.0
-    """Seconds for a head, and again for a body."""
+    """Seconds that a client has to send a head, and again to send a body."""
     max_connections: ClassVar[int] = 4096
 
     @classmethod
     def limited(cls, read_timeout: float, max_connections: int) -> type[LimitedHttpProtocol]:
-        """This protocol with limits of its own."""
+        """This protocol with other limits; ``read_timeout`` is in seconds."""
         limits = {"read_timeout": read_timeout, "max_connections": max_connections}
         return type("LimitedHttpProtocol", (cls,), limits)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes: int | None = None
-        """Of the head that is being read."""
+        """Bytes so far of the head that is being read; ``None`` if none is."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while the client owes something: a head, or the rest of a body."""
+        """Runs while the client has to send a head or the rest of a body."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -65,7 +65,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect("head")  # empty lines in front of a request begin none
+            self._expect("head")  # empty lines do not begin a request
         if self._head_bytes is None:
             return
         self._head_bytes += len(data)
@@ -76,7 +76,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, "this is not HTTP/1.1", code="invalid_request"))
 
     def _expect(self, part: str | None) -> None:
-        """Give the client ``read_timeout`` seconds for a part, or end the wait for one."""
+        """Give the client ``read_timeout`` seconds for a part (head, body), or stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -89,7 +89,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _make_room(self) -> bool:
-        """Close the connection that has owed something for longest; whether there is one."""
+        """Close the connection that has waited longest for its client; ``False`` if none waits."""
         owing = [
             other
             for other in self.connections
@@ -103,7 +103,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, and close."""
+        """Answer without calling the application, and close the connection."""
         self._expect(None)
         if self.transport.is_closing():
             return

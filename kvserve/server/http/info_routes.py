@@ -130,7 +130,7 @@ async def kv_policies(request: Request) -> Response:
 
     state = _state(request)
     state.check_ready()
-    # The schema says of the arguments what `args` says in words.
+    # `args` describes the same arguments in words.
     data = [{k: v for k, v in p.items() if k != "args"} for p in describe_policies()]
     return json_response({"default": state.engine.policy_name, "data": data})
 

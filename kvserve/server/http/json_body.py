@@ -1,4 +1,4 @@
-"""Reads request bodies: strict JSON, and only as deep as the code behind can walk."""
+"""Reads request bodies: strict JSON, nested no deeper than the code behind can handle."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from fastapi.routing import APIRoute
 from kvserve.server.state.errors import ApiError
 
 MAX_DEPTH = 254
-"""Lists and objects within each other: as many as orjson writes."""
+"""Levels of nested lists and objects; orjson can write no more."""
 
 
 class JsonRequest(Request):
     """A request whose JSON has no lone surrogates, no NaN, and no more than ``MAX_DEPTH`` levels.
 
-    An integer that no 64 bits hold is read as a float, and no field takes that for an integer that
-    large.
+    An integer of more than 64 bits is read as a float, and integer fields refuse it.
     """
 
     async def json(self) -> Any:
@@ -42,7 +41,7 @@ class JsonRoute(APIRoute):
 
 
 def read_json(body: bytes) -> Any:
-    """A body's value; ``orjson.JSONDecodeError`` where it is no JSON, ``ApiError`` if too deep."""
+    """The value of a body. ``orjson.JSONDecodeError`` if not JSON, ``ApiError`` if too deep."""
     value = orjson.loads(body)
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
         try:

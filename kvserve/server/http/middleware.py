@@ -1,5 +1,6 @@
-"""Around every route: the request's id, the API key, the limit on bodies, counts. Plain ASGI, since
-Starlette's ``BaseHTTPMiddleware`` hides a client's disconnect from the route.
+"""The middleware around every route: request ids, API keys, limits on bodies, and metrics.
+
+It is plain ASGI, since Starlette's ``BaseHTTPMiddleware`` hides a client's disconnect from routes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RequestIdMiddleware:
 
 
 class MetricsMiddleware:
-    """Counts and times answers by route; probes are left out, and unknown paths count as one."""
+    """Counts and times answers by route, without probes. Unknown paths count as route ``none``."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -96,8 +97,9 @@ class MetricsMiddleware:
 
 
 class TurnstileMiddleware:
-    """Hands on so many bodies per turn of the event loop: a crowd that comes at once must not keep
-    the running streams waiting until all of it is read and queued.
+    """Lets ``per_turn`` complete bodies through per turn of the event loop.
+
+    Otherwise running streams would wait until a whole burst of requests is read and queued.
     """
 
     def __init__(self, app: ASGIApp, per_turn: int = 8) -> None:
@@ -116,7 +118,7 @@ class TurnstileMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for ``Authorization: Bearer KEY`` on every path that is not ``open_paths``."""
+    """Requires ``Authorization: Bearer KEY`` on every path that is not in ``open_paths``."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: frozenset[str]) -> None:
         self.app = app
@@ -136,19 +138,20 @@ class ApiKeyMiddleware:
         await error.response()(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        # The router matches the same path, so nothing else can pass for an open one.
+        # The router matches the same path, so no protected route can pass for an open one.
         if get_route_path(scope) in self._open_paths:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # the bytes as they came
-        # No early exit: how long it takes must not tell which key came close.
+        digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
+        # No early exit: the time must not reveal which key came close.
         matches = [secrets.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
 class BodyLimitMiddleware:
-    """413 for bodies above ``limit`` bytes, announced or not; 503 once bodies that are still being
-    read hold ``BODIES_AT_ONCE`` times as much.
+    """413 for a body of more than ``limit`` bytes, whether ``Content-Length`` says so or not.
+
+    503 while the incomplete bodies of all requests have more than ``BODIES_AT_ONCE * limit`` bytes.
     """
 
     BODIES_AT_ONCE = 4
@@ -157,7 +160,7 @@ class BodyLimitMiddleware:
         self.app = app
         self._limit = limit
         self._held = 0
-        """Bytes of bodies that are not complete."""
+        """Bytes of all incomplete bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -183,7 +186,7 @@ class BodyLimitMiddleware:
             if self._held > self._limit * self.BODIES_AT_ONCE:
                 raise unavailable("too many bodies are being sent at once", "busy")
             if not message.get("more_body"):
-                hold(-size)  # complete: from here on it counts as a request
+                hold(-size)  # complete: from here on the queue limits requests
             return message
 
         try:

@@ -116,7 +116,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer a history; nothing is stored. Converted to a chat request."""
+    """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
     chat = body.as_chat()
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
@@ -174,7 +174,7 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
 
 
 def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:
-    """A ``request_id`` in the body wins over the header, and is what ``X-Request-Id`` says then."""
+    """The request's id. ``request_id`` in the body replaces ``X-Request-Id``, in the answer too."""
     if body.request_id is not None:
         request.state.request_id = body.request_id
     return f"{prefix}-{request.state.request_id}"

@@ -29,7 +29,7 @@ def _state(request: Request) -> ServerState:
 
 @router.get("/health_generate", responses=answers(Status))
 async def health_generate(request: Request) -> Response:
-    """200 once the model has made a token; a device that hangs is a 503."""
+    """200 once the model has generated a token; 503 if none comes in 20 s, as on a hung device."""
     state = _state(request)
     state.check_health()
     generation = Generation(state, [[0]], _PROBE, f"health-{request.state.request_id}")
@@ -60,9 +60,9 @@ async def load(request: Request) -> Response:
 async def abort_requests(
     request_ids: Annotated[list[str], Body(embed=True)], request: Request
 ) -> Response:
-    """End requests by their ids, as in their answers or in ``X-Request-Id``; unknown ones are none.
+    """End requests by their ids, as in their answers or in ``X-Request-Id``; ignores unknown ids.
 
-    Their clients get an error with code ``aborted``.
+    The clients of these requests get an error with code ``aborted``.
     """
     state = _state(request)
     state.check_ready()
@@ -79,7 +79,7 @@ async def abort_requests(
 @router.post("/reset_prefix_cache", responses=answers(Status))
 @router.post("/flush_cache", include_in_schema=False)
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached prompt blocks; requests sent after the answer find none."""
+    """Forget cached prompt blocks and continuations; requests sent after the answer find none."""
     state = _state(request)
     state.check_health()
     state.engine.reset_prefix_cache()

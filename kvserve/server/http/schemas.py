@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from kvserve.outputs import KVCacheDetails
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -21,26 +23,9 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every refusal and failure, on every route."""
+    """The body of every error, on every route."""
 
     error: ErrorDetails
-
-
-class KVCacheDetailsBody(BaseModel):
-    """What the policy did to the cache of one request."""
-
-    policy: str
-    logical_tokens: int
-    held_tokens: int
-    held_entries: int
-    evicted_tokens: int
-    compactions: int
-    blocks_released: int
-    peak_blocks: int
-    held_bytes: int
-    log_bytes: int
-    coded_entries: int
-    codebook_entries: int
 
 
 class PromptTokensDetails(BaseModel):
@@ -57,7 +42,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
-    kv_cache_details: KVCacheDetailsBody
+    kv_cache_details: KVCacheDetails
 
 
 class CompletionLogprobs(BaseModel):
@@ -174,6 +159,6 @@ def answers(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """``stream: true`` sends events instead."""
+    """As ``answers``, for routes that send events if a request has ``stream: true``."""
     events: dict[str, Any] = {"text/event-stream": {"schema": {}}}
     return {200: {"model": model, "content": events}}

@@ -1,4 +1,4 @@
-"""One chat request worked out: its prompt, its sampling, and how its answers are read."""
+"""Plans a chat request: its prompt, its sampling, and how its answers are parsed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvserve.server.parsers.tool_parsers import PARSERS, REQUIRED, ToolSplit, To
 from kvserve.server.state.server_state import ServerState
 
 _PROMPT_END = 16
-"""Tokens of the prompt that tell whether the template opens or closes the reasoning."""
+"""Last tokens of the prompt that show whether the template opens or closes the reasoning."""
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """``parser`` makes a new reader for each choice; ``None``: the text is the content."""
+    """``parser`` makes a parser for each choice, or ``None`` if the whole text is the content."""
 
     prompt: list[int]
     params: SamplingParams
     reasoning: ReasoningParser | None
     inside: bool | None
     tools: ToolSyntax | str | None
-    """How calls are written, or the one function that is called."""
+    """The format of calls, or the name of the one function that must be called."""
     parallel: bool
 
     def parser(self) -> MessageParser | None:
@@ -45,7 +45,7 @@ class ChatPlan:
 
 
 async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan:
-    """Raises ``RequestError`` naming the field that cannot work."""
+    """Plan a chat request. Raises ``RequestError``, which names the field that cannot work."""
     tools = _tools(state, body)
     prompt = await encode_chat(state, body)
     check_lengths(state, body, [prompt])
@@ -55,7 +55,7 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
             prompt[-_PROMPT_END:], skip_special_tokens=False
         )
         inside = reasoning.begins_inside(end)
-    # Where the template has switched it off there is no reasoning to wait for or to limit.
+    # If the template has switched reasoning off, there is none to wait for or to limit.
     off = inside is False
     params = body.sampling_params(
         state.default_sampling,
@@ -86,7 +86,7 @@ def _tools(state: ServerState, body: ChatCompletionRequest) -> ToolSyntax | str 
 
 
 def _keep_marks(body: ChatCompletionRequest, tools: ToolSyntax | str | None) -> dict[str, bool]:
-    """Marks that are special tokens must not be left out of the text."""
+    """Keep special tokens in the text if they mark the calls."""
     if isinstance(tools, ToolSyntax) and tools.special and body.skip_special_tokens is None:
         return {"skip_special_tokens": False}
     return {}

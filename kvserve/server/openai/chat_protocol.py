@@ -49,7 +49,7 @@ class FunctionName(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """``tool_choice`` of one function."""
+    """A ``tool_choice`` that names one function."""
 
     type: Literal["function"] = "function"
     function: FunctionName
@@ -67,8 +67,8 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[ToolCall], FirstFault()] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """What templates know: ``system`` for ``developer``, arguments as objects, both names of
-        the reasoning.
+        """The message as templates expect it: ``system`` for ``developer``, arguments as objects,
+        and the reasoning under both names.
         """
         message = self.model_dump(exclude_none=True)
         if self.role == "developer":
@@ -82,7 +82,7 @@ class ChatMessage(BaseModel):
 
 
 def _object(arguments: str) -> Any:
-    """Templates write arguments as JSON themselves; what is none stays a text."""
+    """Arguments as an object: templates write the JSON. A text that is not JSON stays a text."""
     try:
         return json.loads(arguments) if arguments else {}
     except ValueError:
@@ -154,7 +154,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return super().tools_for_template() if self.calls_tools else None
 
     def forced_calls(self) -> StructuredOutput | None:
-        """The grammar of ``tool_choice`` required or a name."""
+        """The structured output that a ``tool_choice`` of ``required`` or a function forces."""
         functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name

@@ -1,4 +1,4 @@
-"""Fields of requests that come in several shapes, each read into one."""
+"""Request fields that may come in several shapes; each is read into one shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvserve.log import RequestError, shown
 
 
 def _is_token_ids(value: Any) -> bool:
-    """The engine knows which ids exist; here they must fit its messages."""
+    """Whether these are token ids that fit the engine's messages; the engine checks the ids."""
     return isinstance(value, list) and all(type(i) is int and abs(i) < 2**31 for i in value)
 
 
@@ -59,7 +59,7 @@ def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
 
 
 def _parse_logit_bias(value: Any) -> dict[int, float] | None:
-    """JSON has no keys but strings; the first entry that is wrong ends it."""
+    """Token ids may be strings: JSON has no other keys. Reports only the first wrong entry."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def _token_id(key: Any) -> int | None:
 
 
 class FirstFault(FailFast):
-    """A wrong list is reported by its first wrong item alone, not by a million errors."""
+    """Reports only the first wrong item of a list, not a million errors."""
 
     __hash__ = object.__hash__
 

@@ -1,4 +1,4 @@
-"""From a request's texts, token ids or messages to the token ids that the engine gets."""
+"""Turns a request's texts, token ids or messages into the token ids for the engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.state.server_state import ServerState
 
 _INLINE = 1_000
-"""Characters that take less on the event loop than a thread takes to be told of them."""
+"""A text of up to this many characters is tokenized on the event loop: a thread costs more."""
 _FIRST_LOOK = 4
-"""Characters of a long text, for each token of the context, that are looked at first."""
+"""Characters per token of the context that are tokenized first of a long text."""
 _MOST_WHOLE = 2**20
 _SEAM = 64
-"""Tokens that a text may lose where it is not cut."""
+"""Tokens that the whole text may have fewer than its beginning, where that was cut off."""
 _FEW = 16
-"""Messages over which a template runs in no time."""
+"""The most messages for which a template runs on the event loop."""
 _TEXTS = ThreadPoolExecutor(4, "kvserve-text")
-"""Threads for tokenizing and templates: long texts wait for each other, not the event loop."""
+"""Threads for tokenizing and templates: the event loop does not wait for long texts."""
 _TRIMMED = 2**22
-"""Bytes that work on a text may leave to malloc."""
+"""Bytes that a thread may leave resident before freed memory is returned to the system."""
 _T = TypeVar("_T")
 
 _NOT_FOR_TEMPLATES = frozenset(
@@ -34,7 +34,7 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     )
 )
-"""Arguments of transformers' ``apply_chat_template`` that a template never sees."""
+"""Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
 
 
 async def encode(
@@ -44,10 +44,11 @@ async def encode(
     *,
     whole: bool = False,
 ) -> list[list[int]]:
-    """Token ids of each prompt, special ones included unless told; lists of ids pass unchanged.
+    """Token ids of each prompt; lists of ids pass unchanged.
 
-    Texts that are longer than the context are refused, some before they are read to the end unless
-    ``whole``.
+    Adds special tokens unless ``add_special_tokens`` is ``False``. A text that is much too long
+    for the context is refused before all of it is tokenized; the engine refuses other long ones.
+    ``whole`` texts are tokenized to the end, if they pass ``check_characters``.
     """
     special = add_special_tokens is not False
     return [
@@ -68,7 +69,7 @@ async def _encode_text(
     def run() -> list[int]:
         look = _FIRST_LOOK * context
         if not whole and len(text) > 2 * look:
-            # Text of this kind, or as much of it, would not fit either: the rest is not looked at.
+            # If the beginning alone exceeds the context, the rest need not be tokenized.
             seen = len(tokenizer.encode(text[:look], add_special_tokens=add_special_tokens))
             if seen > context + _SEAM:
                 raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
@@ -78,14 +79,15 @@ async def _encode_text(
         return run() if len(text) <= _INLINE else await in_thread(run)
     except RequestError:
         raise
-    except (ValueError, TypeError) as exc:  # what a tokenizer cannot read
+    except (ValueError, TypeError) as exc:  # the tokenizer cannot read it
         raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
-    """The result of ``work``, which may take long, while the event loop goes on.
+    """Run ``work``, which may take long, in a thread, so that the event loop goes on.
 
-    What it has freed goes back to the system if that is much: malloc would keep it for its thread.
+    If ``work`` leaves much more memory resident, freed memory is returned to the system: malloc
+    would keep it for the thread.
     """
 
     def run() -> _T:
@@ -100,9 +102,9 @@ async def in_thread(work: Callable[[], _T]) -> _T:
 
 
 def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
-    """Refuse a text that is too long for the context however few tokens it is.
+    """Refuse a text that exceeds the context even if all its tokens are the longest there are.
 
-    Of one that is cut or counted, so ``whole``, at least ``_MOST_WHOLE`` characters are read.
+    A ``whole`` text, to be truncated or counted, may always have ``_MOST_WHOLE`` characters.
     """
     context = state.engine.max_model_len
     most = context * state.require_tokenizer(param).longest_token
@@ -165,7 +167,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             ids = await in_thread(apply)
     except RequestError:
         raise
-    except Exception as exc:  # templates raise what they like: jinja errors, ValueError, TypeError
+    except Exception as exc:  # templates may raise anything: jinja errors, ValueError, TypeError
         raise RequestError(
             f"messages: the chat template refuses them: {exc}", param="messages"
         ) from exc
@@ -188,7 +190,7 @@ def check_messages(state: ServerState, request: ChatPrompt) -> None:
 
 
 def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
-    """``reasoning_effort`` under the name that the template has for it, or for reasoning at all."""
+    """``reasoning_effort`` if the template has it, else ``enable_thinking``, which is on or off."""
     effort = request.reasoning_effort
     if effort is None:
         return {}
@@ -206,7 +208,7 @@ def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
 
 
 def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:
-    """The last ``truncate_prompt_tokens`` of a prompt; -1 is what the context leaves room for."""
+    """The last ``truncate_prompt_tokens`` of a prompt; -1: as many as fit beside ``max_tokens``."""
     limit = request.truncate_prompt_tokens
     if limit == -1:
         limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
@@ -223,13 +225,13 @@ def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:
 
 
 def check_limit(state: ServerState, request: GenerationRequest) -> None:
-    """``max_tokens`` must fit the context, whatever the prompt."""
+    """Refuse a ``max_tokens`` that exceeds the context whatever the prompt is."""
     asked, context = request.token_limit(), state.engine.max_model_len
     if asked is not None and asked > context:
         field = request.token_limit_field
         raise RequestError(
-            f"{field}={asked} does not fit: the context is {context} tokens, the prompt's among "
-            "them",
+            f"{field}={asked} does not fit: prompt and answer together have at most {context} "
+            "tokens",
             param=field,
             code="context_length_exceeded",
         )
@@ -238,7 +240,7 @@ def check_limit(state: ServerState, request: GenerationRequest) -> None:
 def check_lengths(
     state: ServerState, request: GenerationRequest, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """``max_tokens`` must fit behind each prompt; the engine refuses prompts that are too long."""
+    """Refuse a ``max_tokens`` that does not fit after a prompt. The engine checks the prompts."""
     asked, context = request.token_limit(), state.engine.max_model_len
     longest = max(map(len, prompts))
     if asked is None or longest >= context or longest + asked <= context:

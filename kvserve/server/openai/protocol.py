@@ -1,7 +1,8 @@
-"""What clients may send. Field names are OpenAI's and vLLM's; ``kv_policy`` is our own.
+"""What clients may send. Field names are OpenAI's and vLLM's; ``kv_...`` are our own.
 
-Three kinds of fields: built (declared below), refused with a 400 that names them (``_REFUSED``: to
-accept them and do nothing would be a lie), and unknown ones, which are ignored and logged once.
+Supported fields are declared below. Fields in ``_REFUSED`` would change the output but are not
+supported: a 400 names them, because to ignore them would mislead clients. Fields in ``_IGNORED`` do
+not change the output. Unknown fields are ignored and logged once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Fields that change the output and are not built (here) -> their values that mean "off"."""
+"""Fields that change the output and are not supported -> their values that mean "off"."""
 
 _IGNORED = frozenset(
     (
@@ -53,7 +54,7 @@ _IGNORED = frozenset(
         "user",
     )
 )
-"""Fields that say nothing about the output."""
+"""Fields that do not change the output."""
 
 _SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
@@ -72,7 +73,10 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What completions and chat share. ``null`` means "not given" throughout."""
+    """What completions and chat share.
+
+    ``null`` means "not given", except as ``max_tokens`` of completions.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -148,7 +152,7 @@ class GenerationRequest(BaseModel):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def token_limit(self) -> int | None:
-        """New tokens that were asked for; ``None`` is up to the context."""
+        """The most new tokens; ``None``: as many as fit the context."""
         return self.max_completion_tokens or self.max_tokens
 
     def num_logprobs(self) -> int | None:
@@ -159,7 +163,7 @@ class GenerationRequest(BaseModel):
         return structured_output(self.__dict__)
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-        """The request over the model's ``defaults``; raises ``RequestError`` naming the field."""
+        """The request over the model's ``defaults``; a ``RequestError`` names the wrong field."""
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
@@ -194,7 +198,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-        """``echo`` with ``logprobs`` needs those of the prompt too."""
+        """Adds ``prompt_logprobs``, which ``echo`` with ``logprobs`` needs."""
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return super().sampling_params(defaults, **more)

@@ -1,4 +1,4 @@
-"""The output of ``/v1/responses``: items that grow, and the events that tell of them."""
+"""The output of ``/v1/responses``: items that grow, and the events that report them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ResponseItems:
         return [event for call in delta["tool_calls"] for event in self._call(call)]
 
     def close(self) -> list[Json]:
-        """The open item is done."""
+        """Events that end the open item, if there is one."""
         if self._open is None:
             return []
         item, kind = self.output[-1], self._open
@@ -91,7 +91,7 @@ class ResponseItems:
         return [*events, self._item_event("added")]
 
     def _item_event(self, what: str) -> Json:
-        item = orjson.loads(orjson.dumps(self.output[-1]))  # as it is now: it goes on growing
+        item = orjson.loads(orjson.dumps(self.output[-1]))  # a copy: the item goes on growing
         if what == "added" and item["type"] != "function_call":
             item["content"] = []
         where = {"output_index": len(self.output) - 1}
@@ -102,7 +102,7 @@ class ResponseItems:
 
 
 class ResponseWriter:
-    """Turns one request's outputs into events; ``body`` is the response as it is by then."""
+    """Turns one request's outputs into events, and into the finished response (``body``)."""
 
     def __init__(self, head: Json, plan: ChatPlan) -> None:
         self._head = head
@@ -165,7 +165,7 @@ class ResponseWriter:
 
 
 def response_head(request: Any, response_id: str, created: int, model: str) -> Json:
-    """What every state of a response repeats of its request."""
+    """Fields that every state of a response has, most of them copied from its request."""
     return {
         "id": response_id,
         "object": "response",

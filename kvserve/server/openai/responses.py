@@ -1,4 +1,4 @@
-"""What clients get back, as plain dictionaries: a stream builds one per token."""
+"""What clients get back, as plain dictionaries for speed: a stream builds one per token."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def completion_logprobs(
     echo: Echo | None = None,
     prompt: RequestOutput | None = None,
 ) -> Json | None:
-    """The completions form, from token ``start`` on; ``offset`` is where its text begins.
+    """Logprobs in the completions form, from token ``start`` on, whose text begins at ``offset``.
 
-    With ``prompt`` its tokens come first; nothing predicts the first of them.
+    With ``echo`` the tokens of ``prompt`` come first; the first of them has no logprob.
     """
     if choice.logprobs is None:
         return None
@@ -96,7 +96,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(choice: CompletionOutput, top: int, start: int = 0) -> Json | None:
-    """The chat form, from token ``start`` on."""
+    """Logprobs in the chat form, from token ``start`` on."""
     if choice.logprobs is None:
         return None
     content = [
@@ -107,7 +107,7 @@ def chat_logprobs(choice: CompletionOutput, top: int, start: int = 0) -> Json | 
 
 
 def prompt_logprobs(output: RequestOutput) -> list[Json | None] | None:
-    """vLLM's form: one map by token id for each prompt token, ``null`` for the first."""
+    """In vLLM's form: for each prompt token a map by token id, ``null`` for the first."""
     if output.prompt_logprobs is None:
         return None
     return [
@@ -131,7 +131,7 @@ def _steps(choice: CompletionOutput, start: int) -> list[tuple[int, Mapping[int,
 
 
 def _best(entry: Mapping[int, Logprob], top: int) -> list[Logprob]:
-    """The ``top`` likeliest; the sampled token is in ``entry`` too, whatever its rank."""
+    """The ``top`` most probable; ``entry`` also has the sampled token, whatever its rank."""
     return sorted(
         (item for item in entry.values() if item.rank <= top), key=lambda item: item.rank
     )[:top]

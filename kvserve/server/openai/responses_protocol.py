@@ -1,4 +1,7 @@
-"""``POST /v1/responses`` as a chat request: nothing is stored, so the whole history comes along."""
+"""Turns ``POST /v1/responses`` into a chat request.
+
+Nothing is stored, so a request carries the whole history.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
-"""Fields that need stored responses or are not built -> their values that mean "off"."""
+"""Fields that need stored responses or are not supported -> their values that mean "off"."""
 
 _CHAT_NAMES: dict[Any, str] = {
     "messages": "input",
@@ -47,7 +50,7 @@ Input = Annotated[
 
 
 class ResponseTool(BaseModel):
-    """A function; the tools that OpenAI runs itself do not exist here."""
+    """A function. Tools that OpenAI runs itself are not supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,7 +61,7 @@ class ResponseTool(BaseModel):
 
 
 class ReasoningSettings(BaseModel):
-    """A ``summary`` is never made: the reasoning itself is in the output."""
+    """A ``summary`` is ignored: the output has the reasoning itself."""
 
     effort: str | None = None
 
@@ -86,7 +89,7 @@ class ResponsesRequest(BaseModel):
     stream: bool | None = None
 
     def as_chat(self) -> ChatCompletionRequest:
-        """The chat request that says the same; ``RequestError`` names the field of this one."""
+        """The equivalent chat request. Errors name the field of this one."""
         extra = dict(self.model_extra or {})
         for name, off in _REFUSED.items():
             if extra.pop(name, None) not in off:
@@ -161,7 +164,7 @@ def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
 
 
 def _append_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Calls in a row are one turn of the assistant."""
+    """Add a call. Calls in a row belong to one message of the assistant."""
     call = {
         "id": item.get("call_id"),
         "type": "function",
@@ -193,6 +196,6 @@ def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
 
 
 def _renamed(error: dict[str, Any]) -> dict[str, Any]:
-    """A complaint about the chat request, with this one's name of the field."""
+    """A validation error of the chat request, under this request's name of the field."""
     body, *path = error["loc"]
     return {**error, "loc": (body, *(_CHAT_NAMES.get(part, part) for part in path))}

@@ -24,7 +24,7 @@ from kvserve.server.state.errors import as_api_error
 from kvserve.server.state.generation import Generation
 
 FIRST_OUTPUT_GRACE = 5.0
-"""Seconds for which the status waits for output: a refusal comes earlier, as a real status."""
+"""Seconds to wait for output before the status is sent, so that a refusal gets its own status."""
 
 _DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -32,7 +32,7 @@ _PING = b": ping\n\n"
 
 @dataclass
 class _Cursor:
-    """How much of one choice the client has got."""
+    """How much of one choice has been sent."""
 
     started: bool = False
     text: int = 0
@@ -43,7 +43,7 @@ class _Cursor:
 
 
 class EventWriter(Protocol):
-    """What a stream is made with."""
+    """Turns outputs into the bytes of a stream."""
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]: ...
     def end(self, outputs: Sequence[RequestOutput]) -> bytes: ...
@@ -212,7 +212,7 @@ class ChatChunks(ChunkWriter):
 async def stream_response(
     generation: Generation, writer: EventWriter, receive: Receive, ping_interval: float
 ) -> EventStream:
-    """Answer with a stream; a request that is refused at once raises and keeps its own status."""
+    """Answer with a stream. A refusal in the first seconds raises and so gets its own status."""
     first = await generation.first_changes(receive, FIRST_OUTPUT_GRACE)
     return EventStream(generation, _events(generation, writer, first, ping_interval))
 
@@ -239,9 +239,9 @@ async def _events(
 
 
 class EventStream(StreamingResponse):
-    """Closes its generation whatever ends it: the last chunk, a client that hung up, a shutdown.
+    """Closes its generation however it ends: the last chunk, a client that hung up, a shutdown.
 
-    Not done inside the iterator: a client that stops reading leaves that suspended at a ``yield``.
+    The iterator cannot do this: if the client stops reading, it stays suspended at a ``yield``.
     """
 
     media_type = "text/event-stream"
@@ -258,5 +258,5 @@ class EventStream(StreamingResponse):
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         await super().listen_for_disconnect(receive)
-        # At once: the cancellation that follows waits for a moment when no output is due.
+        # Close now: the cancellation that follows takes effect only when no output is due.
         self._generation.close()

@@ -1,4 +1,4 @@
-"""What the text must match: ``response_format``, ``structured_outputs``, and calls of tools."""
+"""What the text must match, by ``response_format``, ``structured_outputs`` or ``tool_choice``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvserve.log import RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""vLLM's older names of what ``structured_outputs`` holds."""
+"""vLLM's older names for the kinds of ``structured_outputs``."""
 
 _warned: set[str] = set()
 
 
 def structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None:
-    """What the fields that are given ask for; more than one is refused."""
+    """What the given fields ask for. Raises ``RequestError`` if more than one is given."""
     wanted = []
     if fields.get("response_format") is not None:
         wanted.append(_response_format(fields["response_format"]))
@@ -68,12 +68,12 @@ def one_call(function: Mapping[str, Any]) -> StructuredOutput:
 
 
 def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> StructuredOutput:
-    """Calls as ``[{"name": ..., "parameters": {...}}]``; one alone unless ``parallel``."""
+    """Calls as ``[{"name": ..., "parameters": {...}}]``; only one unless ``parallel``."""
     shared: dict[str, Any] = {}
     calls = []
     for function in functions:
         parameters = dict(_parameters(function))
-        # References start at the root of the document, so that is where definitions have to be.
+        # References start at the root of the document, so definitions must move there.
         for name, definition in parameters.pop("$defs", {}).items():
             if shared.setdefault(name, definition) != definition:
                 raise RequestError(f"tools: two different $defs are called {name!r}", param="tools")
@@ -94,7 +94,7 @@ def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> Struct
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments that a function does not name are none: a schema that leaves it open is closed."""
+    """A function's schema. Arguments that it does not name are forbidden unless it allows them."""
     return {
         "additionalProperties": False,
         **(function.get("parameters") or {"type": "object", "properties": {}}),

@@ -1,1 +1,1 @@
-"""The text of an answer taken apart: reasoning, tool calls, content."""
+"""Splits the text of an answer into reasoning, tool calls and content."""

@@ -1,4 +1,4 @@
-"""The parts of a chat answer: reasoning, content and tool calls, from text that grows."""
+"""Splits the growing text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvserve.server.parsers.tool_parsers import Json, ToolSplit
 
 @dataclass
 class NamedCall:
-    """All of the text is the arguments of one function (``tool_choice`` names it)."""
+    """The whole text is the arguments of the one function that ``tool_choice`` names."""
 
     name: str
     num_calls: int = 0
@@ -30,7 +30,7 @@ class NamedCall:
 
 
 class MessageParser:
-    """Deltas of one choice's message; ``push`` gets new text, and ``final`` once at the end."""
+    """Makes deltas of one choice's message; ``push`` takes new text, the last with ``final``."""
 
     def __init__(
         self, reasoning: ReasoningSplit | None, tools: ToolSplit | NamedCall | None
@@ -43,14 +43,14 @@ class MessageParser:
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text, final)
             if thought:
-                # Clients know one name or the other.
+                # Some clients read one name, some the other.
                 deltas.append({"reasoning": thought, "reasoning_content": thought})
         if self._tools is not None:
             return deltas + self._tools.push(text, final)
         return [*deltas, {"content": text}] if text else deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """``tool_calls`` where a choice stopped by itself after calling; named calls just stop."""
+        """``tool_calls`` if a choice stopped by itself after a call; named calls keep ``stop``."""
         called = isinstance(self._tools, ToolSplit) and self._tools.num_calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
@@ -65,7 +65,7 @@ def read_message(choice: CompletionOutput, parser: MessageParser | None) -> tupl
 
 
 def _folded(deltas: Sequence[Json]) -> Json:
-    """The whole message that these deltas make."""
+    """The message that the deltas add up to."""
     message: Json = {"role": "assistant", "content": None, "refusal": None}
     calls: list[Json] = []
     for delta in deltas:

@@ -1,4 +1,4 @@
-"""A model's reasoning, separated from the content of its answer as it streams."""
+"""Separates a model's reasoning from the content of its answer while it streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class ReasoningParser:
-    """``deepseek_r1`` reasons from the first token on; ``qwen3`` says ``<think>`` first."""
+    """``deepseek_r1`` reasons from the first token on; ``qwen3`` opens with ``<think>``."""
 
     name: str
     end_id: int
@@ -20,7 +20,8 @@ class ReasoningParser:
     def begins_inside(self, prompt_end: str) -> bool | None:
         """Whether the output starts as reasoning, given how the prompt ends.
 
-        ``None``: only if it opens with ``<think>``. ``False``: the template has switched it off.
+        ``None``: only if the output opens with ``<think>``. ``False``: the prompt has already
+        closed the reasoning, because the template switched it off.
         """
         tail = prompt_end.rstrip()
         if tail.endswith(CLOSE):
@@ -28,7 +29,7 @@ class ReasoningParser:
         return True if tail.endswith(OPEN) or self.name == "deepseek_r1" else None
 
     def count_tokens(self, choice: CompletionOutput, inside: bool | None) -> int:
-        """Tokens of a choice up to the mark that ends its reasoning."""
+        """Reasoning tokens of a choice; ``inside`` is what ``begins_inside`` returned."""
         opened = choice.text.lstrip().startswith(OPEN) if inside is None else inside
         if not opened:
             return 0
@@ -37,15 +38,15 @@ class ReasoningParser:
 
 
 class ReasoningSplit:
-    """One choice's text in two streams. Newlines around the marks belong to neither."""
+    """Splits one choice's text in two; newlines around the marks belong to neither part."""
 
     def __init__(self, inside: bool | None) -> None:
         self._held = ""
         self._inside = inside
         self._opened = inside is False
-        """Whether it is settled if the text opens with a mark."""
+        """Whether it is known if the text opens with ``<think>``."""
         self._begun = False
-        """Whether the current stream has shown anything."""
+        """Whether the current part has any text yet."""
 
     def push(self, text: str, final: bool) -> tuple[str, str]:
         """New text -> new (reasoning, content)."""
@@ -83,6 +84,6 @@ class ReasoningSplit:
 
 
 def opening(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
+    """Length of the longest suffix of ``text`` that may be the beginning of ``mark``."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((n for n in lengths if text.endswith(mark[:n])), 0)

@@ -1,7 +1,8 @@
-"""Tool calls in a model's text, told apart from the content as they stream.
+"""Separates tool calls from the content of a model's text while it streams.
 
-All formats hold a JSON object per call, with a name and arguments; they differ in what stands
-around it. Arguments are passed on as they come, character for character.
+In all formats a call is a JSON object with a name and arguments; ``mistral`` may also write the
+name before its arguments. Formats differ in the marks around calls. Arguments are passed on
+character for character as they arrive.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """``opens`` (empty: only a ``{`` or ``[`` at the very start) begins a list of calls.
+    """How a model writes a list of calls.
 
-    Between calls come ``skipped`` characters; ``closes`` ends the list. ``named`` allows
-    ``name{arguments}`` in place of an object; ``special``: the marks are special tokens.
+    ``opens`` begins a list and ``closes`` ends it. With ``at_start``, content that starts with
+    ``{`` or ``[`` is a list too; that is the only way if ``opens`` is empty. ``skipped`` characters
+    may come between calls. ``named`` allows ``name{arguments}`` in place of an object. ``special``:
+    the marks are special tokens.
     """
 
     opens: str
@@ -43,14 +46,14 @@ PARSERS = {
     "internlm": ToolSyntax("<|action_start|><|plugin|>", "<|action_end|>", special=True),
 }
 REQUIRED = ToolSyntax("", skipped=" \n\r\t[],", at_start=True)
-"""The form in which every model writes calls under ``tool_choice: required``."""
+"""The form of calls under ``tool_choice: required``, for every model: a grammar forces it."""
 
 _ARGS = "[ARGS]"
 
 
 @dataclass
 class ToolSplit:
-    """One choice's text -> content and deltas of ``tool_calls``."""
+    """Splits one choice's text into content and deltas of ``tool_calls``."""
 
     syntax: ToolSyntax
     parallel: bool = True
@@ -96,7 +99,7 @@ class ToolSplit:
             keep = 0 if final else opening(text, opens)
             self._held, text = text[len(text) - keep :], text[: len(text) - keep]
         if not self._started and self.num_calls:
-            text = text.lstrip()  # space between a call and the next belongs to neither
+            text = text.lstrip()  # drop the space after a call
         if text:
             self._started = True
             yield {"content": text}
@@ -170,7 +173,7 @@ class ToolSplit:
                 yield from self._give_up()
 
     def _give_up(self) -> Iterator[Json]:
-        """The text that was held back is not a call: it is content."""
+        """The text that was held back is not a call: give it out as content."""
         self._listing, self._started = False, True
         yield {"content": self._since_open + self._held}
         self._held = self._since_open = ""
@@ -178,7 +181,7 @@ class ToolSplit:
 
 @dataclass
 class _Call:
-    """A scanner over one call's JSON: it finds the name, and passes the arguments on."""
+    """Scans one call's JSON: finds the name, and passes the arguments on."""
 
     name: str = ""
     in_arguments: bool = False
@@ -194,7 +197,7 @@ class _Call:
     _value: bool = False
 
     def scan(self, text: str) -> tuple[int, str]:
-        """Characters used, up to the object's end, and those of them that are arguments."""
+        """The number of characters read, up to the object's end, and those that are arguments."""
         arguments = []
         for used, char in enumerate(text, 1):
             outside = self._depth == 1 and self._string is None and (char in ",}" or char.isspace())
@@ -244,7 +247,7 @@ def _delta(call: Json) -> Json:
 
 
 def _merged(deltas: list[Json]) -> list[Json]:
-    """Neighbouring pieces of content become one."""
+    """Join neighbouring pieces of content."""
     out: list[Json] = []
     for delta in deltas:
         if "content" in delta and out and "content" in out[-1]:

@@ -1,1 +1,1 @@
-"""The generated pages of the docs: ``python -m kvserve.server.reference FOLDER``."""
+"""Generates pages of the docs: ``python -m kvserve.server.reference FOLDER``."""

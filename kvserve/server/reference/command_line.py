@@ -1,4 +1,4 @@
-"""``cli.md``: every command with its flags, as its own parser has them."""
+"""``cli.md``: every command with its flags, taken from its parser."""
 
 from __future__ import annotations
 

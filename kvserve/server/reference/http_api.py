@@ -1,4 +1,4 @@
-"""``http.md``: routes, fields and answers of the OpenAPI schema that the server publishes."""
+"""``http.md``: routes, fields and answers, taken from the server's OpenAPI schema."""
 
 from __future__ import annotations
 

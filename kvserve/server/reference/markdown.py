@@ -10,7 +10,7 @@ _COMMAND = "python -m kvserve.server.reference docs/reference"
 
 
 def written_by(source: str) -> str:
-    """The line that tells an editor where to go instead."""
+    """A comment that tells editors to edit ``source`` and not the page."""
     return f"<!-- written from {source} by `make docs` ({_COMMAND}); edit those -->\n"
 
 

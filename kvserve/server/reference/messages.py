@@ -1,4 +1,4 @@
-"""``messages.md``: every refusal that names a flag, a field or a command to change."""
+"""``messages.md``: every error message that names a flag, a field or a command to change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def refusals() -> Iterator[tuple[str, str, str]]:
-    """The error's name, its text and its file, of all that ask for an action."""
+    """Name, text and file of every error whose message asks for an action."""
     root = Path(kvserve.__file__).parent
     for path in sorted(root.rglob("*.py")):
         where = path.relative_to(root)
@@ -57,7 +57,7 @@ def refusals() -> Iterator[tuple[str, str, str]]:
 
 
 def _messages(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """What an error is raised with, or a line of a table of checks: (whether, message)."""
+    """The text that an error is raised with, or that of a check: a tuple (condition, message)."""
     if isinstance(node, ast.Call) and (kind := _name(node)) in _START | _REQUEST:
         texts = [text for text in map(_text, node.args) if text]
         yield kind, max(texts, key=len, default="")
@@ -70,7 +70,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A string's words; what is filled in stands in braces, by its name."""
+    """The text of a string expression; filled-in values are shown as their names in braces."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""``metrics.md``: every series that ``GET /metrics`` has, asked of its registry."""
+"""``metrics.md``: every series of ``GET /metrics``, taken from its registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every generated page by its file's name."""
+"""Generate the reference pages: command line, HTTP API, messages, metrics and Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvserve.server.reference.state import idle_state
 
 
 def all_pages() -> dict[str, str]:
-    """The pages; no model is loaded and nothing listens."""
+    """The text of each page by its file's name. Loads no model and opens no port."""
     state = idle_state()
     return {
         "cli.md": command_line.page(),

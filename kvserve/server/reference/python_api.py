@@ -1,4 +1,4 @@
-"""``python.md``: the names of ``kvserve.__all__``, from signatures, docstrings and fields."""
+"""``python.md``: the names of ``kvserve.__all__`` with signatures, docstrings and fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS_OF_OUTPUTS = ("KVCacheDetails", "KVTraceEvent", "Compaction", "Logprob", 
 
 
 def page() -> str:
-    """The page, a section for each name, then for what stands in their fields."""
+    """The page: a section for each public name, then for each type that their fields have."""
     names = sorted(set(kvserve.__all__) - {"__version__", "EngineConfig"}, key=str.lower)
     parts = [written_by("the docstrings"), _INTRO]
     parts += [_section(name, getattr(kvserve, name)) for name in names]
@@ -56,7 +56,7 @@ def _method(name: str, method: str, value: Any) -> list[str]:
 
 
 def _signature(function: Any, name: str) -> str:
-    """Parameters without ``self``, one a line where they are many."""
+    """The signature without ``self``; a long one has one parameter per line."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     result = signature.replace(parameters=parameters)
@@ -71,7 +71,7 @@ def _signature(function: Any, name: str) -> str:
 
 
 def _split(arguments: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Split at the commas outside of brackets."""
     depth, parts = 0, [""]
     for char in arguments:
         depth += (char in "[({") - (char in "])}")
@@ -83,7 +83,7 @@ def _split(arguments: str) -> list[str]:
 
 
 def _fields(kind: type) -> list[list[str]]:
-    """Name, type, default and the string behind it; ``init=False`` is left out."""
+    """Name, type, default and docstring of each field; leaves out fields with ``init=False``."""
     body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     rows = []

@@ -1,4 +1,4 @@
-"""A server that has been configured and not started: enough to ask it for its schema."""
+"""A server that is configured but not started: enough to read its schema and metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from kvserve.server.state.server_state import ServerState
 
 
 def idle_state() -> ServerState:
-    """Default settings, one engine that is never started."""
+    """The state of a server with default settings, whose engine is never started."""
     config = EngineConfig()
     return ServerState(AsyncEngine(config), config, server_options(config, ServeSettings()))

@@ -1,1 +1,1 @@
-"""Engines on Ray Serve."""
+"""Replicas of the engine on Ray Serve."""

@@ -1,6 +1,6 @@
-"""One replica under Ray Serve: an engine, the requests that come to it, and how Serve picks it.
+"""One replica under Ray Serve: its engine, its requests, and how Serve picks it for a request.
 
-This module and `replicas.py` are the only ones that know Ray.
+Only this module and `replicated_engine.py` import Ray.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvserve.server.replicas.routing import HeldTokenRouter
 
 DEPLOYMENT = "engine"
 MANY = 2**20
-"""Requests at once, for Serve: the server bounds them itself."""
+"""Serve's limit on requests at once. It is high because our server has its own limit."""
 
 _PIECE_S = 0.02
-"""Seconds between two pieces of a stream: each costs Ray some milliseconds. The first is sent at
-once."""
+"""Seconds between two pieces of a stream, since Ray takes some milliseconds for each. The first is
+sent at once."""
 
 _HEALTH_S = 1.0
 _STOP_S = 10.0
@@ -36,7 +36,7 @@ _STOP_S = 10.0
 
 @dataclass
 class Ticket:
-    """One request. The router stays behind when it travels."""
+    """One request on its way to a replica. Pickling leaves out the router, which stays here."""
 
     request_id: str
     token_ids: list[int]
@@ -48,7 +48,7 @@ class Ticket:
 
 
 class EngineReplica:
-    """The deployment: an engine in a process of its own, below the replica's."""
+    """The deployment: an engine in a child process of the replica."""
 
     async def __init__(self, config: EngineConfig, log_level: int) -> None:  # type: ignore[misc]
         configure_logging(log_level)
@@ -57,7 +57,7 @@ class EngineReplica:
         try:
             await self._engine.start()
         except ConfigError as error:
-            self._refused = error  # ``describe`` tells; Serve would only try again
+            self._refused = error  # ``describe`` raises it; raised here, Serve would retry
 
     async def describe(self) -> EngineInfo:
         if self._refused is not None:
@@ -73,7 +73,7 @@ class EngineReplica:
                 yield writer.cut(output)
                 if not finished:
                     await asyncio.sleep(_PIECE_S)
-            if not finished:  # it ended since, and the engine yields no object twice
+            if not finished:  # it ended during the sleep; the engine yields no more
                 yield writer.cut(output)
         finally:
             await outputs.aclose()
@@ -95,12 +95,12 @@ class EngineReplica:
 
 
 def _rank() -> str:
-    """Label of this replica: the one that takes a dead one's place gets its number."""
+    """This replica's number, as a label. A replica that replaces a dead one gets its number."""
     return str(serve.get_replica_context().rank.rank)
 
 
 class HeldTokenRequestRouter(RequestRouter):
-    """Serve's hook around ``HeldTokenRouter``; runs where the deployment's handle is."""
+    """Plugs ``HeldTokenRouter`` into Serve. Runs where the deployment's handle is."""
 
     async def choose_replicas(
         self,
@@ -113,7 +113,7 @@ class HeldTokenRequestRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranked = ticket.router.rank(ticket.request_id, list(by_name))
         if ranked:
-            # Counted before the replica has answered, or a crowd would go the same way.
+            # Count it before the replica answers: otherwise a burst would all go to this one.
             ticket.router.send(ticket.request_id, ranked[0])
         return [[by_name[name]] for name in ranked]
 
@@ -131,7 +131,7 @@ def _ticket(pending: PendingRequest | None) -> Ticket | None:
 
 
 def engines(config: EngineConfig, cpus: int, gpus: int) -> serve.Application:
-    """Engines as an application for ``serve.run``; a replica's ranks share its node."""
+    """The engines as an application for ``serve.run``. All ranks of a replica run on one node."""
     parallel = config.parallel
     scale: dict[str, Any] = {"num_replicas": parallel.data_parallel_size}
     if parallel.autoscaling_config:

@@ -1,6 +1,6 @@
-"""A request's output on its way from a replica: only what is new travels.
+"""Sends a request's output from a replica to the server, in pieces that hold only what is new.
 
-Also the sum of what several engines report.
+Also adds up the statistics of several engines.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OutputWriter:
 
 
 class OutputReader:
-    """The server's end: joins the pieces to one growing output."""
+    """The server's end: joins the pieces into one growing output."""
 
     def __init__(self, prompt_token_ids: list[int]) -> None:
         self._prompt = prompt_token_ids
@@ -73,7 +73,7 @@ class OutputReader:
 
 
 def _prepend(before: CompletionOutput, choice: CompletionOutput) -> None:
-    """The lists grow in place: a long answer comes in thousands of pieces."""
+    """Extend lists in place: a long answer comes in thousands of pieces."""
     before.token_ids += choice.token_ids
     choice.token_ids = before.token_ids
     choice.text = before.text + choice.text
@@ -86,14 +86,14 @@ def _prepend(before: CompletionOutput, choice: CompletionOutput) -> None:
 
 
 def held_tokens(output: RequestOutput) -> int:
-    """Prompt and answers less what was evicted, at least 0."""
+    """Tokens that a request's cache holds: prompt and answers minus evicted ones, at least 0."""
     generated = sum(len(choice.token_ids) for choice in output.outputs)
     evicted = sum(event.evicted_tokens for event in output.compactions)
     return max(len(output.prompt_token_ids) + generated - evicted, 0)
 
 
 def total(parts: Collection[EngineStats]) -> EngineStats:
-    """Engines added up."""
+    """The sum of the statistics of several engines."""
     sums = {
         item.name: sum(getattr(part, item.name) for part in parts)
         for item in fields(EngineStats)

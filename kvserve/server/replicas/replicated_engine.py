@@ -1,5 +1,7 @@
-"""Replicas of the engine on Ray Serve, behind one HTTP server: `kvserve serve` on one machine, the
-deployment that ``build`` adds on a cluster. `engine_replica.py` is what they run.
+"""Replicas of the engine on Ray Serve, behind one HTTP server.
+
+On one machine `kvserve serve` starts them (``LocalReplicas``), on a cluster `serve run` does
+(``build``). The replicas run `engine_replica.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _OBJECT_STORE_BYTES = 256 * 2**20  # pieces are small and travel inline
 
 
 class ReplicatedEngine:
-    """Many engines where the server expects one. Replicas come, go and are replaced by Serve."""
+    """Several engines behind the interface of one. Serve adds, removes and replaces replicas."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -96,7 +98,7 @@ class ReplicatedEngine:
 
     @property
     def summary(self) -> list[tuple[str, str, str]]:
-        """The engine's start-up table, and where the replicas are."""
+        """The engine's start-up table, and a row about the replicas."""
         running = f"{len(self.stats_by_engine)} on Ray Serve"
         return [*self.info.summary, ("replicas", running, "--data-parallel-size")]
 
@@ -115,7 +117,7 @@ class ReplicatedEngine:
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As ``AsyncEngine.generate``; 503 if the replica that has the request is lost."""
+        """As ``AsyncEngine.generate``. A 503 if the replica that has the request is lost."""
         if self._reset is not None:
             await asyncio.shield(self._reset)
         _, token_ids = tokenize(self.tokenizer, prompt)
@@ -129,7 +131,7 @@ class ReplicatedEngine:
                 self._router.holds(request_id, held_tokens(output))
                 yield output
         except RequestError as error:
-            raise getattr(error, "cause", error) from None  # without Ray's traceback as message
+            raise getattr(error, "cause", error) from None  # drops Ray's traceback from the message
         except (RayError, RayServeException, EngineDeadError) as error:
             logger.warning("%s: its replica failed: %s", request_id, _first_line(error))
             raise unavailable("the replica that had this request stopped", "engine_dead") from None
@@ -139,14 +141,14 @@ class ReplicatedEngine:
 
     @property
     def pool(self) -> None:
-        """Blocks are shown of a single engine."""
+        """``None``: the pool is shown for a single engine only."""
         return None
 
     def watch_pool(self, on: bool) -> None:
-        """Nothing to do: what replicas say of themselves comes every second anyhow."""
+        """Do nothing: there are no views of the pool, and statistics are read every second."""
 
     def reset_prefix_cache(self) -> None:
-        """Requests that come later wait until every replica has forgotten its own."""
+        """Clear the prefix cache of every replica. Later requests wait until that is done."""
         self._router.forget_prefixes()
         self._reset = asyncio.create_task(self._broadcast_reset())
 
@@ -186,14 +188,14 @@ def _first_line(error: BaseException) -> str:
 
 
 class LocalReplicas(ReplicatedEngine):
-    """Starts Ray on this machine for itself alone, and ends it."""
+    """Starts a private Ray on this machine, and stops it at shutdown."""
 
     async def start(self) -> None:
-        """``ConfigError`` where the replicas cannot run."""
+        """Raises ``ConfigError`` if the replicas cannot run, ``EngineDeadError`` if Serve fails."""
         cpus, gpus = _resources(self.config)
         try:
             await asyncio.to_thread(_start_ray, _most(self.config) * cpus)
-            for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put its own in our place
+            for number in (signal.SIGTERM, signal.SIGINT):  # Ray overrode our handlers
                 signal.signal(number, signal.getsignal(number))
             await self._connect(await asyncio.to_thread(_deploy, self.config, cpus, gpus))
         except BaseException:
@@ -206,7 +208,7 @@ class LocalReplicas(ReplicatedEngine):
 
 
 def _most(config: EngineConfig) -> int:
-    """Replicas that there may be at once."""
+    """The most replicas that may run at once."""
     parallel = config.parallel
     return max(parallel.data_parallel_size, int(parallel.autoscaling_config.get("max_replicas", 1)))
 
@@ -256,10 +258,10 @@ def _end() -> None:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """For ``serve run``: our FastAPI app as ingress before the engines.
+    """The application for ``serve run``: our FastAPI app as ingress, and the engines behind it.
 
-    ``args`` are the settings of ``kvserve serve`` under their names. Address, certificates and the
-    signals are Serve's.
+    ``args`` are settings of ``kvserve serve`` by name. Raises ``ConfigError`` for those of the
+    address, TLS, draining, uvicorn's log and traces, which are up to Ray Serve here.
     """
     config, settings = settings_from(args)
     for name in _SERVES:
@@ -277,13 +279,13 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         serve.ingress(app)(),
         name="ingress",
         max_ongoing_requests=MANY,
-        ray_actor_options={"num_cpus": 0},  # the engines may have them all
+        ray_actor_options={"num_cpus": 0},  # leaves all CPUs to the engines
     )
     return ingress.bind(replicas)
 
 
 def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
-    """The application, ready once a replica has answered."""
+    """The application. It admits requests once a replica has answered."""
     configure_logging(settings.log_level)
     check_request_policies(config.compression.request_policies)
     engine = ReplicatedEngine(config)

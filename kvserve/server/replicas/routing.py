@@ -1,8 +1,8 @@
-"""Which replica takes a request: the one whose requests hold the fewest tokens, unless another has
-enough of the prompt in its prefix cache to make up for the difference.
+"""Chooses the replica for a request: the one whose requests hold the fewest tokens, unless another
+has enough of the prompt in its prefix cache to make up for the difference.
 
-Plain counting, without Ray: `replicated_engine.py` and the simulation in
-`bench/router.py` use it.
+This is plain counting, without Ray. `replicated_engine.py` and the simulation `bench/router.py`
+use it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.column_hash import column_hashes
 
 _COLUMN = 64
-"""Prompt tokens for each hash: what prompts share is told no finer than that."""
+"""Prompt tokens per hash: shared prefixes are known only in multiples of this."""
 
 _COLUMNS_KNOWN = 2**17
 
 _PREFILL = 4
-"""What a prompt token weighs that is still to be computed: prompts wait for each other's, and much
-longer than a step takes to read held ones. 4 and 16 do equally well in the simulation; 0 lets a
-replica that has just become free take too many prompts at once."""
+"""Added weight of a prompt token that is still to be computed. Prompts wait for each other, and
+computing a token takes much longer than reading a held one in a step. In the simulation 4 and 16 do
+equally well; with 0 a replica that has just become free gets too many prompts at once."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """``columns`` are its prompt's hashes; ``weight`` counts on ``replica`` once it is sent."""
+    """``columns``: hashes of the prompt. ``weight``: its load on ``replica``, once sent."""
 
     columns: list[bytes]
     prompt_len: int
@@ -40,18 +40,18 @@ class _Request:
 
 @dataclass(slots=True)
 class _Load:
-    """Tokens of a replica's requests, weighed; ``chosen`` tells which was taken last."""
+    """``weight``: weighted tokens of a replica's requests. ``chosen``: clock of the last choice."""
 
     weight: int = 0
     chosen: int = 0
 
 
 class HeldTokenRouter:
-    """Counts what it has sent, so it never waits for a replica's report. May be called from
-    several threads.
+    """Counts the requests that it has sent, so it never waits for a replica's report. Thread-safe.
 
-    A replica costs what its requests hold (tokens less evicted ones, a prompt counting from the
-    start), more for prompts without a first token yet, plus what it has not seen of the new prompt.
+    The cost of a replica is the number of tokens that its requests hold (evicted ones do not count,
+    a whole prompt counts from the start; a prompt without a first token yet weighs more), plus the
+    tokens of the new prompt that the replica has not seen.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,15 @@ class HeldTokenRouter:
         self._lock = Lock()
 
     def add(self, request_id: str, token_ids: Sequence[int] | IntArray) -> None:
-        """A prompt that is to be sent; ``ended`` must follow."""
+        """Register a request before it is sent; ``ended`` must follow."""
         columns = column_hashes(np.asarray(token_ids, np.int32), _COLUMN, [])
         with self._lock:
             self._requests[request_id] = _Request(columns, len(token_ids))
 
     def rank(self, request_id: str, replicas: Sequence[str]) -> list[str]:
-        """``replicas``, which are all that run, best first; equal ones take turns.
+        """``replicas``, best first; of equal ones the one chosen longest ago comes first.
 
-        Those it knew and that are not among them are forgotten, their caches included.
+        ``replicas`` must be all that run: others are forgotten, with their prefix caches.
         """
         with self._lock:
             for gone in self._loads.keys() - set(replicas):
@@ -83,7 +83,7 @@ class HeldTokenRouter:
             return sorted(replicas, key=costs.__getitem__)
 
     def send(self, request_id: str, replica: str) -> None:
-        """The request goes there; one that has ended in the meantime does not count."""
+        """Count the request on ``replica``, unless the request has ended in the meantime."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or request.replica == replica:
@@ -102,7 +102,7 @@ class HeldTokenRouter:
                 self._seen.popitem(last=False)
 
     def holds(self, request_id: str, tokens: int) -> None:
-        """The request has its first token, and its cache has grown or shrunk to ``tokens``."""
+        """Record that the request has its first token, and that its cache holds ``tokens``."""
         with self._lock:
             request = self._requests[request_id]
             if request.replica is not None:
@@ -114,12 +114,12 @@ class HeldTokenRouter:
             self._withdraw(self._requests.pop(request_id))
 
     def forget_prefixes(self) -> None:
-        """The prefix caches were emptied."""
+        """Record that all prefix caches were cleared."""
         with self._lock:
             self._seen.clear()
 
     def load(self, replica: str) -> int:
-        """Tokens of its requests, weighed."""
+        """Weighted tokens of the replica's requests."""
         with self._lock:
             return self._loads[replica].weight if replica in self._loads else 0
 

@@ -1,1 +1,1 @@
-"""Flags, environment and files, read into settings."""
+"""Reads flags, the environment and a file into settings."""

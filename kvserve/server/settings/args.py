@@ -1,7 +1,7 @@
-"""Flags from dataclass fields, and their values: flag > environment > file > default.
+"""Makes flags from dataclass fields, and reads values: flag > environment > file > default.
 
 A field's metadata (see ``kvserve.config.setting``) holds its help, choices and aliases; its type
-says how a value is read. Standard library only, so that ``--help`` is quick.
+says how a value is read. At start only the standard library is imported: ``--help`` stays quick.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ENV_PREFIX = "KVSERVE_"
 
 
 class UsageError(ConfigError):
-    """A command line that cannot be understood: exit status 2."""
+    """The command line, the environment or the file has wrong settings: exit status 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage of sixty flags."""
+    """Reports an error in one line, without the usage of all flags."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """``parse_args`` that proposes a flag for one it does not know."""
+        """``parse_args`` that suggests a similar flag for an unknown one."""
         namespace, unknown = self.parse_known_args(argv)
         if not unknown:
             return namespace
@@ -87,7 +87,7 @@ class Flag:
         group.add_argument(self.option, *self.aliases, **options)
 
     def read(self, text: str) -> Any:
-        """One value from text; ``argparse.ArgumentTypeError`` says what is wrong."""
+        """One value from text. Raises ``argparse.ArgumentTypeError``, which says what is wrong."""
         if self.kind is tuple and text.startswith("["):
             raise argparse.ArgumentTypeError("give the values one after the other, without [ ]")
         try:
@@ -110,7 +110,7 @@ class Flag:
         return _read_object(text) if self.kind is dict else text
 
     def read_plain(self, value: Any) -> Any:
-        """A value of a file or of the environment, where lists and numbers may come as such."""
+        """A value from the environment, as text, or from YAML, which has lists and numbers too."""
         if self.kind is tuple:
             items = value.split(",") if isinstance(value, str) else value
             if not isinstance(items, list):
@@ -135,7 +135,7 @@ class Flag:
 
 
 def flags_of(settings: type) -> list[Flag]:
-    """A flag for each field of a dataclass that is not itself a dataclass."""
+    """A flag for each field of a dataclass that has a help text."""
     hints = get_type_hints(settings)
     return [
         Flag(
@@ -239,7 +239,7 @@ def _dotted(flag: str, text: str) -> dict[str, Any]:
 
 
 def resolve(flags: Iterable[Flag], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are not left at their default, from flags, the environment and a file."""
+    """The values that flags (``given``), the environment or the file set, in this precedence."""
     flags = list(flags)
     environment = _from_environment(flags)
     path = given.get("config", os.environ.get(ENV_PREFIX + "CONFIG"))
@@ -247,7 +247,7 @@ def resolve(flags: Iterable[Flag], given: Mapping[str, Any]) -> dict[str, Any]:
     names = {flag.name for flag in flags}
     values: dict[str, Any] = {}
     for layer in layers:
-        # Arguments belong to the policy they were written for.
+        # A layer that names another policy drops the arguments of the one before.
         if layer.get("policy", values.get("policy")) != values.get("policy"):
             values.pop("policy_args", None)
         policy_args = {**values.get("policy_args", {}), **layer.get("policy_args", {})}
@@ -287,7 +287,7 @@ def _from_file(flags: Iterable[Flag], path: Path) -> dict[str, Any]:
 
 
 def read_names(flags: Iterable[Flag], content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values by name, dashes or not, as YAML gives them; ``UsageError`` says ``where``."""
+    """Values by name, with - or _, as YAML gives them. A ``UsageError`` begins with ``where``."""
     by_name = {flag.name: flag for flag in flags}
     values: dict[str, Any] = {}
     for key, value in content.items():

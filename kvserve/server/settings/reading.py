@@ -1,4 +1,4 @@
-"""The settings that flags, environment and files become."""
+"""Builds the engine's and the server's settings from flags, the environment and a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def engine_flags() -> dict[str, list[Flag]]:
 
 
 def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
-    """All settings from flags, environment and file; ``UsageError`` names what is wrong."""
+    """All settings from flags, environment and file. A ``UsageError`` names what is wrong."""
     given = vars(args).copy()
     model = given.pop("model_tag")
     if model is not None and given.setdefault("model", model) != model:
@@ -31,7 +31,7 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 
 
 def settings_from(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
-    """All settings from names and values as in a file; ``ConfigError`` names what is wrong."""
+    """All settings from names and values as in a file. A ``ConfigError`` names what is wrong."""
     return _build(read_names(_flags(), values, "settings"))
 
 

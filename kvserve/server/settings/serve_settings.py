@@ -1,4 +1,4 @@
-"""The settings of the HTTP side, as flags name them."""
+"""The settings of the HTTP server; its flags are made from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvserve.config import setting
 from kvserve.log import ConfigError
 
-# Named here, not where they are built: ``--help`` loads nothing of the server.
+# Listed here and not only where they are built, so that ``--help`` need not load the server.
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 TOOL_PARSERS = ("hermes", "internlm", "llama3_json", "mistral")
 _LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -15,7 +15,10 @@ _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """The HTTP side of ``kvserve serve``; the engine's settings are in ``EngineConfig``."""
+    """The HTTP side of ``kvserve serve``; the engine's settings are in ``EngineConfig``.
+
+    Raises ``ConfigError``, which names the flag, if a value is out of range.
+    """
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
@@ -67,7 +70,8 @@ class ServeSettings:
     )
     max_connections: int = setting(
         4096,
-        "most connections open at once; then the one that was silent longest is closed",
+        "most connections open at once; above it, the one that has waited longest for its client "
+        "is closed, else the new one gets a 503",
     )
     docs: bool = setting(True, "serve the API's documentation at /docs")
     ui: bool = setting(True, "serve the live page at /")
@@ -75,7 +79,7 @@ class ServeSettings:
         False, "let requests ask which positions are dropped (kv_trace: true)"
     )
     otlp_traces_endpoint: str | None = setting(
-        None, "endpoint for OpenTelemetry spans, one per request (extra otel)"
+        None, "OTLP endpoint for OpenTelemetry spans, one per prompt (extra otel)"
     )
     log_level: str = setting("info", "verbosity of kvserve's log", choices=_LEVELS)
     uvicorn_log_level: str = setting(

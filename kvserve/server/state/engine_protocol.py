@@ -57,7 +57,7 @@ class Engine(Protocol):
 
 
 class OpenRequest(Protocol):
-    """A request that is being answered: what it takes of the queue, and two ways to end it."""
+    """A request that is being answered: how many sequences it has, and two ways to end it."""
 
     request_id: str
     num_sequences: int

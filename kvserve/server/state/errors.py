@@ -1,6 +1,6 @@
 """One error body for every route: ``{"error": {"message", "type", "param", "code"}}``.
 
-Clients turn that shape into exceptions, which they cannot do with a bare string or a traceback.
+Clients turn this shape into exceptions; they could not do so with a bare string or a traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 class ApiError(HTTPException):
-    """An error that is ready to be sent; an ``HTTPException``, so that FastAPI lets it pass."""
+    """An error with its status and body. An ``HTTPException``, so that FastAPI does not wrap it."""
 
     def __init__(
         self,
@@ -70,24 +70,24 @@ class ApiError(HTTPException):
 
 
 def _printable(text: str) -> str:
-    """JSON bodies may hold lone surrogates; answers may not."""
+    """Replace lone surrogates: orjson cannot encode them."""
     return text.encode(errors="replace").decode()
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503 that tells clients to come back."""
+    """A 503 that tells clients to try again in 5 seconds."""
     return ApiError(503, message, code=code, headers={"Retry-After": "5"})
 
 
 def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
-    """The error that a client gets for ``exc``; unforeseen ones are logged and not shown."""
+    """The error that a client gets for ``exc``; unexpected ones are logged and not sent."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):
         return _refusal(exc)
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())
-    if isinstance(exc, ClientDisconnect):  # nobody reads this; the access log shows the status
+    if isinstance(exc, ClientDisconnect):  # only the access log shows it
         return ApiError(499, "the client closed the connection", code="client_closed_request")
     if isinstance(exc, EngineDeadError):
         return ApiError(500, f"the engine stopped: {exc}", code="engine_dead")
@@ -98,7 +98,7 @@ def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
 
 
 def _refusal(exc: RequestError) -> ApiError:
-    """Most are the client's to mend; with some codes nothing is wrong with the request."""
+    """400 for most: the client can fix them. Some codes mean that the request is not at fault."""
     if exc.code == "out_of_memory":
         return unavailable(str(exc), exc.code)
     if exc.code in ("too_many_policies", "too_many_traces"):
@@ -109,7 +109,10 @@ def _refusal(exc: RequestError) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make every exception of every route leave through ``as_api_error``."""
+    """Answer these exceptions of all routes with our error body.
+
+    ``RequestIdMiddleware`` does so for any other exception.
+    """
 
     async def handle(request: Request, exc: Exception) -> Response:
         if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
@@ -129,14 +132,15 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _drop_frames(exc: Exception) -> None:
-    """Free what a refusal's frames hold: the body, which may have megabytes.
+    """Free what the frames of a refusal hold, such as a body of megabytes.
 
-    Exceptions and frames refer to each other, and few objects wait long for the collector.
+    Exceptions and frames refer to each other, so reference counting does not free them, and the
+    garbage collector runs late because so few objects are involved.
     """
     errors = exc.errors() if isinstance(exc, RequestValidationError) else ()
     raised = [error["ctx"].get("error") for error in errors if "ctx" in error]  # by validators
     for each in (exc, *raised):
-        if isinstance(each, Exception):  # JSON that is none has a text there
+        if isinstance(each, Exception):  # for invalid JSON it is a text
             each.__traceback__ = each.__context__ = each.__cause__ = None
 
 
@@ -160,7 +164,7 @@ def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
 
 
 def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first complaint, by the field's name: a list of them all hides the one that matters."""
+    """The first error, by the field's name: a list of all would hide the one that matters."""
     first = errors[0]
     kind, param = first["type"], _param(first["loc"][1:])
     cause = first.get("ctx", {}).get("error")

@@ -1,7 +1,7 @@
 """The prompts of one HTTP request while the engine works on them.
 
-One task per prompt reads the engine; what answers the client reads the merged state. A slow
-client finds several tokens at once instead of a growing queue.
+One task per prompt reads the engine's outputs, and the answer is made from the newest ones. So a
+slow client gets several tokens at once, and no queue grows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class Generation:
-    """Starts on creation. ``close`` may be called from anywhere and aborts what is unfinished."""
+    """Starts when created. ``close`` may be called from anywhere; it aborts unfinished prompts."""
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class Generation:
         ]
 
     async def changes(self, timeout: float) -> dict[int, RequestOutput] | None:
-        """Prompts whose output grew; ``{}`` after ``timeout`` seconds, ``None`` at the end.
+        """Outputs that grew since the last call, by the prompt's index.
 
-        Raises what the engine raised, before any output that came earlier.
+        ``{}`` after ``timeout`` seconds without any, ``None`` at the end. Raises the engine's error
+        at once, even if outputs from before it were not returned yet.
         """
         if not self._changed and self._failure is None and self._unfinished:
             self._wake.clear()
@@ -77,7 +78,7 @@ class Generation:
     async def first_changes(
         self, receive: Receive, timeout: float
     ) -> dict[int, RequestOutput] | None:
-        """``changes``, before an answer has begun; a client that hangs up ends it."""
+        """``changes`` before the answer has begun. If the client disconnects, the request ends."""
         try:
             return await _unless_disconnected(receive, self.changes(timeout))
         except BaseException:
@@ -85,7 +86,7 @@ class Generation:
             raise
 
     async def finish(self, receive: Receive) -> list[RequestOutput]:
-        """All outputs, complete; a client that hangs up ends it."""
+        """All outputs, complete. If the client disconnects, the request ends."""
         try:
             await _unless_disconnected(receive, self._settled())
         finally:
@@ -101,7 +102,7 @@ class Generation:
         return [output for output in self.outputs if output is not None]
 
     def fail(self, exc: Exception) -> None:
-        """End it with an error that the client gets to see."""
+        """End the request with an error that the client gets."""
         self._failure = self._failure or exc
         self._wake.set()
         for task in self._tasks:
@@ -113,7 +114,7 @@ class Generation:
             task.cancel()
 
     async def _follow(self, index: int, prompt: Sequence[int], request_id: str) -> None:
-        # The engine's id is made unique: two clients may send the same X-Request-Id.
+        # Make the engine's id unique: two clients may send the same X-Request-Id.
         unique_id = f"{request_id}-{secrets.token_hex(4)}"
         watch = RequestWatch(self._state.metrics, self._params)
         tracer = self._state.tracer

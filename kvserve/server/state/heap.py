@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves."""
+"""Garbage collection in a process that serves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Keep what was loaded out of later collections, which would stop every stream for 0.3 s.
+    """Exclude what was loaded from later collections: each would stop every stream for 0.3 s.
 
-    What requests leave is freed by reference counting; the rare collections are short.
+    Objects of requests are freed by reference counting, so collections are rare, and short.
     """
     gc.collect()
     gc.freeze()

@@ -69,7 +69,7 @@ _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """Own registry, so that several servers may live in one process."""
+    """The metrics of one server, in their own registry: a process may have several servers."""
 
     def __init__(self, engine: Engine, config: EngineConfig, options: ServerOptions) -> None:
         self._engine = engine
@@ -80,7 +80,7 @@ class Metrics:
             name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
             for name, (help, buckets) in _HISTOGRAMS.items()
         }
-        self._finished: dict[str, Counter[str]] = {}  # of each engine, as are the next
+        self._finished: dict[str, Counter[str]] = {}  # by engine, like ``_prefix``
         self._prefix: dict[str, Counter[str]] = {}
         labels = ("handler", "method")
         self._http_requests = CounterMetric(
@@ -121,7 +121,7 @@ class Metrics:
         self._histograms[name].labels(self._model, engine).observe(value)
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An answer of a route, under prometheus-fastapi-instrumentator's names."""
+        """Count an answer of a route; the names are prometheus-fastapi-instrumentator's."""
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 
@@ -136,11 +136,11 @@ class Metrics:
 
     @property
     def prefix(self) -> Counter[str]:
-        """Tokens looked up (queries) and found (hits), of all engines."""
+        """Prompt tokens looked up (queries) and found (hits), of all engines."""
         return sum(self._prefix.values(), Counter())
 
     def _known(self, engine: str) -> None:
-        """Its series start at 0 rather than with the first request."""
+        """Create the engine's series, so that they start at 0 and not with the first request."""
         if engine not in self._finished:
             self._finished[engine] = Counter(stop=0, length=0, abort=0)
             self._prefix[engine] = Counter()
@@ -155,13 +155,14 @@ class Metrics:
         yield gauge("num_requests_waiting", "Requests in the queue", lambda s: s.num_waiting)
         help = "Share of blocks in use, 0 to 1; blocks that only the prefix cache holds are free"
         yield gauge("kv_cache_usage_perc", help, lambda s: s.kv_cache_usage)
-        yield counter("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens_total)
+        help = "Prompt tokens of requests that arrived"
+        yield counter("prompt_tokens", help, lambda s: s.prompt_tokens_total)
         yield counter("generation_tokens", "Tokens made", lambda s: s.generation_tokens_total)
         help = "Times a running sequence was preempted"
         yield counter("num_preemptions", help, lambda s: s.preemptions_total)
         for key, help in (
             ("queries", "Prompt tokens of finished requests"),
-            ("hits", "Those of them that the prefix cache had"),
+            ("hits", "Prompt tokens found in the prefix cache"),
         ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
             yield self._counter_by(f"prefix_cache_{key}", help, (), found)
@@ -236,7 +237,7 @@ class Metrics:
         )
         yield gauge(
             "kv_scoring_workspace_bytes",
-            "Bytes beside the pool that scoring takes at most",
+            "Most bytes that scoring needs outside the pool",
             lambda s: s.scoring_workspace_bytes,
         )
         help = "Preempted sequences whose blocks went to host memory"
@@ -272,12 +273,12 @@ class Metrics:
         )
         yield gauge(
             "kv_continuation_blocks",
-            "Blocks that rows kept for next turns name, shared ones among them",
+            "Blocks that continuations hold, shared ones included",
             lambda s: s.continuation_blocks,
         )
         yield gauge(
             "kv_hosted_continuations",
-            "Rows kept for conversations that have moved to host memory",
+            "Continuations that have moved to host memory",
             lambda s: s.hosted_continuations,
         )
         yield counter(
@@ -285,12 +286,12 @@ class Metrics:
         )
         yield counter(
             "kv_resumed_from_host",
-            "Those that came back from host memory",
+            "Sequences that resumed a continuation from host memory",
             lambda s: s.resumed_from_host_total,
         )
         yield counter(
             "kv_resumed_tokens",
-            "Tokens that sequences went on from",
+            "Tokens of the continuations that sequences resumed",
             lambda s: s.resumed_tokens_total,
         )
         missed: Counts = {
@@ -300,7 +301,7 @@ class Metrics:
         }
         yield self._counter_by(
             "kv_continuation_misses",
-            "Sequences that could not go on from a row, and why",
+            "Sequences that resumed no continuation, by cause",
             ("cause",),
             missed,
         )
@@ -346,7 +347,7 @@ def _renamed(family: Metric, prefix: str) -> Metric:
 
 @dataclass
 class StatsLog:
-    """The line in the log while there is something to tell."""
+    """Logs a line of statistics at an interval, unless the engine is idle."""
 
     engine: Engine
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""What the routes need to know of the settings."""
+"""The settings that the routes use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServerOptions:
     auto_tools: bool = False
     log_requests: bool = False
     max_queued: int = 4096
-    """Sequences beyond those that can run at once."""
+    """The most sequences that wait, in addition to those that run."""
 
 
 def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:

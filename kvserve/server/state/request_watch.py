@@ -1,4 +1,4 @@
-"""From the growing output of one prompt to the histograms and counters of ``/metrics``."""
+"""Feeds the histograms and counters of ``/metrics`` from the growing output of one prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvserve.server.state.metrics import Metrics
 
 
 class RequestWatch:
-    """Turns one prompt's growing output into observations."""
+    """Observes the growing output of one prompt."""
 
     def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
         self._metrics = metrics
@@ -34,7 +34,7 @@ class RequestWatch:
             self._finish(output, now)
 
     def ended(self, reason: str) -> None:
-        """It ended without finishing: the client left, or the engine failed."""
+        """Count a prompt that ended unfinished: the client left, or the engine failed."""
         self._metrics.count_finished(reason, self._engine)
 
     def _finish(self, output: RequestOutput, now: float) -> None:
@@ -56,7 +56,7 @@ class RequestWatch:
             self._observe("request_params_max_tokens", self._params.max_tokens)
         cached = output.num_cached_tokens
         if output.kv_cache_details.resumed_tokens:
-            cached = 0  # what it went on from is not the prefix cache
+            cached = 0  # they came from a continuation, not the prefix cache
         metrics.count_prompt(len(output.prompt_token_ids), cached, self._engine)
         for choice in output.outputs:
             metrics.count_finished(choice.finish_reason or "abort", self._engine)

@@ -45,13 +45,13 @@ class ServerState:
         self._config_digest = hashlib.sha256(_canonical(settings))
 
     def mark_ready(self) -> None:
-        """The engine has started. ``ConfigError`` where the model lacks what a flag asks for."""
+        """Admit requests from now on. ``ConfigError`` if the model lacks what a flag needs."""
         self.check_tokenizer()
         self.default_sampling = _usable_defaults(self.engine.default_sampling)
         self.ready = True
 
     def check_tokenizer(self) -> None:
-        """``ConfigError`` where the tokenizer lacks what a flag asks for."""
+        """Raises ``ConfigError`` if the tokenizer lacks what a flag needs."""
         if self.options.reasoning_parser is not None:
             self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
 
@@ -67,7 +67,7 @@ class ServerState:
             raise unavailable("the server is shutting down", "draining")
 
     def check_model(self, model: str | None) -> str:
-        """The name that the answer carries: the one asked for, or the first that is served."""
+        """The model's name in the answer: ``model``, or the first served. 404 if not served."""
         names = self.options.served_names
         if model is not None and model not in names:
             raise ApiError(
@@ -79,10 +79,10 @@ class ServerState:
         return model or names[0]
 
     def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
-        """``RequestError`` unless it is allowed here, and fits the policy and the context."""
+        """``RequestError`` if the policy is not allowed here, invalid, or exceeds the context."""
         if kv_policy is None:
             return
-        # Not when this module is loaded: policies load torch.
+        # Imported here and not above, because policies load torch.
         from kvserve.engine.core.request_policies import read_policy
 
         name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
@@ -90,10 +90,10 @@ class ServerState:
         read_policy(kv_policy, self.engine.max_model_len)
 
     def check_trace(self, kv_trace: bool | None) -> None:
-        """``RequestError`` if positions are asked for and this server does not follow them."""
+        """``RequestError`` if ``kv_trace`` is true and this server does not allow it."""
         if kv_trace and not self.options.allow_kv_trace:
             raise RequestError(
-                "kv_trace: this server does not follow positions (start it with --allow-kv-trace)",
+                "kv_trace is off on this server (start it with --allow-kv-trace)",
                 param="kv_trace",
                 code="kv_trace_not_allowed",
             )
@@ -114,7 +114,7 @@ class ServerState:
             )
 
     def check_queue(self, count: int) -> None:
-        """Room for ``count`` more sequences."""
+        """429 if the queue has no room for ``count`` more sequences, 400 if it never has."""
         most = self.config.scheduler.max_num_seqs + self.options.max_queued
         if count > most:
             raise RequestError(
@@ -130,7 +130,7 @@ class ServerState:
             )
 
     def fingerprint(self, kv_policy: str | Mapping[str, Any] | None) -> str:
-        """``system_fingerprint``: equal settings and the same KV policy give equal ones."""
+        """``system_fingerprint``: the same for equal settings and equal KV policies."""
         compression = self.config.compression
         if kv_policy is None:
             policy = {"name": compression.policy, **compression.policy_args}
@@ -160,7 +160,7 @@ class ServerState:
 
 
 def check_request_policies(policies: Sequence[str]) -> None:
-    """``ConfigError`` where one of ``--request-policies`` is none."""
+    """Raises ``ConfigError`` if a name in ``--request-policies`` is not a policy."""
     if not policies:
         return
     from kvserve.engine.policies.registry import policy_names

@@ -1,5 +1,5 @@
-"""OpenTelemetry: one span per request, part of the trace that its client began, with an event for
-each of its compactions (extra ``otel``).
+"""OpenTelemetry (extra ``otel``): one span per prompt, in the trace that its client began, with an
+event for each compaction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvserve.sampling_params import SamplingParams
 
 
 class Tracer:
-    """Sends spans to an OTLP endpoint, or to ``exporter`` where one is given."""
+    """Sends spans to an OTLP endpoint, or to ``exporter`` if one is given."""
 
     def __init__(self, endpoint: str, model: str, exporter: Any = None) -> None:
         try:
@@ -34,7 +34,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("kvserve")
 
     def start(self, headers: Mapping[str, str], request_id: str, params: SamplingParams) -> Any:
-        """A span that begins now, under the trace that ``traceparent`` names."""
+        """A span that begins now, in the trace that the header ``traceparent`` names."""
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.request.id": request_id,
@@ -49,7 +49,7 @@ class Tracer:
         return self._tracer.start_span("llm_request", context, attributes=attributes)
 
     def end(self, span: Any, output: RequestOutput | None) -> None:
-        """Finish a span with what became of its request."""
+        """End a span, with its prompt's compactions, counts and times."""
         for event in output.compactions if output is not None else ():
             span.add_event(
                 "kvserve.compaction",
@@ -79,7 +79,7 @@ class Tracer:
         span.end()
 
     def shutdown(self) -> None:
-        """Send what has not been sent."""
+        """Send the spans that have not been sent."""
         self._provider.shutdown()
 
 

@@ -1,7 +1,7 @@
-"""``/v1/kv/events``: the pool and the running requests, a few times a second, for any readers.
+"""``/v1/kv/events``: the pool and the running requests, a few times a second.
 
-What is new is encoded once, for all of them. A reader that is slow finds the newest when it comes
-back; nothing queues up for it. Without readers nothing is looked at, let alone computed.
+Each event is encoded once for all readers. Nothing is queued for a reader: a slow one skips events
+and gets the newest. Without readers the engine makes no views of the pool and nothing is encoded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvserve.server.state.server_state import ServerState
 
 INTERVAL_S = 0.2
 _PATIENCE = 10
-"""Looks for a first view of the pool; replicas have none."""
+"""How often to look for a first view of the pool; replicas never have one."""
 _FIELDS = tuple(item.name for item in fields(RequestStats))
 _PING = b": ping\n\n"
 
 
 class EventFeed:
-    """The newest event and its readers; made for one event loop."""
+    """The newest event, and how many readers there are. Runs on one event loop."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -37,7 +37,7 @@ class EventFeed:
         self._newest: tuple[int, bytes] = 0, b""
 
     def enter(self) -> None:
-        """One more reads; with the first one the engine begins to be looked at."""
+        """Add a reader. The first one starts the views of the pool."""
         self._readers += 1
         if self._task is None:
             self._state.engine.watch_pool(True)
@@ -52,7 +52,7 @@ class EventFeed:
             self._state.engine.watch_pool(False)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The newest event, each time the reader is ready, until the server ends."""
+        """Yield the newest event whenever the reader is ready for one, until the server ends."""
         told, quiet = -1, time.monotonic()
         while not self._over:
             number, event = self._newest
@@ -65,7 +65,7 @@ class EventFeed:
             await asyncio.sleep(INTERVAL_S)
 
     async def _look(self) -> None:
-        """Encode what is new, first of all what the blocks are held for, if that comes."""
+        """Encode each new view. Wait a moment for the first one of the pool; replicas have none."""
         seen: Any = None
         for _ in range(_PATIENCE):
             if self._state.engine.pool is None:
@@ -84,7 +84,7 @@ class EventFeed:
 
 
 class FeedResponse(StreamingResponse):
-    """A stream that leaves the feed whatever ends it, a client that never reads among them."""
+    """A stream that leaves the feed however it ends, even if the client never reads."""
 
     media_type = "text/event-stream"
 
@@ -102,7 +102,7 @@ class FeedResponse(StreamingResponse):
 
 
 def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:
-    """One event: ``kv_stats``, further totals, and the pool's cells where they are known."""
+    """One event: ``kv_stats``, further totals, and the pool's cells if there is a view."""
     if pool is not None:
         stats = pool.stats
     body = {

@@ -1,4 +1,4 @@
-"""The live page and the API's documentation, from files of this package; the event stream."""
+"""Routes of the live page, the API's documentation (files of this package) and the events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Nothing but this server's own files runs, and nothing leaves for elsewhere.
+    # The browser runs only this server's files and sends nothing to other hosts.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "Cache-Control": "no-cache",
@@ -30,7 +30,7 @@ _HEADERS = {
 
 
 def page_files(options: ServerOptions) -> dict[str, Path]:
-    """Which file is served under which path: what is in it anybody may see, with a key or not."""
+    """Files by the path that serves them. They hold no secrets, so they need no API key."""
     pages = {"/": "index.html"} if options.ui else {}
     if options.docs:
         pages |= {"/docs": "docs.html", "/redoc": "docs.html"}
@@ -40,8 +40,8 @@ def page_files(options: ServerOptions) -> dict[str, Path]:
 
 
 def make_router(state: ServerState) -> APIRouter:
-    """Routes of the page and its stream. The stream never ends, so no document lists it among
-    what clients may call for an answer."""
+    """Routes of the page and its stream. The OpenAPI document leaves the stream out, because it
+    never ends."""
     router = APIRouter(tags=["page"])
     feed = EventFeed(state)
 
