@@ -111,7 +111,7 @@ LONG = (
         "",
         f"bench throughput {long_answers(12_000, 32, sigma=0.35)} --repeat 1 "
         f"{flags(LONG_POLICIES[:2])}",
-        minutes=30,
+        minutes=34,
         in_pieces=True,
     ),
     Measurement(
@@ -120,7 +120,7 @@ LONG = (
         "As many bytes hold more entries: what rounding gives without a policy, and beside one.",
         f"bench throughput {long_answers(3000, 24)} --repeat 2 "
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
-        minutes=8,
+        minutes=28,
         in_pieces=True,
     ),
     Measurement(
@@ -169,7 +169,7 @@ SUITE = (
     Measurement(
         "quarter-pool",
         "A pool of a quarter of the demand",
-        "The regime that compression is for: 100 chains of 30 sums want four times the blocks that "
+        "Short traces, which gain little: 100 chains of 30 sums want four times the blocks that "
         "there are. Ratios are medians over turns, each beside the first row of the same turn.",
         f"bench throughput {CHAINS} --num-prompts 100 --pool-share 0.25 --repeat 9 --policy none "
         f"--policy {SNAPKV} --policy {KARA}",
