@@ -63,6 +63,13 @@ GRADED = "--model kvserve/tiny-long --dataset long-chain-2000 --threads 1 --pool
 SNAPKV_GRADED = "snapkv:trigger=threshold,budget=448,threshold=512"
 RKV_GRADED = "rkv:budget=448,threshold=512,protect_prompt=true"
 WINDOW_GRADED = "streaming_llm:budget=768,period=32"
+# As many bytes per sequence as Kara's default holds on average, its logged queries included.
+EQUAL_BYTES_GRADED = (
+    "kara",
+    "snapkv:trigger=threshold,budget=645,threshold=709",
+    "rkv:budget=664,threshold=728,protect_prompt=true",
+    "streaming_llm:budget=1312,period=32",
+)
 
 LONG = (
     Measurement(
@@ -166,6 +173,15 @@ LONG = (
 )
 SUITE = (
     *LONG,
+    Measurement(
+        "long-equal-bytes",
+        "The graded long task at equal bytes",
+        "Each policy holds as many bytes per sequence, on average over its run, as Kara's default "
+        "with its logged queries.",
+        "eval --model kvserve/tiny-long --tasks long-chain-2000 --num-samples 200 --threads 1 "
+        + flags(EQUAL_BYTES_GRADED),
+        minutes=15,
+    ),
     Measurement(
         "quarter-pool",
         "A pool of a quarter of the demand",

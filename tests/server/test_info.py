@@ -242,6 +242,14 @@ def test_api_documentation(server: RunningServer) -> None:
     assert {"prompt", "kv_policy", "stop"} <= properties.keys()
 
 
+def test_the_document_has_every_detail_of_the_cache(server: RunningServer) -> None:
+    described = server.http.get("/openapi.json").json()["components"]["schemas"]["KVCacheDetails"]
+    answer = server.http.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2]}).json()
+    details = answer["usage"]["kv_cache_details"]
+    assert described["properties"].keys() == details.keys() == set(described["required"])
+    assert all(field["description"] for field in described["properties"].values())
+
+
 def test_root_path(start_server: StartServer) -> None:
     server = start_server(root_path="/llm", api_keys=("k",))
     assert server.http.get("/health").status_code == 200
