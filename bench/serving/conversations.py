@@ -43,6 +43,7 @@ COLUMNS = (
 )
 _TOKENIZER = "kvserve/tiny"
 """Prompts use its token ids; the model's vocabulary is larger."""
+_ARMS = "none", "policy", "continuations"
 _LENGTHS = "min_turns", "max_turns", "min_tool_len", "max_tool_len"
 _TURNS = {"system_len": 512, "question_len": 64, "answer_len": 128, "think_seconds": 2.0}
 
@@ -59,8 +60,9 @@ class Talks:
         args = self._args
         demand = blocks_at_once(self._talks(args.conversations[0]), DEFAULT_BLOCK_SIZE)
         self._num_blocks = int(args.pool_share * demand)
-        arms = [("none", "off"), (args.policy, "off"), (args.policy, "on")]
-        runs = [(*arm, count) for count in args.conversations for arm in arms]
+        arms = {"none": ("none", "off"), "policy": (args.policy, "off")}
+        arms["continuations"] = (args.policy, "on")
+        runs = [(*arms[name], count) for count in args.conversations for name in args.arms]
         with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
             Path(scratch, "config.json").write_text(json.dumps(SHAPES[args.shape]))
             for policy, continuations, count in tqdm(
@@ -78,8 +80,9 @@ class Talks:
             f"{_TURNS['answer_len']}, {_TURNS['think_seconds']:g} s to think on average",
             f"pool of {self._num_blocks:,} blocks of {DEFAULT_BLOCK_SIZE} tokens, "
             f"{args.pool_share:g} of what {args.conversations[0]} conversations want at their end",
+            *([f"{args.swap_space:g} GiB of host memory"] if args.swap_space is not None else []),
         ]
-        names = "shape", "pool_share", "seed", "policy", *_LENGTHS
+        names = "shape", "pool_share", "swap_space", "seed", "policy", *_LENGTHS
         settings = {name: getattr(args, name) for name in names}
         settings |= {"num_blocks": self._num_blocks, **_TURNS}
         program = "python -m bench.serving.conversations"
@@ -94,6 +97,8 @@ class Talks:
         flags = ["--model", str(model), "--load-format", "dummy", "--tokenizer", _TOKENIZER]
         flags += ["--dtype", "bfloat16", "--num-gpu-blocks-override", str(self._num_blocks)]
         flags += ["--policy", policy, "--continuations", continuations]
+        if self._args.swap_space is not None:
+            flags += ["--swap-space", str(self._args.swap_space)]
         server = Served([*flags, "--disable-uvicorn-access-log"], {"OMP_NUM_THREADS": "1"})
         server.start()
         try:
@@ -134,6 +139,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", default="kara", help="beside none (default: kara)")
     words = "of what the first number of conversations wants (default: 0.25)"
     parser.add_argument("--pool-share", type=float, default=0.25, metavar="X", help=words)
+    words = "GiB of host memory for caches that leave the pool (default: the server's)"
+    parser.add_argument("--swap-space", type=float, metavar="GIB", help=words)
+    words = "which servers: none, the policy, the policy with continuations (default: all)"
+    parser.add_argument("--arms", nargs="+", choices=_ARMS, default=list(_ARMS), help=words)
     for name, default in (("turns", (8, 20)), ("tool-len", (200, 2000))):
         for bound, value in zip(("min", "max"), default, strict=True):
             parser.add_argument(f"--{bound}-{name}", type=int, default=value, metavar="N")
