@@ -390,7 +390,16 @@ SUITE = (
         "want at their end: tool outputs of 200 to 2,000 tokens, 8 to 20 turns, two seconds to "
         "think. Without continuations a later prompt has the whole history, which Kara protects.",
         "--conversations 8 16",
-        minutes=25,
+        minutes=65,
+        module="bench.serving.conversations",
+    ),
+    Measurement(
+        "conversations-swap",
+        "Conversations with host memory for all of them",
+        "The same pool, and 1 GiB of host memory instead of as much as the pool: a continuation "
+        "that leaves the pool is still there when its next turn comes.",
+        "--conversations 8 16 --arms continuations --swap-space 1",
+        minutes=6,
         module="bench.serving.conversations",
     ),
     Measurement(
