@@ -157,11 +157,11 @@ def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("content", "reason"),
     [
         (None, "No such file"),
-        ("[1, 2", "does not hold"),
+        ("[1, 2", "does not match"),
         ("[]", "token ids"),
         ("[1.5]", "token ids"),
         ("[[1, 2], [3, 4]]", "token ids"),
-        ("[[1, 2], [3]]", "does not hold"),
+        ("[[1, 2], [3]]", "does not match"),
         ('{"ids": 3}', "token ids"),
         ("[true]", "token ids"),
     ],

@@ -54,6 +54,14 @@ def test_refusals_are_freed_at_once(server: RunningServer, body: bytes) -> None:
         kinds = (RequestError, RequestValidationError, ApiError)
         return sum(type(each) in kinds for each in gc.get_objects())
 
+    def least_held() -> int:
+        """Of a short while: an answer comes before its task has ended."""
+        counts = []
+        for _ in range(20):
+            counts.append(held())
+            time.sleep(0.01)
+        return min(counts)
+
     def refuse() -> None:
         headers = {"Content-Type": "application/json"}
         response = server.http.post("/v1/completions", content=body, headers=headers)
@@ -61,14 +69,14 @@ def test_refusals_are_freed_at_once(server: RunningServer, body: bytes) -> None:
 
     refuse()
     gc.collect()
-    before = held()
+    before = least_held()
     gc.disable()
     try:
         refuse()
-        deadline = time.monotonic() + 5  # the answer comes before its task has ended
+        deadline = time.monotonic() + 5
         while (after := held()) > before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert after == before
+        assert after <= before
     finally:
         gc.enable()
 

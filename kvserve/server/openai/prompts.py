@@ -230,8 +230,8 @@ def check_limit(state: ServerState, request: GenerationRequest) -> None:
     if asked is not None and asked > context:
         field = request.token_limit_field
         raise RequestError(
-            f"{field}={asked} does not fit: prompt and answer together have at most {context} "
-            "tokens",
+            f"{field}={asked} does not fit: the context is {context} tokens, of prompt and answer "
+            "together",
             param=field,
             code="context_length_exceeded",
         )
