@@ -6,7 +6,7 @@ import importlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,3 +64,8 @@ class Measurement:
         documents = [json.loads(path.read_text()) for path in found]
         complete = [each for each in documents if each["complete"] and "columns" in each]
         return complete[-1] if complete else None
+
+
+def flags(policies: Iterable[str]) -> str:
+    """``--policy`` of each, as a command line has them."""
+    return " ".join(f"--policy {policy}" for policy in policies)

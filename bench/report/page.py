@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
+from bench.report.long_traces import LONG
 from bench.report.measurement import PLOTS, ROOT, Measurement
-from bench.report.measurements import LONG, SUITE
+from bench.report.measurements import SUITE
 from kvserve.benchmarks.reports.policy_names import short_names
 from kvserve.benchmarks.reports.report import Column, Row, describe_machine, markdown_table
 
