@@ -108,8 +108,9 @@ LONG = (
         "long-lengths",
         "From which length on it pays",
         "The mean length of answers, on a pool of a quarter of each length's own demand and on one "
-        "with room for everybody. A test ran beside Kara's row of 500 tokens on the quarter: alone it "
-        "reached 0.96 (0.81 to 1.38, three turns; bench/results/2026-11-22-lengths-500-again.json).",
+        "with room for everybody. A test ran beside Kara's row of 500 tokens on the quarter: "
+        "alone it reached 0.96 (0.81 to 1.38, three turns; "
+        "bench/results/2026-11-22-lengths-500-again.json).",
         "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
         "--output-lens 500 1000 2000 4000 8000 --random-output-sigma 0.7 "
         "--random-output-cap 16384 --num-prompts 12 --pool-shares 0.25 1.0 --repeat 1 "
