@@ -15,6 +15,7 @@ from torch import Tensor
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -164,6 +165,25 @@ def check_shares(shares: Shares | None, q: Tensor) -> None:
             )
 
 
+def check_remainder(
+    remainder: Remainder | None, tables: Tensor, q: Tensor, keys: Tensor | QuantizedVectors
+) -> None:
+    """Raises ``ValueError`` unless each row of ``tables [rows, R, M]`` has a remainder for q."""
+    if remainder is None:
+        return
+    lanes = len(tables), tables.shape[1] * keys.shape[2]
+    for name, x, shape, dtype in (
+        ("keys", remainder.keys, (*lanes, q.shape[2]), q.dtype),
+        ("values", remainder.values, (*lanes, q.shape[2]), q.dtype),
+        ("bias", remainder.bias, lanes, torch.float32),
+    ):
+        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+            raise ValueError(
+                f"{name} of the remainder have to be {list(shape)} of {dtype}, contiguous; got "
+                f"{list(x.shape)} of {x.dtype}"
+            )
+
+
 def _check_entries(
     q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> None:
@@ -189,12 +209,14 @@ def check_attention(
     chunks: QuerySegments,
     codes: Codes | None,
     shares: Shares | None = None,
+    remainder: Remainder | None = None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and an
     entry that a token sees is not there. Arguments are those of ``paged_attention_triton``.
     """
     _check_entries(q, keys, values)
     check_shares(shares, q)
+    check_remainder(remainder, tables, q, keys)
     rows, last, _, starts, _ = chunks
     tokens, per_row = len(q), tables.shape[1]
     if q.shape[1] % (per_row * keys.shape[2]):

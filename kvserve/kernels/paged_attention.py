@@ -25,6 +25,7 @@ from kvserve.kernels.quantized_triton import (
     parts_of,
 )
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def paged_attention_torch(
     scale: float,
     codes: Codes | None = None,
     shares: Shares | None = None,
+    remainder: Remainder | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -52,7 +54,8 @@ def paged_attention_torch(
     D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. If entries
     are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
     ``shares`` takes the logarithm of what each query gave to its newest entries, 0 for a token that
-    sees nothing.
+    sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
+    that see any.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -75,14 +78,22 @@ def paged_attention_torch(
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = (place <= chunks.last.T[..., None])[:, :, None, None]
     logits = logits.masked_fill(~seen, -torch.inf)
+    # What is not seen may hold anything, and 0 * nan is nan.
+    v = v.float().masked_fill(~seen[..., None], 0.0)
+    if remainder is not None:
+        own = Remainder(*(x.unflatten(1, (per_token, -1)) for x in remainder.at(rows)))
+        bias = torch.where((chunks.last.T >= 0)[..., None], own.bias, -torch.inf)
+        more_keys, more = Remainder(own.keys, own.values, bias).numbers()
+        first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
+        logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
+        v = torch.cat([v, more[..., None, None, :]], dim=-2)
+        place = torch.cat([place, place.new_full((1,), -1)])  # it is never among the newest
     if shares is not None:
         older = place <= (chunks.last - shares.recent).T[..., None]
         recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
         share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
         shares.out.copy_(share.flatten(1))
     probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
-    # What is not seen may hold anything, and 0 * nan is nan.
-    v = v.float().masked_fill(~seen[..., None], 0.0)
     return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
 
 
@@ -96,6 +107,7 @@ def paged_attention_triton(
     num_splits: int | None = None,
     codes: Codes | None = None,
     shares: Shares | None = None,
+    remainder: Remainder | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, and
     neither are codes with wrong references.
@@ -105,7 +117,7 @@ def paged_attention_triton(
     among many. ``num_splits`` (default: from ``_splits``) follows from shapes and ``max_held``
     alone, so a captured graph stays valid while lengths grow up to it.
     """
-    check_attention(q, keys, values, tables, chunks, codes, shares)
+    check_attention(q, keys, values, tables, chunks, codes, shares, remainder)
     rows, last, max_held, starts, max_chunk = chunks
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
@@ -143,6 +155,7 @@ def paged_attention_triton(
         last,
         rows if starts is None else starts,
         recent,
+        *((tables,) * 3 if remainder is None else remainder),
         *_code_arguments(codes, tables),
         scale * math.log2(math.e),
         tokens,
@@ -160,6 +173,7 @@ def paged_attention_triton(
         TILE=tile.columns,
         SPLIT=num_splits > 1,
         SHARES=shares is not None,
+        REMAINDER=remainder is not None,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
         KEYS=form_of(keys),
@@ -242,6 +256,9 @@ def _attend(
     last,
     starts,
     recent,
+    more_keys,
+    more_values,
+    more_bias,
     slots,
     vectors,
     coded,
@@ -271,6 +288,7 @@ def _attend(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     SHARES: tl.constexpr,
+    REMAINDER: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -310,6 +328,17 @@ def _attend(
         newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
         near = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, DIM], tl.float32)
+    if REMAINDER:  # the first part begins with it, if the row has one
+        own = row * HEADS + head
+        bias = tl.load(more_bias + own)
+        there = (bias > float("-inf")) & (split == 0)
+        key = tl.load(more_keys + own * DIM + dims, mask=there & (dims < DIM), other=0.0)
+        value = tl.load(more_values + own * DIM + dims, mask=there & (dims < DIM), other=0.0)
+        logit = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+        begins = there & (limit > 0)
+        high = tl.where(begins, logit + bias * 1.4426950408889634, high)  # log2(e)
+        total = tl.where(begins, 1.0, total)
+        acc = tl.where(begins[:, None], value.to(tl.float32)[None, :], acc)
     if SLOTS > 0:
         HALF: tl.constexpr = DIM // 2
         num_coded = tl.load(coded + row).to(tl.int32)

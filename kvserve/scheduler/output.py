@@ -166,6 +166,15 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class RemainderMoves:
+    """Remainders of ``source [n]`` go to ``to [n]``, all at once: rows, after all row swaps, and
+    places behind the last row."""
+
+    source: IntArray
+    to: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class BegunTurns:
     """Recomputed rows that have reached the start of a later turn of their conversation: queries
     are logged from ``log_from [n]`` on. ``rows [n]`` are numbers before all else in the step."""
@@ -175,6 +184,7 @@ class BegunTurns:
 
 
 NO_TURNS = BegunTurns(np.zeros(0, np.int32), np.zeros(0, np.int32))
+NO_MOVES = RemainderMoves(np.zeros(0, np.int32), np.zeros(0, np.int32))
 NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
@@ -252,7 +262,11 @@ class SchedulerOutput:
     """For rows that resume continuations. After ``swap_outs`` and before ``swap_ins``, since the
     source of a copy may have come free since."""
     swap_ins: tuple[SwapTask, ...]
+    remainder_saves: RemainderMoves
+    """Of rows that leave, to their places."""
     admitted: NewRows
+    remainder_loads: RemainderMoves
+    """Of rows that come back, from their places."""
     table_update: TableUpdate
     log_update: TableUpdate
     index_update: TableUpdate

@@ -14,6 +14,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 from kvserve.scheduler.block_pool import IntArray
 
@@ -25,6 +26,17 @@ StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
 """``store_queries`` of that file, likewise."""
 StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 """``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
+
+
+class RowRemainders(Protocol):
+    """What stands for the entries that rows have lost, at addresses that never change."""
+
+    used: bool
+    """Whether any row may have had one yet."""
+
+    def layer(self, layer: int) -> Remainder:
+        """``[num_rows, Hkv, ...]`` of one layer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,8 @@ class ForwardBatch:
 
     Rows held as codes are read by attention itself (``codes``, by layer group, of all
     ``num_rows``), or rebuilt before a layer attends (``rebuilt``). ``recent [T]`` counts the newest
-    entries whose share of attention is logged with a token's queries, at least one.
+    entries whose share of attention is logged with a token's queries, at least one. ``remainders``
+    are what tokens see beside entries.
     """
 
     positions: Tensor
@@ -59,6 +72,7 @@ class ForwardBatch:
     codes: tuple[Codes, ...] | None = None
     rebuilt: CodedRows | None = None
     recent: Tensor | None = None
+    remainders: RowRemainders | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -104,6 +118,11 @@ class ForwardBatch:
         used = self.tables[:, :, 0, : int(self.columns.max())]
         tables = used.index_select(1, to_device(self.rows, device))
         return tables, (self.last[:, 0].index_select(1, ends) + 1).int()
+
+
+def remainder_of(remainders: RowRemainders | None, layer: int) -> Remainder | None:
+    """One layer's, if rows can have any."""
+    return None if remainders is None else remainders.layer(layer)
 
 
 def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
@@ -158,6 +177,8 @@ class AttentionBackend(Protocol):
     """
     reads_codes: bool
     """Whether it attends to ``ForwardBatch.codes``."""
+    reads_remainders: bool
+    """Whether it attends to ``ForwardBatch.remainders``."""
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Prepare what this backend needs to know of a batch, once for all layers."""

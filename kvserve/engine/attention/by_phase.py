@@ -23,6 +23,7 @@ class ByPhase:
         self.decode = decode
         self.replays = decode.replays
         self.reads_codes = prefill.reads_codes and decode.reads_codes
+        self.reads_remainders = prefill.reads_remainders and decode.reads_remainders
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         decoding, chunks = batch.num_decoding, len(batch.rows)

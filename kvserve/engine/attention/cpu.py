@@ -10,6 +10,8 @@ from kvserve.engine.attention.base import (
     BatchAttention,
     ForwardBatch,
     LayerCache,
+    RowRemainders,
+    remainder_of,
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
@@ -22,6 +24,7 @@ class CpuAttention:
 
     replays = True
     reads_codes = True
+    reads_remainders = True
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -30,7 +33,7 @@ class CpuAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
         chunks = CpuQuerySegments(rows, starts, batch.last.contiguous())
-        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent)
+        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class _Planned:
     scale: float
     codes: tuple[Codes, ...] | None
     recent: Tensor | None
+    remainders: RowRemainders | None
 
     def forward(
         self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
@@ -47,5 +51,6 @@ class _Planned:
         keys, values, group = cache.keys_values(layer)
         codes = None if self.codes is None else self.codes[group]
         wanted = wanted_shares(shares, self.recent)
-        how = self.tables, self.chunks, group, self.scale, codes, wanted
+        remainder = remainder_of(self.remainders, layer)
+        how = self.tables, self.chunks, group, self.scale, codes, wanted, remainder
         return paged_attention(q, keys, values, *how)

@@ -22,6 +22,7 @@ class FlashAttention:
 
     replays = False
     reads_codes = False
+    reads_remainders = False
 
     def __init__(self, scale: float) -> None:
         from flash_attn import flash_attn_varlen_func

@@ -18,12 +18,13 @@ class Span:
     """P chunks of at most Q tokens each that attend together, padded to one shape.
 
     ``tokens [P, Q]`` are places in the batch (``None``: tokens 0..P-1, Q = 1); ``valid [P, Q]``
-    says which are real (``None``: all). ``tables [LG, P, R, C]`` are the block tables, cut to the C
+    says which are real (``None``: all). ``rows [P]`` are the chunks' own. ``tables [LG, P, R, C]`` are the block tables, cut to the C
     columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to the logits: 0 or -inf.
     """
 
     tokens: Tensor | None
     valid: Tensor | None
+    rows: Tensor
     tables: Tensor
     mask: Tensor
     unseen: Tensor
@@ -58,7 +59,7 @@ def _span(
         valid = to_device(np.arange(width) < lengths[at][:, None], device, torch.bool)
     tables = batch.tables[..., :columns][:, rows].contiguous()
     leading = width == 1 and at[-1] == len(at) - 1
-    return Span(None if leading else tokens, valid, tables, mask, unseen)
+    return Span(None if leading else tokens, valid, rows, tables, mask, unseen)
 
 
 def _size_class(sizes: IntArray, least: int) -> IntArray:

@@ -17,9 +17,12 @@ from kvserve.engine.attention.base import (
     Entries,
     ForwardBatch,
     LayerCache,
+    RowRemainders,
+    remainder_of,
     wanted_shares,
 )
 from kvserve.engine.attention.spans import Span, build_spans
+from kvserve.kernels.remainder import Remainder, logits_with
 from kvserve.kernels.shares import Shares
 
 
@@ -28,6 +31,7 @@ class TorchAttention:
 
     replays = False
     reads_codes = False
+    reads_remainders = True
 
     def __init__(self, scale: float, block_size: int, dtype: torch.dtype) -> None:
         self._scale = scale
@@ -37,7 +41,10 @@ class TorchAttention:
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch in spans."""
-        return _Planned(self, build_spans(batch, self._block_size, self._dtype), batch.recent)
+        spans, remainders = build_spans(batch, self._block_size, self._dtype), batch.remainders
+        if remainders is not None and not remainders.used:
+            remainders = None  # they want a mask for each head
+        return _Planned(self, spans, batch.recent, remainders)
 
     def attend(
         self,
@@ -46,23 +53,25 @@ class TorchAttention:
         q: Tensor,
         cache: LayerCache,
         shares: Shares | None = None,
+        remainder: Remainder | None = None,
     ) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
+        blocks = keys, values, remainder
         if len(spans) == 1 and spans[0].tokens is None:
-            return self._attend(spans[0], group, q[:, None], keys, values, shares)[:, 0]
+            return self._attend(spans[0], group, q[:, None], *blocks, shares)[:, 0]
         out = torch.empty_like(q)
         for span in spans:
             if span.tokens is None:
                 at = slice(span.tables.shape[1])
                 own = None if shares is None else Shares(shares.out[at], shares.recent[at])
-                out[at] = self._attend(span, group, q[at, None], keys, values, own)[:, 0]
+                out[at] = self._attend(span, group, q[at, None], *blocks, own)[:, 0]
                 continue
             own = None
             if shares is not None:
                 recent = shares.recent[span.tokens]
                 own = Shares(shares.out.new_empty(*recent.shape, q.shape[1]), recent)
-            attended = self._attend(span, group, q[span.tokens], keys, values, own)
+            attended = self._attend(span, group, q[span.tokens], *blocks, own)
             valid = slice(None) if span.valid is None else span.valid
             out[span.tokens[valid]] = attended[valid]
             if shares is not None and own is not None:
@@ -76,6 +85,7 @@ class TorchAttention:
         q: Tensor,
         keys: Entries,
         values: Entries,
+        remainder: Remainder | None,
         shares: Shares | None,
     ) -> Tensor:
         """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
@@ -86,9 +96,17 @@ class TorchAttention:
         for x in (k, v):  # unseen slots may hold NaN, which no mask hides: 0 * NaN is NaN
             x.masked_fill_(span.unseen[group], 0.0)
         kv_heads = k.shape[1]
+        own = None
+        if remainder is not None:
+            lost = (x.flatten(0, 1).unflatten(0, (rows, kv_heads)) for x in remainder.at(span.rows))
+            own = Remainder(*lost)
         if shares is not None:
-            found = self._shares(q, k, mask, tables.shape[1], shares.recent.view(chunks, width))
+            recent = shares.recent.view(chunks, width)
+            found = self._shares(q, k, mask, tables.shape[1], recent, own)
             shares.out.copy_(found.view_as(shares.out))
+        if own is not None:
+            repeated = 1 if width == 1 else heads // (kv_heads * tables.shape[1])
+            k, v, mask = _with_remainder(k, v, mask, own, repeated)
         if width == 1:
             # The query heads of a KV head become its queries: no key is repeated or copied.
             q = q.reshape(rows, kv_heads, heads // (kv_heads * tables.shape[1]), dim)
@@ -100,7 +118,15 @@ class TorchAttention:
         )
         return out.unflatten(0, (chunks, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _shares(self, q: Tensor, k: Tensor, mask: Tensor, per_row: int, recent: Tensor) -> Tensor:
+    def _shares(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor,
+        per_row: int,
+        recent: Tensor,
+        remainder: Remainder | None,
+    ) -> Tensor:
         """float32 [P, Q, Hq]: logarithms of what the newest ``recent [P, Q]`` entries got.
 
         SDPA does not return its sums, so the logits are computed again.
@@ -114,6 +140,9 @@ class TorchAttention:
         first = seen - recent.repeat_interleave(per_row, dim=0)
         older = torch.arange(k.shape[2], device=q.device) < first[..., None]
         newest = logits.masked_fill(older[:, None, None], -torch.inf).logsumexp(dim=-1)
+        if remainder is not None:
+            heads = folded.flatten(0, 1).flatten(1, 2)
+            logits = logits_with(logits, heads, remainder, self._scale)
         found = (newest - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
         return found.unflatten(0, (chunks, per_row)).permute(0, 4, 1, 2, 3).flatten(2)
 
@@ -135,13 +164,28 @@ class TorchAttention:
         return out.view(rows, -1, heads, dim).transpose(1, 2)
 
 
+def _with_remainder(
+    k: Tensor, v: Tensor, mask: Tensor, remainder: Remainder, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more entry of each row and KV head, and its bias in the mask of its ``group`` heads."""
+    keys, values = remainder.numbers()
+    k, v = (
+        torch.cat([x, more.to(x.dtype)[:, :, None]], dim=2) for x, more in ((k, keys), (v, values))
+    )
+    bias = remainder.bias.repeat_interleave(group, dim=1)[..., None, None]
+    shape = *bias.shape[:2], mask.shape[2], -1
+    return k, v, torch.cat([mask.float().expand(shape), bias.expand(*shape[:3], 1)], dim=-1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Planned:
     backend: TorchAttention
     spans: list[Span]
     recent: Tensor | None
+    remainders: RowRemainders | None
 
     def forward(
         self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
     ) -> Tensor:
-        return self.backend.attend(self.spans, layer, q, cache, wanted_shares(shares, self.recent))
+        beside = wanted_shares(shares, self.recent), remainder_of(self.remainders, layer)
+        return self.backend.attend(self.spans, layer, q, cache, *beside)

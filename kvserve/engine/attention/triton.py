@@ -13,6 +13,8 @@ from kvserve.engine.attention.base import (
     BatchAttention,
     ForwardBatch,
     LayerCache,
+    RowRemainders,
+    remainder_of,
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
@@ -38,6 +40,7 @@ class TritonAttention:
 
     replays = True
     reads_codes = True
+    reads_remainders = True
 
     def __init__(self, scale: float, block_size: int) -> None:
         self._scale = scale
@@ -53,7 +56,7 @@ class TritonAttention:
             QuerySegments(rows, last, max_held, starts, max_chunk)
             for last in batch.last.contiguous()
         ]
-        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent)
+        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Planned:
     scale: float
     codes: tuple[Codes, ...] | None
     recent: Tensor | None
+    remainders: RowRemainders | None
 
     def forward(
         self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
@@ -72,4 +76,5 @@ class _Planned:
         codes = None if self.codes is None else self.codes[group]
         how = tables, chunks, self.scale
         wanted = wanted_shares(shares, self.recent)
-        return paged_attention_triton(q, keys, values, *how, codes=codes, shares=wanted)
+        beside = {"shares": wanted, "remainder": remainder_of(self.remainders, layer)}
+        return paged_attention_triton(q, keys, values, *how, codes=codes, **beside)

@@ -19,6 +19,7 @@ class XformersAttention:
 
     replays = False
     reads_codes = False
+    reads_remainders = False
 
     def __init__(self, scale: float, block_size: int) -> None:
         from xformers.ops import fmha

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -60,6 +61,7 @@ class InputBatch(RowArrays):
         vocab_size: int,
         device: str,
         code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        remainders: Remainders | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -79,6 +81,7 @@ class InputBatch(RowArrays):
         self.log_span.fill_(1)  # padded rows divide by it, too
         self.codes: tuple[Codes, ...] | None = None
         """By layer group, what attention reads if it reads codes itself; else ``None``."""
+        self.remainders = remainders
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self._scores = torch.zeros(0)
@@ -89,11 +92,17 @@ class InputBatch(RowArrays):
         """Swap rows, set up new ones, update the tables. Compactions have run before."""
         self._swap(output.row_swaps)
         self._park_scores(output)
+        if self.remainders is not None:
+            self.remainders.carry_out(output.remainder_saves)
         new = output.admitted
         if new.requests:
             rows = self._long([request.row for request in new.requests])
             self.begin_rows(rows, new, self._long)
+            if self.remainders is not None:
+                self.remainders.begin(rows)
             self.sampling.set_rows(new.requests)
+        if self.remainders is not None:
+            self.remainders.carry_out(output.remainder_loads)
         _scatter(self.block_tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
         _scatter(self.index_tables, output.index_update)
@@ -191,6 +200,7 @@ class InputBatch(RowArrays):
             codes=self.codes,
             rebuilt=self._rebuilt(chunk_rows, output.num_coded),
             recent=self._recent(by_token, positions) if output.logs_queries else None,
+            remainders=self.remainders,
         )
         return input_ids, batch
 
@@ -211,6 +221,7 @@ class InputBatch(RowArrays):
             columns=np.full(size, self.block_tables.shape[3]),
             codes=self.codes,
             recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
+            remainders=self.remainders,
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -230,6 +241,7 @@ class InputBatch(RowArrays):
             columns=np.array([self.block_tables.shape[3]]),
             codes=self.codes,
             recent=zeros + 1,
+            remainders=self.remainders,
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -273,6 +285,7 @@ class InputBatch(RowArrays):
             starts=_starts(np.array([count])),
             columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
             recent=self._recent(at, positions) if logs_queries else None,
+            remainders=self.remainders,
         )
 
     def build_recompute(
@@ -294,6 +307,7 @@ class InputBatch(RowArrays):
             starts=_starts(np.full(len(rows), count)),
             columns=entries.max(axis=1) // self.layout.block_size + 1,
             causal=bool((np.diff(entries) == 1).all()),
+            remainders=self.remainders,
         )
 
     def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
@@ -340,6 +354,8 @@ class InputBatch(RowArrays):
         self.move_rows(to, source)
         if self._scores.numel():
             self._scores[to] = self._scores[source]
+        if self.remainders is not None:
+            self.remainders.move(to, source)
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

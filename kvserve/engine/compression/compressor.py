@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.compression.dropped import DroppedEntries
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import (
@@ -79,6 +81,7 @@ class Compressor:
         recomputer: QueryRecomputer,
         scratch_bytes: int = SCRATCH_BYTES,
         group: RankGroup = ALONE,
+        remainders: Remainders | None = None,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for tracers of positions."""
@@ -87,6 +90,7 @@ class Compressor:
         self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
         self._group = group
+        self._dropped = None if remainders is None else DroppedEntries(cache, remainders)
 
     @property
     def workspace_bytes(self) -> int:
@@ -114,7 +118,7 @@ class Compressor:
             )
             kept = by_event(part, places + _long(windows.entries, places)[..., None])
             chosen = (part.plan.windows * part.plan.keep)[:, None, None]
-            self._move(part, plan_moves(part, kept, chosen, layout), block_tables)
+            self._move(part, policy, plan_moves(part, kept, chosen, layout), block_tables)
             if values is not None:
                 self._write_values(part, by_event(part, values))
 
@@ -151,11 +155,16 @@ class Compressor:
         return counts, kept
 
     def run_observed(
-        self, task: CompactionTask, found: Mapping[int, Kept], block_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        found: Mapping[int, Kept],
+        block_tables: Tensor,
     ) -> None:
         """Carry out events with the entries that ``choices`` found in an earlier step."""
         for part, kept, counts in self._of_observed(task, found):
-            self._move(part, plan_moves(part, kept, counts, self._cache.layout), block_tables)
+            plan = plan_moves(part, kept, counts, self._cache.layout)
+            self._move(part, policy, plan, block_tables)
 
     def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
         """As ``run_observed``, for events that move nothing: only ``on_moves`` is called."""
@@ -177,9 +186,13 @@ class Compressor:
             start = torch.zeros_like(kept[:, 0, 0, 0])
             self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
 
-    def _move(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
+    def _move(
+        self, task: CompactionTask, policy: Policy, plan: MovePlan, block_tables: Tensor
+    ) -> None:
         if self.on_moves is not None:
             self.on_moves(task, plan)
+        if self._dropped is not None and policy.leaves != "off":
+            self._dropped.leave(task, plan, block_tables)
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)

@@ -61,7 +61,7 @@ class UnevenEvents(EvenEvents):
         return groups_of(counts, self._batch.layout)
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
-        self._compressor.run_observed(task, self._found, self._batch.block_tables)
+        self._compressor.run_observed(task, policy, self._found, self._batch.block_tables)
 
 
 class BlockEvents(UnevenEvents):

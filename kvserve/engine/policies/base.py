@@ -166,6 +166,15 @@ class Policy:
         return False
 
     @property
+    def leaves(self) -> str:
+        """What stands for dropped entries: off (nothing), mean or fitted.
+
+        By default, the argument ``remainder``.
+        """
+        remainder: str = getattr(self, "remainder", "off")
+        return remainder
+
+    @property
     def expects_turns(self) -> bool:
         """Whether an argument is about later prompts, which need ``--continuations on``."""
         return False

@@ -117,6 +117,7 @@ class Kara(Policy):
         "entries held as they were computed)",
         choices=("kept", "fitted"),
     )
+    remainder: str = common.remainder()
     query_stride: int = argument(
         1,
         "score with every s-th query of the window and always the last one",

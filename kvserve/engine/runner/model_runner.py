@@ -145,7 +145,9 @@ class ModelRunner:
         self.policies: dict[int, Policy] = {}
         """By ``CompactionTask.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
-        self.compressor = Compressor(cache, model.scale, recomputer, group=group)
+        self.compressor = Compressor(
+            cache, model.scale, recomputer, group=group, remainders=batch.remainders
+        )
         prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._events = EventRunner(
             cache, batch, self.compressor, prefill, self.policies, group, overlaps=overlaps

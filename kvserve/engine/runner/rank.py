@@ -29,6 +29,7 @@ from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.compressor import SCRATCH_BYTES
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -135,6 +136,8 @@ class RankPlan:
             store_int4=attention.store_int4,
             quantized=attention.quantized,
         )
+        rows = self.config.scheduler.max_num_seqs
+        remainders = Remainders(self.layout, rows, self.dtype, self.device)
         batch = InputBatch(
             self.layout,
             self.config.scheduler.max_num_seqs,
@@ -144,6 +147,7 @@ class RankPlan:
             self.spec.vocab_size,
             self.device,
             pool.code_shapes,
+            remainders,
         )
         if self.code_slots:
             assert model.rotary.inv_freq is not None

@@ -4,6 +4,7 @@
 // once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
 // of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
+// A row's remainder, if it has one, is where its online softmax begins.
 // Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
 // read in place. Each code says which query heads of its KV head attend to the entry.
 //
@@ -218,6 +219,10 @@ extern "C" struct PagedAttention {
   int64_t* fault;           // [2], the chunk and the number that were refused
   float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
   const int64_t* recent;    // [T], how many entries are the newest
+  // What stands for entries that a row has lost, [num_rows, Hkv, D] and [num_rows, Hkv]; null: nothing.
+  const void* remainder_keys;
+  const void* remainder_values;
+  const float* remainder_bias;   // -inf: nothing
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
   const Slot* slots;             // [num_blocks, slots_per_block]
@@ -429,6 +434,25 @@ class Kernel {
         X::store(own.query + i * dim_ + d, X::load(from + d) * call_.scale);
     }
     std::memset(own.sums, 0, item.count * dim_ * sizeof(float));
+    if (call_.remainder_bias && item.part == 0) begin_with_remainder(item, own);
+  }
+
+  // One part of a context begins with the row's remainder instead of nothing.
+  void begin_with_remainder(const Item& item, Scratch& own) const {
+    const int64_t place = call_.rows[item.chunk] * call_.num_kv_heads + item.kv_head;
+    const float bias = call_.remainder_bias[place];
+    if (bias == -INFINITY) return;
+    const T* key = static_cast<const T*>(call_.remainder_keys) + place * dim_;
+    const T* value = static_cast<const T*>(call_.remainder_values) + place * dim_;
+    for (int i = 0; i < item.count; ++i) {
+      if (own.last[i] < 0) continue;  // it sees nothing
+      F logit = {};
+      for (int d = 0; d < dim_; d += W) logit += X::load(own.query + i * dim_ + d) * X::load(key + d);
+      own.largest[i] = X::total(logit) + bias;
+      own.total[i] = 1.0f;
+      for (int d = 0; d < dim_; d += W)
+        X::store(own.sums + i * dim_ + d, X::load(value + written(d)));
+    }
   }
 
   int64_t lane(const Item& item) const {
@@ -741,10 +765,13 @@ class Kernel {
     const float factor = total > 0.0f ? 1.0f / total : 0.0f;
     if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
     T* to = static_cast<T*>(call_.out) + place * dim_;
-    for (int d = 0; d < dim_; d += W) {
-      const int half = d / W % kHalves;
-      X::store(to + (d - half * W) / kHalves + half * (dim_ / 2), X::load(sums + d) * factor);
-    }
+    for (int d = 0; d < dim_; d += W) X::store(to + written(d), X::load(sums + d) * factor);
+  }
+
+  // Where the sums from number d on are written.
+  int written(int d) const {
+    const int half = d / W % kHalves;
+    return (d - half * W) / kHalves + half * (dim_ / 2);
   }
 
   const PagedAttention& call_;

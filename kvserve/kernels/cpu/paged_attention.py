@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_codes, check_shares
+from kvserve.kernels.checks import check_codes, check_remainder, check_shares
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -19,8 +20,10 @@ HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 _POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
 _SHARES = ("shares", "recent")
+_REMAINDER = ("remainder_keys", "remainder_values", "remainder_bias")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _LEVELS = ("key_scales", "value_scales", "value_lows")
+_ALL_POINTERS = (*_POINTERS, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
 _FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
 """KVSERVE_FORMAT, by the forms of keys and values."""
 _NUMBERS = (
@@ -45,7 +48,7 @@ class _Call(ctypes.Structure):
     """``PagedAttention`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_SHARES, *_CODES, *_LEVELS)),
+        *((name, ctypes.c_void_p) for name in _ALL_POINTERS),
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
@@ -94,18 +97,21 @@ def paged_attention(
     scale: float,
     codes: Codes | None = None,
     shares: Shares | None = None,
+    remainder: Remainder | None = None,
 ) -> Tensor:
     """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
 
     query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
     Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes the logarithm of what
-    each query gave to the newest entries, 0 for such a token. ``ValueError`` for shapes it is not
+    each query gave to the newest entries, 0 for such a token. ``remainder [num_rows, Hkv, ...]`` is
+    what tokens see beside entries, if they see any. ``ValueError`` for shapes it is not
     built for, ``IndexError`` for a row, an entry, a block or a vector that is not there; no
     sequence holds block 0. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
     """
     _check(query, keys, values, tables, chunks, codes)
     check_shares(shares, query)
+    check_remainder(remainder, tables[0], query, keys)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
@@ -119,6 +125,7 @@ def paged_attention(
         chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
         ctypes.addressof(fault),
         *((None, None) if shares is None else (x.data_ptr() for x in shares)),
+        *((None,) * 3 if remainder is None else (x.data_ptr() for x in remainder)),
         *_code_pointers(codes),
         *_scale_fields(keys, values),
         *_code_widths(codes),

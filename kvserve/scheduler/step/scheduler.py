@@ -23,7 +23,7 @@ from kvserve.scheduler.compression.compression_scheduler import CompressionSched
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.event import Scores
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_COPIES, SchedulerOutput
+from kvserve.scheduler.output import NO_COPIES, NO_MOVES, SchedulerOutput
 from kvserve.scheduler.rows.conversations import Conversations
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
@@ -226,7 +226,9 @@ class Scheduler:
             swap_outs=swap_outs,
             copies=NO_COPIES if self.conversations is None else self.conversations.take_copies(),
             swap_ins=swap_ins,
+            remainder_saves=NO_MOVES,
             admitted=caught_up.admitted,
+            remainder_loads=NO_MOVES,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             index_update=index_update,

@@ -18,6 +18,7 @@ POOLINGS = ("none", "avg", "max")
 VOTES = ("heads", "group_mean")
 LOGGED = ("auto", "model", "fp8", "int4")
 ATTENTION = ("window", "absolute")
+REMAINDERS = ("off", "mean", "fitted")
 
 
 def required_budget(help: str, **facts: Any) -> Any:
@@ -93,3 +94,12 @@ def check_log(policy: Any, *, logs: bool = True) -> None:
         allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
         beside = logs and policy.logged_dtype == "int4" and policy.query_reduce == "heads"
         require(beside, "attention", "absolute", allowed)
+
+
+def remainder(default: str = "off") -> Any:
+    """``remainder``: what stands for dropped entries."""
+    help = (
+        "what stands for dropped entries, in one entry per layer and KV head: nothing (off), or "
+        "their mean key and value, with the logarithm of their number added to its logit (mean)"
+    )
+    return argument(default, help, choices=REMAINDERS)

@@ -1,0 +1,68 @@
+"""The remainders of all rows: what events leave behind for the entries that they drop.
+
+They lie beside the blocks, at fixed addresses, in the model's dtype whatever entries are held as.
+Behind the rows there are places for the remainders of rows that are away: swapped to host memory,
+or saved for the next turn of their conversation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.remainder import Remainder, merged
+from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.output import RemainderMoves
+
+
+class Remainders:
+    """``whole`` [L, rows + places, Hkv, ...]; attention reads the rows of one layer of it."""
+
+    def __init__(
+        self, layout: KVLayout, max_rows: int, dtype: torch.dtype, device: str, places: int = 0
+    ) -> None:
+        lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
+        vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=dtype, device=device)
+        bias = torch.full(lanes, -torch.inf, device=device)
+        self.whole = Remainder(vectors[0], vectors[1], bias)
+        self.used = False
+        layers = range(layout.num_layers)
+        self._layers = [self.whole.at(layer, slice(max_rows)) for layer in layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take, outside the pool."""
+        return sum(part.nbytes for part in self.whole)
+
+    def layer(self, layer: int) -> Remainder:
+        """[rows, Hkv, ...] of one layer."""
+        return self._layers[layer]
+
+    def of(self, rows: Tensor, layers: Tensor | None = None) -> Remainder:
+        """Those of ``rows [E]`` in ``layers [L']`` (default: all): [E, L', Hkv, ...]."""
+        found = (part if layers is None else part[layers] for part in self.whole)
+        return Remainder(*(part[:, rows].transpose(0, 1) for part in found))
+
+    def add(self, rows: Tensor, more: Remainder) -> None:
+        """Merge what events have dropped, [E, L, Hkv, ...], into what their ``rows`` have."""
+        self.used = True
+        both = merged(self.of(rows), more)
+        for part, new in zip(self.whole, both, strict=True):
+            part[:, rows] = new.transpose(0, 1).to(part.dtype)
+
+    def begin(self, rows: Tensor) -> None:
+        """New rows have lost nothing."""
+        self.whole.bias[:, rows] = -torch.inf
+
+    def move(self, to: Tensor, source: Tensor) -> None:
+        """Put the rows ``source`` in the place of ``to``, all at once."""
+        for part in self.whole:
+            part[:, to] = part[:, source]
+
+    def carry_out(self, moves: RemainderMoves) -> None:
+        """Copy remainders between rows and places, one of ``moves`` after the other's end."""
+        if len(moves.source):
+            device = self.whole.bias.device
+            self.move(to_device(moves.to, device), to_device(moves.source, device))
