@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.dropped import DroppedEntries
+from kvserve.engine.compression.dropped import DroppedEntries, joined, not_in
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import (
@@ -32,6 +32,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.output import CompactionTask, ObservationTask
@@ -69,6 +70,16 @@ class Choice:
         heads = [None] * len(self.seq_ids) if self.heads is None else self.heads
         each = zip(self.seq_ids.tolist(), self.entries, heads, strict=True)
         return {seq: Kept(entries, who) for seq, entries, who in each}
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedWindows:
+    """Kept ``places [E', L, Hkv, N]`` of E' windows, and what a policy has fitted: their new
+    ``values [E', L, Hkv, N, D]``, and what is ``left [E', L, Hkv, ...]`` of the other places."""
+
+    places: Tensor
+    values: Tensor | None
+    left: Remainder | None
 
 
 class Compressor:
@@ -113,14 +124,15 @@ class Compressor:
         plan, layout = task.plan, self._cache.layout
         for part, _ in by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            places, values = self._select(
-                part, windows, policy, block_tables, log_tables, kept_scores
-            )
+            found = self._select(part, windows, policy, block_tables, log_tables, kept_scores)
+            places = found.places
             kept = by_event(part, places + _long(windows.entries, places)[..., None])
             chosen = (part.plan.windows * part.plan.keep)[:, None, None]
-            self._move(part, policy, plan_moves(part, kept, chosen, layout), block_tables)
-            if values is not None:
-                self._write_values(part, by_event(part, values))
+            left = None if found.left is None else joined(part, found.left)
+            moves = plan_moves(part, kept, chosen, layout)
+            self._move(part, policy, moves, block_tables, left)
+            if found.values is not None:
+                self._write_values(part, by_event(part, found.values))
 
     def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -187,12 +199,18 @@ class Compressor:
             self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
 
     def _move(
-        self, task: CompactionTask, policy: Policy, plan: MovePlan, block_tables: Tensor
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        plan: MovePlan,
+        block_tables: Tensor,
+        left: Remainder | None = None,
     ) -> None:
+        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops if it is fitted."""
         if self.on_moves is not None:
             self.on_moves(task, plan)
         if self._dropped is not None and policy.leaves != "off":
-            self._dropped.leave(task, plan, block_tables)
+            self._dropped.leave(task, plan, block_tables, left)
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
@@ -221,15 +239,14 @@ class Compressor:
         block_tables: Tensor,
         log_tables: Tensor,
         kept_scores: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Kept places of every window of equal-shaped events, [E', L, Hkv, N], and, if the policy
-        fits values, their new values [E', L, Hkv, N, D]."""
+    ) -> SelectedWindows:
+        """What is kept of every window of equal-shaped events."""
         keep = int(task.plan.keep[0])
         # If queries cover all entries, this is the first event, and there are no earlier scores.
         first = int(task.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         leaders, where = self._leaders(policy)
-        parts, values = [], []
+        parts, values, left = [], [], []
         for some, observed in self._observed(
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
@@ -242,8 +259,13 @@ class Compressor:
             parts.append(kept)
             if policy.fits_values:
                 values.append(policy.new_values(observed, kept))
-        fitted = _led(torch.cat(values), where) if values else None
-        return _led(torch.cat(parts), where), fitted
+            if policy.leaves == "fitted":
+                left.append(policy.remainder_of(observed, not_in(kept, windows.length)))
+        return SelectedWindows(
+            _led(torch.cat(parts), where),
+            _led(torch.cat(values), where) if values else None,
+            Remainder(*map(torch.cat, zip(*left, strict=True))) if left else None,
+        )
 
     def _write_values(self, task: CompactionTask, values: Tensor) -> None:
         """Write the new values [E, L, Hkv, C, D] of kept entries, which have been moved already."""
@@ -285,7 +307,8 @@ class Compressor:
         cache, layout = self._cache, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
-        each = self._window_bytes(windows, heads, fits_values=policy.fits_values)
+        fits = policy.fits_values or policy.leaves == "fitted"
+        each = self._window_bytes(windows, heads, fits_values=fits)
         step = max(1, self._scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
@@ -295,7 +318,7 @@ class Compressor:
             slots, count = _led(slots, layers, 0), len(part.rows)
             keys = by_window(cache.entries.keys(slots, layers), count)
             values = None
-            if policy.fits_values:
+            if fits:
                 values = by_window(cache.entries.values(slots, layers), count)
             queries: Queries = keys[..., :0, :]
             if policy.recomputed_reduction is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.moves import MovePlan, lanes_of
 from kvserve.engine.compression.windows import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.remainder import Remainder, merged
 from kvserve.scheduler.output import CompactionTask
 
 
@@ -21,8 +24,19 @@ class DroppedEntries:
         self._cache = cache
         self._remainders = remainders
 
-    def leave(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> None:
-        """Add what equal-shaped events drop to the remainders of their rows."""
+    def leave(
+        self,
+        task: CompactionTask,
+        plan: MovePlan,
+        block_tables: Tensor,
+        fitted: Remainder | None = None,
+    ) -> None:
+        """Add what equal-shaped events drop to the remainders of their rows: what is ``fitted`` to
+        it [E, L, Hkv, ...], or its mean."""
+        more = self._mean(task, plan, block_tables) if fitted is None else fitted
+        self._remainders.add(to_device(task.rows, plan.src.device), more)
+
+    def _mean(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> Remainder:
         layout, device = self._cache.layout, plan.src.device
         old = lanes_of(task.old_lens, layout)
         held = to_device(old - task.copy_start[:, None, None], device)
@@ -40,8 +54,24 @@ class DroppedEntries:
             (share[..., None, :] @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
             for read in (self._cache.entries.keys, self._cache.entries.values)
         )
-        more = Remainder(keys, values, total[..., 0].log())
-        self._remainders.add(to_device(task.rows, device), more)
+        return Remainder(keys, values, total[..., 0].log())
+
+
+def not_in(kept: Tensor, length: int) -> Tensor:
+    """Which of ``length`` places are not ``kept [..., N]``: bool [..., length]."""
+    dropped = torch.ones(*kept.shape[:-1], length, dtype=torch.bool, device=kept.device)
+    return dropped.scatter_(-1, kept, False)
+
+
+def joined(task: CompactionTask, left: Remainder) -> Remainder:
+    """What is left of each window, [E', L, Hkv, ...], as one for each event."""
+    windows = task.plan.windows
+    if (windows == 1).all():
+        return left
+    event = np.repeat(np.arange(len(windows)), windows)
+    found = [left.at(to_device(np.flatnonzero(event == e), left.bias.device)) for e in range(len(windows))]
+    each = [reduce(merged, (Remainder(*parts) for parts in zip(*some))) for some in found]
+    return Remainder(*map(torch.stack, zip(*each)))
 
 
 def _dropped(plan: MovePlan, start: Tensor, held: Tensor, length: int) -> Tensor:

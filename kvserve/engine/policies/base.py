@@ -24,6 +24,7 @@ from kvserve.engine.policies.parts.arguments import (
 )
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
+from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Trigger
 
@@ -213,6 +214,10 @@ class Policy:
     def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
         """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D]."""
         raise NotImplementedError(f"policy {self.name} leaves values as they are")
+
+    def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
+        """What stands for a window's places ``dropped``, bool [E, L, Hkv, n], if it is fitted."""
+        raise NotImplementedError(f"policy {self.name} fits no remainder")
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep].

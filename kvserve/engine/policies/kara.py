@@ -19,6 +19,7 @@ from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation
 from kvserve.engine.policies.selection import token_to_chunk
+from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.trigger import Trigger
 
@@ -245,6 +246,9 @@ class Kara(Policy):
 
     def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
         return obs.fitted_values(kept, self._places)
+
+    def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
+        return obs.fitted_remainder(dropped, self._places)
 
     @property
     def _places(self) -> range | None:

@@ -16,10 +16,16 @@ from kvserve.kernels.scores.causal_scores import (
     past_scores,
     received_mass,
 )
+from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.scores.fitted_remainder import fitted_remainder
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.window_scores import window_probs, window_scores
+from kvserve.kernels.scores.window_scores import (
+    window_log_sums,
+    window_probs,
+    window_scores,
+)
 from kvserve.kernels.seen import Seen
 
 __all__ = [
@@ -87,6 +93,15 @@ class Observation:
         keys, seen = self._seen(places)
         probs = window_probs(self.queries, keys, self.scale, seen).flatten(-3, -2)
         return fitted_values(probs, self.values[..., : probs.shape[-1], :], kept)
+
+    def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
+        """What stands for the places ``dropped [E, L, Hkv, n]``, by the attention of ``mass``."""
+        assert self.values is not None, "values come to policies that fit"
+        keys, seen = self._seen(places)
+        sums = window_log_sums(self.queries, keys, self.scale, seen)
+        length = dropped.shape[-1]
+        key, value = self.keys[..., :length, :], self.values[..., :length, :]
+        return fitted_remainder(self.queries, key, value, dropped, sums, self.scale)
 
     def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
         """The keys that attention is computed over, and what its queries had seen."""

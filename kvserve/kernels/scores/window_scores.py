@@ -72,18 +72,31 @@ def window_scores_torch(
 def window_probs(query: Queries, key: Tensor, scale: float, seen: Seen | None = None) -> Tensor:
     """What each query gives each of the n keys: float32 [..., Hkv, group, W, n]."""
     logits = logits_of(query, key, scale)
+    total = _log_sums_of(logits, seen)
+    later = 0 if seen is None else seen.later
+    return torch.exp(logits[..., : logits.shape[-1] - later] - total[..., None])
+
+
+def window_log_sums(
+    query: Queries, key: Tensor, scale: float, seen: Seen | None = None
+) -> Tensor:
+    """The logarithm of what each query's softmax divides by: float32 [..., Hq, W]."""
+    return _log_sums_of(logits_of(query, key, scale), seen).flatten(-3, -2)
+
+
+def _log_sums_of(logits: Tensor, seen: Seen | None) -> Tensor:
+    """logits: [..., Hkv, group, W, n + later] -> [..., Hkv, group, W]."""
     if seen is None:
-        return torch.softmax(logits, dim=-1)
+        return logits.logsumexp(dim=-1)
     group, window, length = logits.shape[-3:]
-    place = torch.arange(length, device=key.device)
-    own = (seen.first + seen.step * torch.arange(window, device=key.device))[:, None]
+    place = torch.arange(length, device=logits.device)
+    own = (seen.first + seen.step * torch.arange(window, device=logits.device))[:, None]
     later, recent = place > own, (place <= own) & (place >= own // seen.span * seen.span)
     since, shared = (
         logits.masked_fill(~there, -torch.inf).logsumexp(dim=-1) for there in (later, recent)
     )
     total = torch.logaddexp(shared - seen.shares.unflatten(-2, (-1, group)), since)
-    total = total.maximum(logits.logsumexp(dim=-1))
-    return torch.exp(logits[..., : length - seen.later] - total[..., None])
+    return total.maximum(logits.logsumexp(dim=-1))
 
 
 def window_scores_triton(
