@@ -49,7 +49,7 @@ class KVCacheDetails:
     peak_blocks: int = 0
     """Most blocks that the request had at once."""
     held_bytes: int = 0
-    """Bytes of all blocks that hold its entries."""
+    """Bytes of all blocks that hold its entries, and of what stands for dropped ones."""
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
     coded_entries: int = 0
@@ -58,6 +58,9 @@ class KVCacheDetails:
     """Codebook vectors for the keys and values of coded entries."""
     resumed_tokens: int = 0
     """Tokens whose entries were taken over from an earlier turn (``--continuations on``)."""
+    remainder_entries: int = 0
+    """Entries that stand for dropped ones, one for each layer and KV head; they are not counted in
+    ``held_entries``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ class RequestStats:
 
     A request with ``n=3`` has three, all with its ``request_id``. ``held_tokens`` is the mean over
     layers and KV heads, rounded up. ``blocks`` and ``held_bytes`` include logged queries, and
-    blocks that other sequences share.
+    blocks that other sequences share. ``remainder_entries`` stand for dropped ones.
     """
 
     request_id: str
@@ -193,6 +196,7 @@ class RequestStats:
     blocks: int
     compactions: int
     held_bytes: int = 0
+    remainder_entries: int = 0
 
 
 ITERATION_TOKENS = (1, *(2**i for i in range(3, 15)))

@@ -81,9 +81,9 @@ def paged_attention_torch(
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
     if remainder is not None:
-        own = Remainder(*(x.unflatten(1, (per_token, -1)) for x in remainder.at(rows)))
-        bias = torch.where((chunks.last.T >= 0)[..., None], own.bias, -torch.inf)
-        more_keys, more = Remainder(own.keys, own.values, bias).numbers()
+        lost = Remainder(*(x.unflatten(1, (per_token, -1)) for x in remainder.at(rows)))
+        bias = torch.where((chunks.last.T >= 0)[..., None], lost.bias, -torch.inf)
+        more_keys, more = lost.numbers()
         first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
         logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
         v = torch.cat([v, more[..., None, None, :]], dim=-2)

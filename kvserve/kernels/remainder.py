@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class Remainder(NamedTuple):
-    """``keys``, ``values`` [..., Hkv, D] and ``bias`` float32 [..., Hkv], the logarithm of what each
-    entry weighs: -inf where there is none. For attention, [rows, Hkv, ...] of one layer."""
+    """``keys``, ``values`` [..., Hkv, D] and ``bias`` float32 [..., Hkv], the logarithm of what
+    each entry weighs: -inf where there is none. For attention, [rows, Hkv, ...] of one layer."""
 
     keys: Tensor
     values: Tensor
@@ -43,7 +43,10 @@ def merged(first: Remainder, second: Remainder) -> Remainder:
 
 
 def logits_with(logits: Tensor, query: Tensor, remainder: Remainder, scale: float) -> Tensor:
-    """``logits`` [..., Hkv, group, Q, n] with one more column: those of the remainder [..., Hkv]."""
+    """``logits`` [..., Hkv, group, Q, n] with one more column: that of the remainder [..., Hkv].
+
+    query: [..., Hq, Q, D].
+    """
     keys, _ = remainder.numbers()
     folded = query.float().unflatten(-3, (keys.shape[-2], -1))
     own = torch.einsum("...gqd,...d->...gq", folded, keys) * scale

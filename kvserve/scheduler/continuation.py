@@ -62,6 +62,8 @@ class SavedRow:
     kv: SavedTable
     log: SavedTable
     lengths: dict[str, IntArray]
+    remainder: int
+    """Where its remainder lies (``remainder_places``)."""
 
     @property
     def named(self) -> IntArray:
@@ -71,8 +73,8 @@ class SavedRow:
     def renamed(self, blocks: IntArray) -> SavedRow:
         """The same row in other blocks, given in the order of ``named``."""
         count = self.kv.named.size
-        return SavedRow(
-            self.kv.renamed(blocks[:count]), self.log.renamed(blocks[count:]), self.lengths
+        return replace(
+            self, kv=self.kv.renamed(blocks[:count]), log=self.log.renamed(blocks[count:])
         )
 
 

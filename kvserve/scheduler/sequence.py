@@ -39,6 +39,8 @@ class Sequence:
     """What decides how much its policy's events keep."""
     prunes_prompt: bool = False
     """Its prompt is computed in one step, fewer tokens from layer to layer."""
+    leaves_remainder: bool = False
+    """Something stands for the entries that its events drop."""
     sampling: Any = None
     num_shareable: int = NO_EVENT
     """Leading tokens whose entries depend on the tokens before them alone; only these may be in the
@@ -77,6 +79,7 @@ class Sequence:
     log_blocks: int = 0
     coded_entries: int = 0
     codebook_entries: int = 0
+    remainder_entries: int = 0
     compactions: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0

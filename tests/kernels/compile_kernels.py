@@ -49,8 +49,7 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
-from kvserve.kernels.seen import Seen
-from kvserve.kernels.shares import Shares
+from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 
 BUDGET = Path(__file__).with_name("budget.json")

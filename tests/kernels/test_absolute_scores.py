@@ -19,7 +19,7 @@ from kvserve.kernels.scores.causal_scores import (
     past_scores,
 )
 from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
-from kvserve.kernels.seen import Seen
+from kvserve.kernels.shares import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3

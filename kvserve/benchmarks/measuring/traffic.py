@@ -19,6 +19,7 @@ from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, play
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.engine.cache.remainders import remainder_bytes
 from kvserve.engine.frontend.llm_engine import LLMEngine
 
 
@@ -80,14 +81,19 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
 
     The mean is all blocks in use (keys, values, logged queries, scratch of codes) over all running
-    sequences. Scores are not in it, because they are freed when an event ends. Nor are blocks in
-    host memory, which are not in the pool.
+    sequences, and what stands for dropped entries at a sequence's end. Scores are not in it,
+    because they are freed when an event ends. Nor are blocks in host memory, which are not in the
+    pool.
     """
     used = figures["mean_pool_usage"] * pool_bytes(engine)
+    cache = engine.core.runner.cache
+    lanes = cache.layout.num_layers * cache.layout.num_kv_heads
+    each = remainder_bytes(cache.layout, cache.dtype) / lanes
+    remainders = figures["remainder_entries_at_end"] * each
     return {
-        "held_bytes_at_end": figures["held_entries_at_end"] * entry_bytes(engine),
+        "held_bytes_at_end": figures["held_entries_at_end"] * entry_bytes(engine) + remainders,
         "pool_bytes": pool_bytes(engine),
-        "mean_held_bytes": used / figures["mean_running"],
+        "mean_held_bytes": used / figures["mean_running"] + remainders,
     }
 
 

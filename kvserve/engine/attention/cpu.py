@@ -33,7 +33,9 @@ class CpuAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
         chunks = CpuQuerySegments(rows, starts, batch.last.contiguous())
-        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders)
+        return _Planned(
+            chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders
+        )
 
 
 @dataclass(frozen=True, slots=True)

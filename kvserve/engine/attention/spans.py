@@ -18,8 +18,9 @@ class Span:
     """P chunks of at most Q tokens each that attend together, padded to one shape.
 
     ``tokens [P, Q]`` are places in the batch (``None``: tokens 0..P-1, Q = 1); ``valid [P, Q]``
-    says which are real (``None``: all). ``rows [P]`` are the chunks' own. ``tables [LG, P, R, C]`` are the block tables, cut to the C
-    columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to the logits: 0 or -inf.
+    says which are real (``None``: all). ``rows [P]`` are the chunks' own. ``tables [LG, P, R, C]``
+    are the block tables, cut to the C columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to
+    the logits: 0 or -inf.
     """
 
     tokens: Tensor | None

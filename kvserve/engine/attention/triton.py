@@ -56,7 +56,9 @@ class TritonAttention:
             QuerySegments(rows, last, max_held, starts, max_chunk)
             for last in batch.last.contiguous()
         ]
-        return _Planned(chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders)
+        return _Planned(
+            chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +78,7 @@ class _Planned:
         codes = None if self.codes is None else self.codes[group]
         how = tables, chunks, self.scale
         wanted = wanted_shares(shares, self.recent)
-        beside = {"shares": wanted, "remainder": remainder_of(self.remainders, layer)}
-        return paged_attention_triton(q, keys, values, *how, codes=codes, **beside)
+        remainder = remainder_of(self.remainders, layer)
+        return paged_attention_triton(
+            q, keys, values, *how, codes=codes, shares=wanted, remainder=remainder
+        )

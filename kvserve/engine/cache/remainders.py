@@ -12,9 +12,13 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.remainder import Remainder, merged
-from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import RemainderMoves
+
+
+def remainder_bytes(layout: KVLayout, dtype: torch.dtype) -> int:
+    """Bytes of one row's remainder: a key, a value and a weight for each lane."""
+    return layout.num_layers * layout.num_kv_heads * (2 * layout.head_dim * dtype.itemsize + 4)
 
 
 class Remainders:

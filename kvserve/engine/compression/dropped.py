@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +11,8 @@ from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.moves import MovePlan, lanes_of
 from kvserve.engine.compression.windows import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.remainder import Remainder, merged
+from kvserve.kernels.remainder import Remainder
+from kvserve.scheduler.block_pool import ragged_arange
 from kvserve.scheduler.output import CompactionTask
 
 
@@ -69,9 +68,17 @@ def joined(task: CompactionTask, left: Remainder) -> Remainder:
     if (windows == 1).all():
         return left
     event = np.repeat(np.arange(len(windows)), windows)
-    found = [left.at(to_device(np.flatnonzero(event == e), left.bias.device)) for e in range(len(windows))]
-    each = [reduce(merged, (Remainder(*parts) for parts in zip(*some))) for some in found]
-    return Remainder(*map(torch.stack, zip(*each)))
+    at = to_device(event, left.bias.device), to_device(ragged_arange(windows), left.bias.device)
+    shape = len(windows), int(windows.max())
+    bias = left.bias.new_full((*shape, *left.bias.shape[1:]), -torch.inf)
+    bias[at] = left.bias
+    total = bias.logsumexp(dim=1)
+    share = torch.exp(bias - total[:, None]).nan_to_num(0.0)[at][..., None]
+    keys, values = left.numbers()
+    means = total.new_zeros(2, *total.shape, keys.shape[-1])
+    for mean, part in zip(means, (keys, values), strict=True):
+        mean.index_add_(0, at[0], share * part)
+    return Remainder(means[0], means[1], total)
 
 
 def _dropped(plan: MovePlan, start: Tensor, held: Tensor, length: int) -> Tensor:

@@ -10,6 +10,7 @@ from itertools import compress
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.cache.remainders import remainder_bytes
 from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.engine_stats import engine_stats
 from kvserve.engine.core.intake import Intake
@@ -72,6 +73,8 @@ class EngineCore:
         self._stats_due = 0.0
         # The scheduler's layout has the heads of all ranks.
         self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
+        layout, dtype = self.scheduler.layout, self.runner.cache.dtype
+        self._remainder_bytes = remainder_bytes(layout, dtype)
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
@@ -304,7 +307,8 @@ class EngineCore:
         """Counters and the state of every running request."""
         names = {seq.seq_id: self._sequences[seq.seq_id][1] for seq in self.scheduler.running}
         state = self.scheduler, self.runner.policies, self._counts
-        return engine_stats(*state, names, self._block_bytes, self.runner.workspace_bytes)
+        sizes = self._block_bytes, self._remainder_bytes, self.runner.workspace_bytes
+        return engine_stats(*state, names, *sizes)
 
     # ---- sequences ---------------------------------------------------------------------------
 
@@ -331,11 +335,13 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=seq.held_blocks * self._block_bytes,
+            held_bytes=seq.held_blocks * self._block_bytes
+            + bool(seq.remainder_entries) * self._remainder_bytes,
             log_bytes=seq.log_blocks * self._block_bytes,
             coded_entries=seq.coded_entries,
             codebook_entries=seq.codebook_entries,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
+            remainder_entries=seq.remainder_entries,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued

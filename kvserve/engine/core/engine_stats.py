@@ -19,6 +19,7 @@ def engine_stats(
     counts: StepCounts,
     request_ids: Mapping[int, str],
     block_bytes: int,
+    remainder_bytes: int,
     workspace_bytes: int,
 ) -> EngineStats:
     """Counters and the state of every running request; ``request_ids`` are by sequence id."""
@@ -26,6 +27,7 @@ def engine_stats(
     blocks = scheduler.blocks.held(n).tolist()
     entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
     held = (-(-entries // scheduler.layout.groups)).tolist()
+    lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
     logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
     requests = tuple(
         RequestStats(
@@ -35,7 +37,9 @@ def engine_stats(
             held_tokens=held[seq.row],
             blocks=blocks[seq.row],
             compactions=compactions[seq.row],
-            held_bytes=blocks[seq.row] * block_bytes,
+            held_bytes=blocks[seq.row] * block_bytes
+            + rows.has_remainder(seq.row) * remainder_bytes,
+            remainder_entries=rows.has_remainder(seq.row) * lanes,
         )
         for seq in scheduler.running
     )

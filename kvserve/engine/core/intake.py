@@ -85,6 +85,7 @@ class Intake:
             trigger=policy.event_trigger,
             event_kind=event_kind(policy),
             prunes_prompt=prunes,
+            leaves_remainder=policy.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
             num_shareable=0 if prunes else self._spec.num_shareable(prompt),

@@ -22,9 +22,8 @@ from kvserve.engine.policies.parts.arguments import (
     one_of,
     require,
 )
-from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.scoring import Observation, Remainder
 from kvserve.engine.policies.selection import best_and_newest
-from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.trigger import Trigger
 

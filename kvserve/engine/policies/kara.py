@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
 from kvserve.engine.policies.parts import common
-from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation
+from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation, Remainder
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.trigger import Trigger
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     Queries,
@@ -16,7 +17,6 @@ from kvserve.kernels.scores.causal_scores import (
     past_scores,
     received_mass,
 )
-from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.fitted_remainder import fitted_remainder
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
@@ -26,7 +26,7 @@ from kvserve.kernels.scores.window_scores import (
     window_probs,
     window_scores,
 )
-from kvserve.kernels.seen import Seen
+from kvserve.kernels.shares import Seen
 
 __all__ = [
     "AGGREGATES",
@@ -34,6 +34,7 @@ __all__ = [
     "GROUP_AGGREGATES",
     "POOLINGS",
     "Observation",
+    "Remainder",
     "pool_scores",
 ]
 

@@ -43,6 +43,7 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
+from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SchedulerOutput
 
@@ -137,7 +138,8 @@ class RankPlan:
             quantized=attention.quantized,
         )
         rows = self.config.scheduler.max_num_seqs
-        remainders = Remainders(self.layout, rows, self.dtype, self.device)
+        places = num_places(rows, continuations=self.config.cache.continuations == "on")
+        remainders = Remainders(self.layout, rows, self.dtype, self.device, places)
         batch = InputBatch(
             self.layout,
             self.config.scheduler.max_num_seqs,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
-from kvserve.kernels.seen import Seen
+from kvserve.kernels.shares import Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
 _POINTERS = ("codes", "scales", "shares", "keys", "out")

@@ -19,7 +19,7 @@ from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.dispatch import Helper, Kernel, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
 from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
-from kvserve.kernels.seen import Seen
+from kvserve.kernels.shares import Seen
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -77,9 +77,7 @@ def window_probs(query: Queries, key: Tensor, scale: float, seen: Seen | None = 
     return torch.exp(logits[..., : logits.shape[-1] - later] - total[..., None])
 
 
-def window_log_sums(
-    query: Queries, key: Tensor, scale: float, seen: Seen | None = None
-) -> Tensor:
+def window_log_sums(query: Queries, key: Tensor, scale: float, seen: Seen | None = None) -> Tensor:
     """The logarithm of what each query's softmax divides by: float32 [..., Hq, W]."""
     return _log_sums_of(logits_of(query, key, scale), seen).flatten(-3, -2)
 

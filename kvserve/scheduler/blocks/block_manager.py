@@ -14,6 +14,7 @@ from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CodeBlocks, TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
@@ -41,7 +42,9 @@ class BlockManager(RowArrays):
         continuations: Continuations | None = None,
         code_slots: int = 0,
         code_scratch: bool = True,
+        remainders: RemainderPlaces | None = None,
     ) -> None:
+        self.remainders = remainders or RemainderPlaces(max_rows, 0)
         self.layout = layout
         self.pool = pool
         self.idle = IdleBlocks(pool, prefix_cache, continuations)
@@ -286,6 +289,7 @@ class BlockManager(RowArrays):
         self.log.swap(a, b)
         if self.codes is not None:
             self.codes.swap(a, b)
+        self.remainders.swap(a, b)
         self.move_rows([a, b], [b, a])
 
     def check_integrity(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
 from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.continuation import (
     EVICTED,
     NEW,
@@ -55,6 +56,11 @@ class Continuations:
     def __contains__(self, known: Continuation) -> bool:
         """Whether ``known`` is still stored; after a failed step there may be another store."""
         return known in self.host or self._by_use.get(id(known)) is known
+
+    @property
+    def all(self) -> list[Continuation]:
+        """Those in the pool and in host memory, the least recently used of each first."""
+        return [*self._by_use.values(), *self.host.all]
 
     @property
     def num_blocks(self) -> int:
@@ -151,6 +157,17 @@ class Continuations:
         self._release(known)
         self._remember(known)
 
+    def make_place(self) -> bool:
+        """Whether there is a place for a remainder; drops the continuation that used one least
+        recently if that makes it so."""
+        places = self.host.remainders
+        for known in self.all:
+            if places.have_free(preempted=False):
+                break
+            if known.row is not None and known.row.remainder != NOTHING:
+                self.drop(known)
+        return places.have_free(preempted=False)
+
     def forget(self, blocks: IntArray) -> None:
         """Drop continuations that name any of ``blocks``, so that a row may write these."""
         wanted = np.zeros(len(self._refs), bool)
@@ -162,7 +179,7 @@ class Continuations:
 
     def clear(self) -> None:
         """Drop all continuations, and remember none."""
-        for known in (*self._by_use.values(), *self.host.all):
+        for known in self.all:
             self._release(known)
         self._by_key.clear()
         self._gone.clear()
@@ -197,6 +214,7 @@ class Continuations:
             self.changes += 1
             return
         assert known.row is not None
+        self.host.remainders.release(known.row.remainder)
         named, known.row = known.row.named, None
         self._free(known, named)
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
 from kvserve.scheduler.continuation import Continuation, named_by
 from kvserve.scheduler.output import NO_PLACE, SwapTask
 
@@ -18,8 +19,9 @@ class HostedRows:
     kept until the step's tasks are taken.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, remainders: RemainderPlaces) -> None:
         self.pool = pool
+        self.remainders = remainders
         self.on_drop: Callable[[Continuation], None] = lambda known: None
         """Called for each continuation that leaves host memory for good."""
         self._by_use: OrderedDict[int, Continuation] = OrderedDict()
@@ -86,6 +88,7 @@ class HostedRows:
         assert known.row is not None and known.hosted
         del self._by_use[id(known)]
         self.pool.release(known.row.named)
+        self.remainders.release(known.row.remainder)
         known.row, known.hosted = None, False
 
     def take_tasks(self) -> tuple[tuple[SwapTask, ...], tuple[SwapTask, ...]]:

@@ -25,11 +25,11 @@ class SavedRows:
         self._hosted = hosted
         self._copies: list[tuple[IntArray, IntArray]] = []
 
-    def save(self, row: int, computed: int) -> SavedRow:
-        """Save what a row of ``computed`` tokens holds."""
+    def save(self, row: int, computed: int, remainder: int) -> SavedRow:
+        """Save what a row of ``computed`` tokens holds; its remainder has gone to a place."""
         blocks = self._blocks
         blocks.give_back_unused(row, computed)
-        return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row))
+        return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row), remainder)
 
     def blocks_wanted(
         self, saved: SavedRow, hosted: bool, dropped: int, computed: int, target: int, log_from: int
@@ -63,6 +63,7 @@ class SavedRows:
         """
         blocks = self._blocks
         blocks.start_row(row)
+        blocks.remainders.load(saved.remainder, row)
         lens, size = saved.lengths["kv_lens"] - dropped, blocks.layout.block_size
         self._begin(blocks.kv, row, saved.kv, hosted, -(-lens // size), lens % size > 0)
         fields = {**saved.lengths, "kv_lens": lens}

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.blocks.saved_rows import SavedRows
 from kvserve.scheduler.continuation import MEMORY, Continuation, Resumption, SavedRow, Turn
 from kvserve.scheduler.output import BlockCopies
@@ -56,6 +57,11 @@ class Conversations:
         rows, row = self._rows, seq.row
         if seq.continues_as is None or not rows.caught_up[row]:
             return
+        remainder = NOTHING
+        if rows.has_remainder(row):
+            if not self.store.make_place():
+                return
+            remainder = self._blocks.remainders.save(row)
         computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
         tokens = rows.token_ids[row, :computed].copy()
         last = seq.events[-1] if seq.events else 0
@@ -68,7 +74,7 @@ class Conversations:
                 seq.num_prompt_tokens,
                 floor,
                 rows.park_row(row),
-                self._saved.save(row, computed),
+                self._saved.save(row, computed, remainder),
                 seq.first_prompt_tokens,
                 seq.prunes_prompt,
                 seq.num_shareable,

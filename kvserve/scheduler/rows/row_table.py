@@ -38,6 +38,8 @@ class RowTable(RowArrays):
     policy_id: IntArray = per_row("policy_id")
     num_events: IntArray = per_row()
     compactions: IntArray = per_row()
+    leaves_remainder: IntArray = per_row("leaves_remainder")
+    """Whether something stands for what its events drop."""
     blocks_released: IntArray = per_row()
     peak_blocks: IntArray = per_row()
     num_unmodified_tokens: IntArray = per_row()
@@ -72,6 +74,10 @@ class RowTable(RowArrays):
             self.first_uncompressed_pos[at],
             layout.block_size,
         )
+
+    def has_remainder(self, row: int) -> bool:
+        """Whether something stands for what a row has lost."""
+        return bool(self.leaves_remainder[row] and self.compactions[row])
 
     def live(self) -> list[Sequence]:
         """The sequences of the rows in use, in row order."""

@@ -12,6 +12,7 @@ import numpy as np
 from kvserve.scheduler.block_pool import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.output import SwapTask
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.sequence import Sequence
@@ -27,6 +28,7 @@ class ParkedRow:
     counters: dict[str, IntArray]
     lengths: dict[str, IntArray]
     num_unmodified_tokens: int
+    remainder: int
     log_columns: tuple[int, int]
     host_blocks: IntArray
 
@@ -50,6 +52,9 @@ class SwapSpace:
     def park(self, seq: Sequence) -> bool:
         """Copy a row's blocks to host memory, if there is room; the caller then frees the row."""
         rows, blocks, row = self._rows, self._blocks, seq.row
+        leaves = rows.has_remainder(row)
+        if leaves and not blocks.remainders.have_free(preempted=True):
+            return False
         blocks.give_back_unused(row, int(rows.num_computed[row]))
         kv_blocks, _ = blocks.kv.row_entries(row)
         log_blocks, _ = blocks.log.row_entries(row)
@@ -61,6 +66,7 @@ class SwapSpace:
             rows.park_row(row),
             blocks.park_row(row),
             int(min(rows.num_unmodified_tokens[row], rows.num_computed[row])),
+            blocks.remainders.save(row) if leaves else NOTHING,
             (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
             host,
         )
@@ -92,15 +98,18 @@ class SwapSpace:
         log_blocks, log_columns = blocks.log.row_entries(row)
         missing = np.concatenate([kv_columns >= len(columns), log_columns >= 0])
         device = np.concatenate([kv_blocks, log_blocks])[missing]
+        blocks.remainders.load(parked.remainder, row)
+        blocks.remainders.release(parked.remainder)
         place = int(parked.host_blocks[0])
         self._ins.append(SwapTask(row, place, device, parked.host_blocks[missing]))
         self._hosted.release_after_step(parked.host_blocks)
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
-        host_blocks = self._parked.pop(seq.seq_id).host_blocks
-        self._discarded.append(int(host_blocks[0]))
-        self.pool.release(host_blocks)
+        parked = self._parked.pop(seq.seq_id)
+        self._discarded.append(int(parked.host_blocks[0]))
+        self._blocks.remainders.release(parked.remainder)
+        self.pool.release(parked.host_blocks)
 
     def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
         """Places discarded, rows swapped out and rows swapped in since the last call."""
@@ -111,6 +120,11 @@ class SwapSpace:
         return tasks
 
     def check_integrity(self) -> None:
-        """Every host block is free or holds a part of one parked row or continuation."""
+        """Every host block is free or holds a part of one parked row or continuation; every place
+        of a remainder has one owner."""
         held = [parked.host_blocks for parked in self._parked.values()]
         self.pool.check_integrity(np.concatenate([self._hosted.held(), *held]))
+        away = [parked.remainder for parked in self._parked.values()]
+        if (saved := self._blocks.idle.continuations) is not None:
+            away += [known.row.remainder for known in saved.all if known.row is not None]
+        self._blocks.remainders.check_integrity(away)

@@ -120,3 +120,5 @@ class Departures:
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
         seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
         seq.coded_entries, seq.codebook_entries = self._blocks.num_coded(seq.row)
+        lanes = layout.num_layers * layout.num_kv_heads
+        seq.remainder_entries = lanes * self._rows.has_remainder(seq.row)

@@ -18,12 +18,13 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.event import Scores
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_COPIES, NO_MOVES, SchedulerOutput
+from kvserve.scheduler.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.rows.conversations import Conversations
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
@@ -70,7 +71,9 @@ class Scheduler:
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
-        hosted = HostedRows(BlockPool(num_host_blocks + 1))
+        places = num_places(max_num_seqs, continuations=continuations)
+        remainders = RemainderPlaces(max_num_seqs, places)
+        hosted = HostedRows(BlockPool(num_host_blocks + 1), remainders)
         self.blocks = BlockManager(
             layout,
             self.pool,
@@ -81,6 +84,7 @@ class Scheduler:
             Continuations(self.pool, hosted, max_continuation_blocks) if continuations else None,
             code_slots,
             code_scratch,
+            remainders,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
         self.events = CompressionScheduler(
@@ -214,6 +218,7 @@ class Scheduler:
         rows.num_unknown[sampled] += 1
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
+        remainder_saves, remainder_loads = self.blocks.remainders.take()
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
         index_update, vector_update, num_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
@@ -226,9 +231,9 @@ class Scheduler:
             swap_outs=swap_outs,
             copies=NO_COPIES if self.conversations is None else self.conversations.take_copies(),
             swap_ins=swap_ins,
-            remainder_saves=NO_MOVES,
+            remainder_saves=remainder_saves,
             admitted=caught_up.admitted,
-            remainder_loads=NO_MOVES,
+            remainder_loads=remainder_loads,
             table_update=self.blocks.kv.take_update(n),
             log_update=self.blocks.log.take_update(n),
             index_update=index_update,

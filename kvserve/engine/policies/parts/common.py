@@ -100,6 +100,7 @@ def remainder(default: str = "off") -> Any:
     """``remainder``: what stands for dropped entries."""
     help = (
         "what stands for dropped entries, in one entry per layer and KV head: nothing (off), or "
-        "their mean key and value, with the logarithm of their number added to its logit (mean), or such as meets what the observed queries gave to them (fitted)"
+        "their mean key and value, with the logarithm of their number added to its logit (mean), "
+        "or means by what the observed queries gave each of them, with a weight to match (fitted)"
     )
     return argument(default, help, choices=REMAINDERS)
