@@ -195,7 +195,7 @@ class QuantizedKernels(NamedTuple):
     """One implementation of storing, gathering and moving."""
 
     store: Callable[[QuantizedBlocks, int, Tensor, Tensor, Tensor], None]
-    gather: Callable[[QuantizedBlocks, Tensor, Tensor | None, torch.dtype], Tensor]
+    gather: Callable[..., Tensor]
     move: Callable[[QuantizedBlocks, Tensor, Tensor, int], None]
 
 

@@ -123,7 +123,7 @@ def test_store_gather_and_move(form: EntryFormat, rows: int) -> None:
     expected = quantize(keys, form.key).widened().transpose(1, 2)
     assert torch.equal(TORCH.gather(pool.blocks, by_lane, None, torch.float32), expected)
     values = quantize(keys.flip(2) * 0.5, form.value).widened().transpose(1, 2)
-    found = TORCH.gather(pool.blocks, by_lane, None, torch.float32, True)  # type: ignore[call-arg]
+    found = TORCH.gather(pool.blocks, by_lane, None, torch.float32, True)
     assert torch.equal(found, values)
     only = torch.tensor([2])
     assert torch.equal(TORCH.gather(pool.blocks, by_lane[2:], only, torch.float32), expected[2:])

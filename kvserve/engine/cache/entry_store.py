@@ -129,7 +129,7 @@ class QuantizedEntries:
         return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        raise AssertionError("values that are held in fewer bits are not fitted (check_values)")
+        return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype, True)
 
     def write_values(self, slots: Tensor, values: Tensor) -> None:
         raise AssertionError("values that are held in fewer bits are not fitted (check_values)")

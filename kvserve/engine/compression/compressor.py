@@ -8,7 +8,6 @@ in one, its counts go to the host with that step's tokens, and it is carried out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.dropped import DroppedEntries, joined, not_in
+from kvserve.engine.compression.choices import Choice, Kept, SelectedWindows
+from kvserve.engine.compression.dropped import joined, mean_of_dropped, not_in
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.compression.windows import (
@@ -40,48 +40,6 @@ from kvserve.scheduler.output import CompactionTask, ObservationTask
 SCRATCH_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``.
-
-    ``heads`` is as ``Selection.heads``, in the shape of ``entries``.
-    """
-
-    entries: Tensor
-    heads: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What equal-shaped ``events [E']`` of a task will keep of the sequences ``seq_ids``.
-
-    The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``heads`` is as
-    ``Selection.heads``, in the shape of ``entries``.
-    """
-
-    events: IntArray
-    seq_ids: IntArray
-    entries: Tensor
-    counts: Tensor
-    heads: Tensor | None
-
-    def by_sequence(self) -> dict[int, Kept]:
-        """What each sequence keeps."""
-        heads = [None] * len(self.seq_ids) if self.heads is None else self.heads
-        each = zip(self.seq_ids.tolist(), self.entries, heads, strict=True)
-        return {seq: Kept(entries, who) for seq, entries, who in each}
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedWindows:
-    """Kept ``places [E', L, Hkv, N]`` of E' windows, and what a policy has fitted: their new
-    ``values [E', L, Hkv, N, D]``, and what is ``left [E', L, Hkv, ...]`` of the other places."""
-
-    places: Tensor
-    values: Tensor | None
-    left: Remainder | None
-
-
 class Compressor:
     """Turns the scheduler's observation and compaction tasks into moves on one cache."""
 
@@ -101,7 +59,7 @@ class Compressor:
         self._recomputer = recomputer
         self._scratch_bytes = scratch_bytes
         self._group = group
-        self._dropped = None if remainders is None else DroppedEntries(cache, remainders)
+        self._remainders = remainders
 
     @property
     def workspace_bytes(self) -> int:
@@ -152,7 +110,14 @@ class Compressor:
                 self._group.add_to_fingerprint(counts)
                 entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
                 heads = None if found.heads is None else _led(found.heads, where)
-                yield Choice(at[some], part.seq_ids[some], entries, _led(counts, where), heads)
+                left = None
+                if self._fits(policy):
+                    dropped = not_in(indices, windows.length, counts) & observed.exist(
+                        windows.length
+                    )
+                    left = policy.remainder_of(observed, dropped)
+                counts = _led(counts, where)
+                yield Choice(at[some], part.seq_ids[some], entries, counts, heads, left)
 
     def observe(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -174,23 +139,36 @@ class Compressor:
         block_tables: Tensor,
     ) -> None:
         """Carry out events with the entries that ``choices`` found in an earlier step."""
-        for part, kept, counts in self._of_observed(task, found):
+        for part, kept, counts, left in self._of_observed(task, found):
             plan = plan_moves(part, kept, counts, self._cache.layout)
-            self._move(part, policy, plan, block_tables)
+            self._move(part, policy, plan, block_tables, left)
 
-    def tell_observed(self, task: CompactionTask, found: Mapping[int, Kept]) -> None:
-        """As ``run_observed``, for events that move nothing: only ``on_moves`` is called."""
-        for part, kept, counts in self._of_observed(task, found):
+    def run_in_place(
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        found: Mapping[int, Kept],
+        block_tables: Tensor,
+    ) -> None:
+        """As ``run_observed``, for events that move nothing."""
+        for part, kept, counts, left in self._of_observed(task, found):
             self.tell(part, kept, counts)
+            start = part.plan.region_start
+            plan = MovePlan(kept, _long(start, kept), _long(counts, kept))
+            self._leave(part, policy, plan, start, block_tables, left)
 
     def _of_observed(
         self, task: CompactionTask, found: Mapping[int, Kept]
-    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray]]:
-        """Equal-shaped events, their kept entries [E', L, Hkv, C], and how many of these exist."""
+    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray, Remainder | None]]:
+        """Equal-shaped events, their kept entries [E', L, Hkv, C], how many of these exist, and
+        what is left of the others if that is fitted."""
         for part, _ in by_shape(task, uneven_lengths(task)):
-            kept = torch.stack([found[owner].entries for owner in part.seq_ids.tolist()])
+            owners = [found[owner] for owner in part.seq_ids.tolist()]
+            kept = torch.stack([each.entries for each in owners])
+            fitted = [each.left for each in owners if each.left is not None]
+            left = Remainder(*map(torch.stack, zip(*fitted, strict=True))) if fitted else None
             held = lanes_of(part.new_lens, self._cache.layout)
-            yield part, kept, held - part.plan.region_start[:, None, None]
+            yield part, kept, held - part.plan.region_start[:, None, None], left
 
     def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
@@ -209,13 +187,34 @@ class Compressor:
         """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops if it is fitted."""
         if self.on_moves is not None:
             self.on_moves(task, plan)
-        if self._dropped is not None and policy.leaves != "off":
-            self._dropped.leave(task, plan, block_tables, left)
+        self._leave(task, policy, plan, task.copy_start, block_tables, left)
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
         dst = self._destinations(task, task.copy_start, plan.exists)
         self._cache.entries.move(src, dst, runs=len(task.rows))
+
+    def _leave(
+        self,
+        task: CompactionTask,
+        policy: Policy,
+        plan: MovePlan,
+        start: IntArray,
+        block_tables: Tensor,
+        left: Remainder | None,
+    ) -> None:
+        """Add what a plan drops from the entries ``start [E]`` on to the rows' remainders."""
+        if policy.leaves == "off" or self._remainders is None:
+            return
+        more = left
+        if more is None:
+            more = mean_of_dropped(self._cache, task, plan, start, block_tables)
+        self._remainders.add(_long(task.rows, plan.src), more)
+
+    def _fits(self, policy: Policy) -> bool:
+        """Whether what is left of dropped entries is fitted: every layer has to be scored."""
+        leaders, _ = self._leaders(policy)
+        return policy.leaves == "fitted" and leaders is None
 
     def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
         """Slots [L, Hkv, E * P], after the event, of the entries from ``start [E]`` on.
@@ -257,10 +256,12 @@ class Compressor:
                 at = _long(windows.rows[some], kept)
                 kept_scores[at, ..., :keep] = scores.gather(-1, kept)
             parts.append(kept)
+            if self._fits(policy):
+                dropped = not_in(kept, windows.length) & observed.exist(windows.length)
+                left.append(policy.remainder_of(observed, dropped))
             if policy.fits_values:
-                values.append(policy.new_values(observed, kept))
-            if policy.leaves == "fitted":
-                left.append(policy.remainder_of(observed, not_in(kept, windows.length)))
+                fitted = left[-1] if left else None
+                values.append(policy.new_values(observed, kept, fitted))
         return SelectedWindows(
             _led(torch.cat(parts), where),
             _led(torch.cat(values), where) if values else None,
@@ -307,7 +308,7 @@ class Compressor:
         cache, layout = self._cache, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         heads = self._query_heads(policy)
-        fits = policy.fits_values or policy.leaves == "fitted"
+        fits = policy.fits_values or self._fits(policy)
         each = self._window_bytes(windows, heads, fits_values=fits)
         step = max(1, self._scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
@@ -330,7 +331,10 @@ class Compressor:
             if missing is not None:
                 missing = _led(missing, layers)
             how = self._scale, scores, missing, self._gather, policy.later_entries, values
-            yield some, Observation(queries, keys, *how)
+            left = None
+            if policy.leaves != "off" and self._remainders is not None and self._remainders.used:
+                left = self._remainders.of(_long(part.rows, keys), layers)
+            yield some, Observation(queries, keys, *how, left)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)

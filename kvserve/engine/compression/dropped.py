@@ -7,59 +7,45 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.moves import MovePlan, lanes_of
 from kvserve.engine.compression.windows import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.remainder import Remainder
-from kvserve.scheduler.block_pool import ragged_arange
+from kvserve.scheduler.block_pool import IntArray, ragged_arange
 from kvserve.scheduler.output import CompactionTask
 
 
-class DroppedEntries:
-    """Reads the entries of ``cache`` that a plan does not keep."""
-
-    def __init__(self, cache: KVCache, remainders: Remainders) -> None:
-        self._cache = cache
-        self._remainders = remainders
-
-    def leave(
-        self,
-        task: CompactionTask,
-        plan: MovePlan,
-        block_tables: Tensor,
-        fitted: Remainder | None = None,
-    ) -> None:
-        """Add what equal-shaped events drop to the remainders of their rows: what is ``fitted`` to
-        it [E, L, Hkv, ...], or its mean."""
-        more = self._mean(task, plan, block_tables) if fitted is None else fitted
-        self._remainders.add(to_device(task.rows, plan.src.device), more)
-
-    def _mean(self, task: CompactionTask, plan: MovePlan, block_tables: Tensor) -> Remainder:
-        layout, device = self._cache.layout, plan.src.device
-        old = lanes_of(task.old_lens, layout)
-        held = to_device(old - task.copy_start[:, None, None], device)
-        length = int((old - task.copy_start[:, None, None]).max())
-        start = plan.copy_start[:, None, None, None]
-        weights = _dropped(plan, start, held, length)
-        # Nothing is there behind a lane's end.
-        place = torch.arange(length, device=device)
-        entries = start + place.minimum(held[..., None] - 1).clamp(min=0)
-        lanes = layout.num_layers, layout.num_kv_heads
-        slots = slots_of(block_tables, task.rows, entries, lanes, layout.block_size)
-        total = weights.sum(dim=-1, keepdim=True)
-        share = weights / total.clamp(min=1)
-        keys, values = (
-            (share[..., None, :] @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
-            for read in (self._cache.entries.keys, self._cache.entries.values)
-        )
-        return Remainder(keys, values, total[..., 0].log())
+def mean_of_dropped(
+    cache: KVCache, task: CompactionTask, plan: MovePlan, start: IntArray, block_tables: Tensor
+) -> Remainder:
+    """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
+    logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
+    layout, device = cache.layout, plan.src.device
+    counts = lanes_of(task.old_lens, layout) - start[:, None, None]
+    held, first = to_device(counts, device), to_device(start, device)[:, None, None, None]
+    length = int(counts.max())
+    weights = _dropped(plan, first, held, length)
+    # Nothing is there behind a lane's end.
+    place = torch.arange(length, device=device).minimum(held[..., None] - 1).clamp(min=0)
+    lanes = layout.num_layers, layout.num_kv_heads
+    slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
+    number = weights.sum(dim=-1, keepdim=True)
+    share = (weights / number.clamp(min=1))[..., None, :]
+    keys, values = (
+        (share @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
+        for read in (cache.entries.keys, cache.entries.values)
+    )
+    return Remainder(keys, values, number[..., 0].log())
 
 
-def not_in(kept: Tensor, length: int) -> Tensor:
-    """Which of ``length`` places are not ``kept [..., N]``: bool [..., length]."""
-    dropped = torch.ones(*kept.shape[:-1], length, dtype=torch.bool, device=kept.device)
-    return dropped.scatter_(-1, kept, False)
+def not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:
+    """Which of ``length`` places are not among the first ``counts [...]`` of ``kept [..., N]``
+    (default: all of them): bool [..., length]."""
+    if counts is not None:
+        place = torch.arange(kept.shape[-1], device=kept.device)
+        kept = torch.where(place < counts[..., None], kept, length)
+    dropped = torch.ones(*kept.shape[:-1], length + 1, dtype=torch.bool, device=kept.device)
+    return dropped.scatter_(-1, kept, False)[..., :length]
 
 
 def joined(task: CompactionTask, left: Remainder) -> Remainder:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.compression.choices import Kept
 from kvserve.engine.compression.coder import Coder, Found
-from kvserve.engine.compression.compressor import Compressor, Kept
+from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import groups_of, lanes_of
 from kvserve.engine.compression.observed import PendingSelections
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
@@ -81,7 +82,7 @@ class BlockEvents(UnevenEvents):
         return groups_of(kept, layout)
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
-        self._compressor.tell_observed(task, self._found)
+        self._compressor.run_in_place(task, policy, self._found, self._batch.block_tables)
 
 
 class CodedEvents(EvenEvents):

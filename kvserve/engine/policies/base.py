@@ -148,6 +148,11 @@ class Policy:
         return dtype
 
     @property
+    def sees_all(self) -> bool:
+        """Whether attention is absolute: by default, what the argument ``attention`` says."""
+        return getattr(self, "attention", "window") == "absolute"
+
+    @property
     def recomputed_reduction(self) -> str | None:
         """As ``query_reduction``, if queries are recomputed at the event instead of logged.
 
@@ -169,10 +174,20 @@ class Policy:
     def leaves(self) -> str:
         """What stands for dropped entries: off (nothing), mean or fitted.
 
-        By default, the argument ``remainder``.
+        By default, the argument ``remainder``, and mean where nothing can be fitted.
         """
         remainder: str = getattr(self, "remainder", "off")
-        return remainder
+        return "mean" if remainder == "fitted" and not self.fits_remainder else remainder
+
+    @property
+    def fits_remainder(self) -> bool:
+        """Whether the queries of an event say what dropped entries were worth: by default, if
+        there are queries of the newest entries, which see all that is dropped.
+
+        Where layers share a choice there is nothing to fit in those that are not scored.
+        """
+        reduction = self.query_reduction or self.recomputed_reduction
+        return reduction is not None and not self.kept_scores
 
     @property
     def expects_turns(self) -> bool:
@@ -210,13 +225,19 @@ class Policy:
         """
         raise NotImplementedError(f"policy {self.name} scores nothing")
 
-    def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
-        """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D]."""
+    def new_values(self, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
+        """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D].
+
+        ``left`` is what stands for the other places.
+        """
         raise NotImplementedError(f"policy {self.name} leaves values as they are")
 
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
-        """What stands for a window's places ``dropped``, bool [E, L, Hkv, n], if it is fitted."""
-        raise NotImplementedError(f"policy {self.name} fits no remainder")
+        """What stands for the places ``dropped``, bool [E, L, Hkv, n], where it is fitted.
+
+        By default, to the causal attention of the observed queries.
+        """
+        return obs.causal_remainder(dropped, absolute=self.sees_all)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """``keep`` of a window's ``length`` places, ascending int64 [E, L', Hkv, keep].

@@ -28,6 +28,8 @@ class PromptPolicy(Policy):
         None, "fraction of the prompt's entries that is kept (trigger prefill only)"
     )
 
+    remainder: str = common.remainder()
+
     needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
     nearest: ClassVar[bool] = False
     """Whether a ratio is rounded to the nearest count instead of down."""

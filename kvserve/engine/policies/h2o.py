@@ -49,6 +49,7 @@ class H2O(Policy):
     decode_update: bool = argument(
         True, "go on evicting while generating; off: cut the prompt once, at its end"
     )
+    remainder: str = common.remainder()
 
     @property
     def entries(self) -> int:

@@ -34,6 +34,7 @@ _PAPER: dict[str, object] = {
     "query_reduce": "heads",
     "query_aggregate": "sum",
     "group_aggregate": "mean",
+    "remainder": "off",
 }
 
 
@@ -117,7 +118,7 @@ class Kara(Policy):
         "entries held as they were computed)",
         choices=("kept", "fitted"),
     )
-    remainder: str = common.remainder()
+    remainder: str = common.remainder("fitted")
     query_stride: int = argument(
         1,
         "score with every s-th query of the window and always the last one",
@@ -154,6 +155,8 @@ class Kara(Policy):
             allowed = "kept unless query_source is log and query_reduce is heads"
             logs_heads = self.query_source == "log" and self.query_reduce == "heads"
             require(logs_heads, "values", self.values, allowed)
+            counted = self.remainder != "mean"  # what the mean stands for is known too late
+            require(counted, "remainder", "mean", "off or fitted where values is fitted")
         self._check_counts()
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
@@ -209,7 +212,6 @@ class Kara(Policy):
 
     @property
     def sees_all(self) -> bool:
-        """Whether attention is absolute."""
         chosen = "absolute" if self.logged_dtype == "int4" else "window"
         return (self.attention or chosen) == "absolute"
 
@@ -243,8 +245,8 @@ class Kara(Policy):
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
         return obs.mass(self.query_aggregate, self.group_aggregate, self._places)
 
-    def new_values(self, obs: Observation, kept: Tensor) -> Tensor:
-        return obs.fitted_values(kept, self._places)
+    def new_values(self, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
+        return obs.fitted_values(kept, self._places, left)
 
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         return obs.fitted_remainder(dropped, self._places)

@@ -55,6 +55,7 @@ class RKV(Policy):
     kernel_size: int = common.kernel_size(7, "importance is")
     pooling: str = common.pooling("max", "how importance is pooled")
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
+    remainder: str = common.remainder()
     query_reduce: str = common.query_reduce()
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "the entries before the window")

@@ -13,17 +13,17 @@ from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import (
     GQA_REDUCTIONS,
     Queries,
+    causal_log_sums,
     causal_scores,
     past_scores,
     received_mass,
 )
-from kvserve.kernels.scores.fitted_remainder import fitted_remainder
+from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
 from kvserve.kernels.scores.window_scores import (
     window_log_sums,
-    window_probs,
     window_scores,
 )
 from kvserve.kernels.shares import Seen
@@ -53,7 +53,8 @@ class Observation:
     event, for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True
     where a shorter lane has no entry: lanes end together, so these are its first places; ``None``:
     no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
-    ask for them. ``values``, in the shape of the keys, are given to policies that fit values.
+    ask for them. ``values``, in the shape of the keys, are given to policies that fit something.
+    ``remainder [E, L, Hkv, ...]`` stands for what was dropped before; ``None``: nothing was.
 
     Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
@@ -66,6 +67,7 @@ class Observation:
     gather: Callable[[Tensor], Tensor] = _alone
     later: int = 0
     values: Tensor | None = None
+    remainder: Remainder | None = None
 
     @property
     def shares(self) -> Tensor:
@@ -84,25 +86,46 @@ class Observation:
         keys, seen = self._seen(places)
         return window_scores(self.queries, keys, self.scale, aggregate, group_aggregate, seen)
 
-    def fitted_values(self, kept: Tensor, places: range | None = None) -> Tensor:
+    def fitted_values(
+        self, kept: Tensor, places: range | None = None, left: Remainder | None = None
+    ) -> Tensor:
         """New values of the window's entries ``kept [E, L, Hkv, N]`` that make up for the others'.
 
         They are fitted over the attention that ``mass`` adds up, and need queries of all heads.
-        Returns float32 [E, L, Hkv, N, D].
+        ``left`` is what stands for the others already. Returns float32 [E, L, Hkv, N, D].
         """
         assert self.values is not None, "values come to policies that fit them"
         keys, seen = self._seen(places)
-        probs = window_probs(self.queries, keys, self.scale, seen).flatten(-3, -2)
-        return fitted_values(probs, self.values[..., : probs.shape[-1], :], kept)
+        sums = window_log_sums(self.queries, keys, self.scale, seen)
+        span = self.keys.shape[-2] - self.later
+        probs = probs_of(self.queries, keys[..., :span, :], sums, self.scale).flatten(-3, -2)
+        beside = None
+        if left is not None:
+            one = Remainder(*left.numbers(), left.bias)
+            given = probs_of(self.queries, one.keys[..., None, :], sums, self.scale)
+            given = given.flatten(-3, -2) * one.bias.exp()[..., None, None]
+            beside = given * one.values[..., None, :]
+        return fitted_values(probs, self.values[..., :span, :], kept, beside)
 
     def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
-        """What stands for the places ``dropped [E, L, Hkv, n]``, by the attention of ``mass``."""
-        assert self.values is not None, "values come to policies that fit"
+        """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
+        ``mass``."""
         keys, seen = self._seen(places)
-        sums = window_log_sums(self.queries, keys, self.scale, seen)
+        return self._fitted(dropped, window_log_sums(self.queries, keys, self.scale, seen))
+
+    def causal_remainder(self, dropped: Tensor, *, absolute: bool = False) -> Remainder:
+        """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
+        ``causal``."""
+        shares = self.shares if absolute else None
+        beside = self.missing, shares, self.remainder
+        return self._fitted(dropped, causal_log_sums(self.queries, self.keys, self.scale, *beside))
+
+    def _fitted(self, dropped: Tensor, log_sums: Tensor) -> Remainder:
+        """Heads of ``log_sums [E, L, Hlog, W]`` are those of the queries."""
+        assert self.values is not None, "values come to policies that fit"
         length = dropped.shape[-1]
         key, value = self.keys[..., :length, :], self.values[..., :length, :]
-        return fitted_remainder(self.queries, key, value, dropped, sums, self.scale)
+        return fitted_remainder(self.queries, key, value, dropped, log_sums, self.scale)
 
     def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
         """The keys that attention is computed over, and what its queries had seen."""
@@ -117,11 +140,13 @@ class Observation:
         ``absolute``: the softmax runs over all that a query saw, evicted or unobserved entries too.
         """
         shares = self.shares if absolute else None
-        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
+        beside = self.missing, shares, self.remainder
+        return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
 
     def causal_by_head(self) -> Tensor:
         """As ``causal``, for every query head by itself: float32 [E, L, Hlog, n - W]."""
-        return causal_scores(self.queries, self.keys, self.scale, "none", self.missing)
+        beside = self.missing, None, self.remainder
+        return causal_scores(self.queries, self.keys, self.scale, "none", *beside)
 
     def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
         """As ``causal``, but logits are reduced first, and the softmax runs over earlier keys only.
@@ -129,11 +154,13 @@ class Observation:
         ``absolute``: probabilities are reduced instead, and the softmax is over all a query saw.
         """
         shares = self.shares if absolute else None
-        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, self.missing, shares)
+        beside = self.missing, shares, self.remainder
+        return past_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
-        mass = received_mass(self.queries, self.keys, self.scale)
+        left = self.remainder
+        mass = received_mass(self.queries, self.keys, self.scale, remainder=left)
         if self.earlier is not None:
             mass[..., : self.earlier.shape[-1]] += self.earlier
         return mass
@@ -145,7 +172,8 @@ class Observation:
         head: float32 [E, L, H, n - W], -inf where no entry is. Lanes of a layer have one length.
         """
         (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
-        mass = received_mass(self.queries, self.keys, self.scale, weights, self.missing)
+        beside = weights, self.missing, self.remainder
+        mass = received_mass(self.queries, self.keys, self.scale, *beside)
         mass = self.all_heads(mass[..., : mass.shape[-1] - window])
         mean = mass.mean(dim=2, keepdim=True) / (heads // kv_heads * window)
         if self.missing is not None:
@@ -163,6 +191,10 @@ class Observation:
     def all_heads(self, x: Tensor) -> Tensor:
         """``x [E, L, H, ...]`` of this rank's heads (KV or query), joined with all other ranks'."""
         return self.gather(x)
+
+    def exist(self, length: int) -> Tensor | bool:
+        """Which of the first ``length`` places hold an entry: bool [E, L, Hkv, length]."""
+        return True if self.missing is None else ~self.missing[..., :length]
 
     def there(self, scores: Tensor) -> Tensor:
         """``scores [E, L, Hkv, S']`` of the first S' places, -inf where no entry is."""

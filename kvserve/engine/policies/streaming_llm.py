@@ -45,6 +45,7 @@ class StreamingLLM(Policy):
         least=1,
         note="at most budget - sinks",
     )
+    remainder: str = common.remainder()
 
     def check(self) -> None:
         assert self.budget is not None

@@ -97,6 +97,7 @@ class WindowKV(Policy):
         choices=("released", "equations"),
     )
     query_reduce: str = common.query_reduce()
+    remainder: str = common.remainder()
 
     def check(self) -> None:
         ok = self.budget is not None and self.budget > self.protected

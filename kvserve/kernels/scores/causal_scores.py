@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.remainder import Remainder, logits_with
 
 GQA_REDUCTIONS = ("mean", "max", "sum")
 
@@ -20,6 +21,7 @@ def causal_scores(
     gqa_reduce: str = "mean",
     missing: Tensor | None = None,
     shares: Tensor | None = None,
+    remainder: Remainder | None = None,
 ) -> Tensor:
     """Mean probability that the last W of n tokens give each earlier one, over a group's heads.
 
@@ -28,20 +30,53 @@ def causal_scores(
     No query sees keys ``missing [..., Hkv, n]``, which get 0; none of the window's are missing.
     With ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it
     ran; they are the logarithms of what it gave to the window's keys among these.
-    Returns float32 [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV,
-    arXiv 2404.14469, section 4.
+    The softmax also runs over a ``remainder [..., Hkv, ...]``, if there is one. Returns float32
+    [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV, arXiv 2404.14469,
+    section 4.
     """
     if shares is not None:
         votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
         return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
     window, length = query.shape[-2], key.shape[-2]
+    logits = _causal_logits(query, key, scale, missing, remainder)
+    votes = torch.softmax(logits, dim=-1)[..., : length - window].mean(dim=-2)
+    return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
+
+
+def causal_log_sums(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    missing: Tensor | None = None,
+    shares: Tensor | None = None,
+    remainder: Remainder | None = None,
+) -> Tensor:
+    """The logarithm of what each query's softmax divides by: float32 [..., Hq, W].
+
+    Arguments are those of ``causal_scores``.
+    """
+    if shares is not None:
+        _, total = _absolute_logits(query, key, scale, missing, shares)
+    else:
+        total = _causal_logits(query, key, scale, missing, remainder).logsumexp(dim=-1)
+    return total.flatten(-3, -2)
+
+
+def _causal_logits(
+    query: Queries,
+    key: Tensor,
+    scale: float,
+    missing: Tensor | None,
+    remainder: Remainder | None,
+) -> Tensor:
+    """Of the last W of n tokens: float32 [..., Hkv, group, W, n], and one of the remainder."""
+    length = key.shape[-2]
     place = torch.arange(length, device=key.device)
-    unseen = place > place[length - window :, None]
+    unseen = place > place[length - query.shape[-2] :, None]
     if missing is not None:
         unseen = unseen | missing[..., None, None, :]
-    probs = torch.softmax(logits_of(query, key, scale).masked_fill_(unseen, -torch.inf), dim=-1)
-    votes = probs[..., : length - window].mean(dim=-2)
-    return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
+    logits = logits_of(query, key, scale).masked_fill_(unseen, -torch.inf)
+    return logits if remainder is None else logits_with(logits, query.float(), remainder, scale)
 
 
 def past_scores(
@@ -51,6 +86,7 @@ def past_scores(
     gqa_reduce: str = "max",
     missing: Tensor | None = None,
     shares: Tensor | None = None,
+    remainder: Remainder | None = None,
 ) -> Tensor:
     """As ``causal_scores``, but the softmax runs over the n - W earlier keys alone, and comes last.
 
@@ -62,12 +98,15 @@ def past_scores(
         probs = _absolute_past(query, key, scale, missing, shares)
         return over_group(probs, gqa_reduce, -3).mean(dim=-2)
     past = key[..., : key.shape[-2] - query.shape[-2], :]
-    logits = over_group(logits_of(query, past, scale), gqa_reduce, -3)
+    logits = logits_of(query, past, scale)
     if missing is not None:
         # Not -inf, which would make NaN of a lane that holds nothing but the window.
-        none = missing[..., None, : past.shape[-2]]
+        none = missing[..., None, None, : past.shape[-2]]
         logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
-    return torch.softmax(logits, dim=-1).mean(dim=-2)
+    if remainder is not None:
+        logits = logits_with(logits, query.float(), remainder, scale)
+    probs = torch.softmax(over_group(logits, gqa_reduce, -3), dim=-1)
+    return probs[..., : past.shape[-2]].mean(dim=-2)
 
 
 def received_mass(
@@ -76,6 +115,7 @@ def received_mass(
     scale: float,
     weights: Tensor | None = None,
     missing: Tensor | None = None,
+    remainder: Remainder | None = None,
     block: int = 256,
 ) -> Tensor:
     """Attention each key got from the last Q queries, summed over them and over a group's heads.
@@ -94,7 +134,10 @@ def received_mass(
         unseen = places > last[:, None]
         if missing is not None:
             unseen = unseen | missing[..., None, None, :]
-        probs = torch.softmax(logits_of(part, key, scale).masked_fill(unseen, -torch.inf), dim=-1)
+        logits = logits_of(part, key, scale).masked_fill(unseen, -torch.inf)
+        if remainder is not None:
+            logits = logits_with(logits, part.float(), remainder, scale)
+        probs = torch.softmax(logits, dim=-1)[..., :length]
         if weights is not None:
             probs *= weights[start : start + block, None]
         mass += probs.sum(dim=(-3, -2))
@@ -105,6 +148,14 @@ def _absolute_past(
     query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
 ) -> Tensor:
     """What the last W of n tokens give earlier ones: float32 [..., Hkv, group, W, n - W]."""
+    logits, total = _absolute_logits(query, key, scale, missing, shares)
+    return torch.exp(logits - total[..., None])
+
+
+def _absolute_logits(
+    query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of the last W of n tokens with the n - W earlier ones, and their log-sums over all seen."""
     window, past = query.shape[-2], key.shape[-2] - query.shape[-2]
     logits = logits_of(query, key, scale)
     if missing is not None:
@@ -116,7 +167,7 @@ def _absolute_past(
     total = shared - shares.unflatten(-2, logits.shape[-4:-2])
     # Rounded queries could make the probabilities add to more than 1.
     total = total.maximum(torch.logaddexp(logits[..., :past].logsumexp(dim=-1), shared))
-    return torch.exp(logits[..., :past] - total[..., None])
+    return logits[..., :past], total
 
 
 def _rows(query: Queries, part: slice) -> Queries:

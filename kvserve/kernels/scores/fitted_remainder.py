@@ -20,12 +20,16 @@ def fitted_remainder(
     on these: sum exp(q . k + b - log_sum) is the same for the one entry as for all it stands for.
     Returns float32 [..., Hkv, D] and [..., Hkv]; a bias of -inf where no query gave them anything.
     """
-    totals = log_sums.unflatten(-2, (key.shape[-3], -1))
-    given = torch.exp(logits_of(query, key, scale) - totals[..., None]).sum(dim=(-3, -2))
-    given = given * dropped
+    given = probs_of(query, key, log_sums, scale).sum(dim=(-3, -2)) * dropped
     mass = given.sum(dim=-1)
     share = (given / mass.clamp(min=torch.finfo(torch.float32).tiny)[..., None])[..., None, :]
     keys, values = share @ key.float(), (share @ value.float())[..., 0, :]
-    one = torch.exp(logits_of(query, keys, scale)[..., 0] - totals).sum(dim=(-2, -1))
+    one = probs_of(query, keys, log_sums, scale).sum(dim=(-3, -2))[..., 0]
     bias = torch.where(mass > 0, mass.log() - one.log(), -torch.inf)
     return Remainder(keys[..., 0, :], values, bias)
+
+
+def probs_of(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """What each query gives each key: float32 [..., Hkv, group, Q, n]."""
+    totals = log_sums.unflatten(-2, (key.shape[-3], -1))
+    return torch.exp(logits_of(query, key, scale) - totals[..., None])

@@ -9,12 +9,19 @@ RIDGE = 0.01
 """Share of the mean diagonal; ten times more or less measured the same."""
 
 
-def fitted_values(probs: Tensor, values: Tensor, kept: Tensor, ridge: float = RIDGE) -> Tensor:
+def fitted_values(
+    probs: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    beside: Tensor | None = None,
+    ridge: float = RIDGE,
+) -> Tensor:
     """Values near the old ones with which the queries' outputs change least.
 
     probs: float32 [..., Q, n], what each query gives each entry; values: [..., n, D]; kept: int64
-    [..., N], entries that stay. Minimises ``|P_kept V' - P V|^2 + ridge d |V' - V_kept|^2`` with d
-    the mean diagonal of ``P_kept^T P_kept``. Returns V': float32 [..., N, D]. The idea is that of
+    [..., N], entries that stay; ``beside [..., Q, D]`` is what queries get from the remainder of the
+    others. Minimises ``|P_kept V' + beside - P V|^2 + ridge d |V' - V_kept|^2``, d being the
+    mean diagonal of ``P_kept^T P_kept``. Returns V': float32 [..., N, D]. The idea is that of
     attention matching (arXiv 2602.16284), without its biases, which attention kernels would need.
     """
     values = values.float()
@@ -24,7 +31,8 @@ def fitted_values(probs: Tensor, values: Tensor, kept: Tensor, ridge: float = RI
     diagonal = normal.diagonal(dim1=-2, dim2=-1)
     # If no query attends to the entries, the tiny term keeps the matrix regular.
     diagonal += ridge * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny ** 0.5
-    lacking = keys.transpose(-1, -2) @ (probs @ values - keys @ old)
+    lost = probs @ values - keys @ old
+    lacking = keys.transpose(-1, -2) @ (lost if beside is None else lost - beside)
     # Not `cholesky`, which waits for the device to learn whether it has failed.
     factor, _ = torch.linalg.cholesky_ex(normal)
     return old + torch.cholesky_solve(lacking, factor)

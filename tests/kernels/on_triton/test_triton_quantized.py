@@ -39,8 +39,7 @@ def test_store_gather_and_move(form: EntryFormat, dtype: torch.dtype) -> None:
     lanes = slots.expand(2, 2, -1)
     for values in (False, True):
         found, expected = (
-            kernels.gather(ours, lanes, None, dtype, values)  # type: ignore[call-arg]
-            for kernels in (TRITON, TORCH)
+            kernels.gather(ours, lanes, None, dtype, values) for kernels in (TRITON, TORCH)
         )
         # One of them may round the sum with int4's low once less.
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
