@@ -32,6 +32,7 @@ POLICY = {
     "chunk_budget": 3,
     "max_chunk": 4,
     "period": 5,
+    "remainder": "off",
 }
 PAPER = {"name": "kara", "preset": "paper", "window": 24, "buffer": 4, "budget": 12, "period": 6}
 TOKENS = 90

@@ -14,7 +14,7 @@ from kvserve.engine.cache.entry_store import RawEntries
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.scoring import Observation
+from kvserve.engine.policies.scoring import Observation, Remainder
 from kvserve.log import ConfigError, RequestError
 from tests.checkpoints import random_prompts
 
@@ -43,7 +43,7 @@ def test_old_values_put_in_their_places_change_nothing(
     """Several windows an event, rows of several lengths; what is written goes where it belongs."""
     windows = []
 
-    def same(self: Kara, obs: Observation, kept: Tensor) -> Tensor:
+    def same(self: Kara, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
         windows.append(len(kept))
         assert obs.values is not None
         places = kept[..., None].expand(*kept.shape, obs.values.shape[-1])

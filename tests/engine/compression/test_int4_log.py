@@ -18,8 +18,9 @@ from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
 _KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
 _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
 CASES = [
-    Case("kara", _KARA, [(57, 48), (77, 59)]),
-    Case("kara", {**_KARA, "values": "fitted"}, []),
+    Case("kara", {**_KARA, "remainder": "off"}, [(57, 48), (77, 59)]),
+    Case("kara", _KARA, []),
+    Case("kara", {**_KARA, "values": "fitted", "remainder": "off", "chunk_budget": 0}, []),
     Case("kara", {**_KARA, "values": "fitted", "group_aggregate": "max"}, []),
     Case("kara", {**_KARA, "group_aggregate": "rms", "query_stride": 2, "buffer": 0}, []),
     Case("snapkv", {"budget": 14, "threshold": 22, "window": 4, **_THRESHOLD}, []),

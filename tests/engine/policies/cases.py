@@ -110,7 +110,7 @@ CASES = [
         "kara",
         {
             "window": 20, "buffer": 4, "ratio": 0.4, "chunk_budget": 3, "max_chunk": 4, "period": 5,
-            "query_reduce": "heads", "query_dtype": "model",
+            "query_reduce": "heads", "query_dtype": "model", "remainder": "off",
         },
         [(57, 48), (77, 59)],
         first=PROMPT,
@@ -122,7 +122,7 @@ CASES = [
         "kara",
         {
             "window": 16, "buffer": 0, "budget": 6, "chunk_budget": 0, "period": 1,
-            "query_source": "recompute",
+            "query_source": "recompute", "remainder": "off",
         },
         [(53, 43), (69, 49), (85, 55)],
         first=PROMPT,

@@ -1,0 +1,236 @@
+"""Remainders on the real engine: logits, kept sets and what stands for dropped entries, against a
+reference in float64 that evicts for real; and the same however a sequence is computed."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.registry import make_policy
+from kvserve.kernels.entry_format import FORMATS
+from tests.checkpoints import write_checkpoint
+from tests.engine.evicting_reference import (
+    EvictingPass,
+    Fit,
+    as_arrays,
+    evicting_pass,
+    fitted,
+    load_exact,
+    mean,
+)
+from tests.engine.policies.cases import PROMPT, Case
+from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+
+_KARA: dict[str, Any] = {"window": 16, "buffer": 4, "ratio": 0.25, "period": 4}
+_MODEL = {"query_dtype": "model"}
+_BOUND = {"budget": 14, "threshold": 20, "trigger": "threshold"}
+_ALL = {"protect_prompt": False}
+CASES = [
+    Case("kara", {**_KARA, **_MODEL, "remainder": "mean"}, []),
+    Case("kara", {**_KARA, **_MODEL, "remainder": "fitted", "attention": "window"}, []),
+    Case(
+        "kara",
+        {
+            **{**_KARA, "buffer": 0, "chunk_budget": 0, "max_chunk": 3},
+            **{"query_source": "recompute", "remainder": "mean"},
+        },
+        [],
+    ),
+    Case("snapkv", {**_BOUND, **_ALL, "window": 4, "remainder": "fitted"}, []),
+    Case("rkv", {"budget": 24, "threshold": 32, "window": 4, "remainder": "mean"}, []),
+    Case("chunkkv", {**_BOUND, "window": 4, "chunk_size": 3, "remainder": "mean"}, []),
+    Case("keydiff", {**_BOUND, "remainder": "mean"}, []),
+    Case("streaming_llm", {"budget": 16, "sinks": 3, "period": 4, "remainder": "mean"}, []),
+    Case("h2o", {"budget": 20, "remainder": "mean"}, []),
+    Case("snapkv", {"budget": 18, "window": 5, "remainder": "fitted"}, []),
+]
+# What the log rounds, and what it is told of attention, is compared run against run alone.
+DEFAULT = Case("kara", _KARA, [])
+OTHERS = [Case("kara", {**_KARA, "ratio": ratio}, []) for ratio in (0.3, 0.5, 0.6)]
+LABELS = [case.label for case in CASES]
+EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", "model", "auto"),
+        pytest.param(("qwen3", "model", "k8v4"), marks=pytest.mark.slow),
+        pytest.param(("qwen3", "layer", "auto"), marks=pytest.mark.slow),
+        pytest.param(("llama", "head", "int8"), marks=pytest.mark.slow),
+        pytest.param(("qwen3", "head", "fp8"), marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    kind, layout, form = request.param
+    directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind))
+    return Lab(directory, layout, form, [*CASES], "model")
+
+
+def fit_of(case: Case, run: Run) -> Fit:
+    """How the reference makes what is left of an event."""
+    if case.fields["remainder"] == "mean":
+        return mean
+    if case.policy == "snapkv":
+        last = [event.seen for event in run.events]
+        window = case.fields["window"]
+        return fitted(lambda e: (list(range(last[e] - window, last[e])), None))
+    starts = [int(choice.plan.region_start[0]) for choice in run.choices]
+    logical = [int(choice.plan.query_start[0]) for choice in run.choices]
+    window, scored = case.fields["window"], case.fields["window"] - case.fields["buffer"]
+    return fitted(
+        lambda e: (
+            list(range(logical[e], logical[e] + window)),
+            list(range(starts[e], starts[e] + scored)),
+        )
+    )
+
+
+@cache
+def reference(lab: Lab, label: str) -> tuple[Run, EvictingPass]:
+    run, form = lab.alone(label), FORMATS.get(lab.form)
+    case = lab.cases[label]
+    found = evicting_pass(
+        load_exact(lab.directory), IDS + run.tokens[:-1], run.events, fit_of(case, run), form
+    )
+    return run, found
+
+
+@EACH
+def test_logits_are_those_of_attention_that_evicts(lab: Lab, case: Case) -> None:
+    run, found = reference(lab, case.label)
+    at_once = case.policy == "snapkv" and "threshold" not in case.fields
+    assert len(run.events) >= (1 if at_once else 3)
+    within = 2 * lab.within
+    expected = found.logits[PROMPT - 1 :].float()
+    torch.testing.assert_close(run.logits, expected, atol=within, rtol=within)
+
+
+@EACH
+def test_a_remainder_changes_what_follows(lab: Lab, case: Case) -> None:
+    """Or the comparison above would prove nothing."""
+    run = lab.alone(case.label)
+    (off,) = generate(lab._one, [(IDS, {**case.spec, "remainder": "off"})])
+    first = run.events[0].seen - PROMPT + 1
+    assert torch.equal(run.logits[:first], off.logits[:first])
+    assert not torch.allclose(run.logits[first], off.logits[first], atol=lab.within)
+
+
+@EACH
+def test_remainders_are_those_of_the_reference(lab: Lab, case: Case) -> None:
+    _, found = reference(lab, case.label)
+    layout = lab._one.llm.engine.core.runner.cache.layout
+    expected = as_arrays(found, layout.num_layers, layout.num_kv_heads)
+    generate(lab._one, [(IDS, case.spec)])
+    for ours, theirs in zip(left_in_row(lab._one.llm, 0), expected, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=lab.within, rtol=lab.within)
+
+
+def left_in_row(llm: LLM, row: int) -> tuple[Tensor, ...]:
+    """Keys, values [L, Hkv, D] and bias [L, Hkv] that a row was left with."""
+    remainders = llm.engine.core.runner.batch.remainders
+    assert remainders is not None
+    return tuple(part[:, row].float() for part in remainders.whole)
+
+
+@EACH
+def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.crowd[case.label])
+
+
+@pytest.mark.parametrize("swap_space", [0, 1])
+@EACH
+def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case, swap_space: int) -> None:
+    same(lab.alone(case.label), lab.preempted(swap_space)[case.label])
+
+
+@pytest.mark.parametrize("hits", [False, True])
+@EACH
+def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, hits: bool) -> None:
+    same(lab.alone(case.label), lab.chunked(16, hits)[case.label])
+
+
+def test_the_default_is_the_same_alone_and_in_any_company(tmp_path: Path) -> None:
+    """Kara as it comes: fitted, over queries in 4 bits."""
+    directory = write_checkpoint("llama", tmp_path)
+    lab = Lab(directory, "model", "auto", [DEFAULT, *OTHERS], "int4")
+    alone = lab.alone(DEFAULT.label)
+    assert DEFAULT.make().leaves == "fitted" and len(alone.events) >= 3
+    same(alone, lab.crowd[DEFAULT.label])
+    for swap_space in (0, 1):
+        engine = lab.engine(swap_space=swap_space, max_num_seqs=2, block_size=4)
+        runs = generate(engine, [(IDS, DEFAULT.spec)] * 4)
+        for run in runs:
+            same(alone, run)
+
+
+def test_usage_counts_what_is_left(lab: Lab) -> None:
+    run = lab.alone(LABELS[0])
+    layout = lab._one.llm.engine.core.runner.cache.layout
+    lanes = layout.num_layers * layout.num_kv_heads
+    assert run.details.remainder_entries == lanes
+    (off,) = generate(lab._one, [(IDS, {**CASES[0].spec, "remainder": "off"})])
+    assert off.details.remainder_entries == 0
+    each = 2 * layout.head_dim * 4 + 4
+    assert run.details.held_bytes == off.details.held_bytes + lanes * each
+
+
+def test_a_budget_never_reached_leaves_nothing(lab: Lab) -> None:
+    (full,) = generate(lab._one, [(IDS, "none")])
+    (run,) = generate(lab._one, [(IDS, {**CASES[0].spec, "window": 200})])
+    assert run.details.compactions == run.details.remainder_entries == 0
+    assert run.tokens == full.tokens and torch.equal(run.logits, full.logits)
+
+
+def test_several_windows_of_an_event_leave_one_remainder(tmp_path: Path) -> None:
+    """A prompt's windows are all taken at its end; together they are as one after the other."""
+    directory = write_checkpoint("llama", tmp_path)
+    spec = {"name": "kara", **_KARA, **_MODEL, "protect_prompt": False, "remainder": "mean"}
+    lab = Lab(directory, "model", "auto", [Case("kara", {**spec}, [])], "model")
+    recorder = lab.engine(enable_prefix_caching=False)
+    (run,) = generate(recorder, [(IDS, spec)])
+    assert len(run.choices[0].scores) > 1
+    found = evicting_pass(load_exact(directory), IDS + run.tokens[:-1], run.events, mean)
+    within = 2 * lab.within
+    torch.testing.assert_close(
+        run.logits, found.logits[PROMPT - 1 :].float(), atol=within, rtol=within
+    )
+    for kind in ("mean", "fitted"):
+        (run,) = generate(recorder, [(IDS, {**spec, "remainder": kind})])
+        bias = left_in_row(recorder.llm, 0)[2]
+        assert bias.isfinite().all() and np.diff([event.seen for event in run.events]).min() > 0
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+def test_backends_agree(tmp_path: Path, backend: str) -> None:
+    directory = write_checkpoint("qwen3", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    answers = []
+    for name in ("auto", backend):
+        llm = LLM(
+            str(directory),
+            policy={"name": "kara", **_KARA},
+            dtype="float32",
+            skip_tokenizer_init=True,
+            attention_backend=name,
+        )
+        outputs = llm.generate([IDS, IDS[:9], IDS[3:30]], params, use_tqdm=False)
+        assert all(output.kv_cache_details.remainder_entries for output in outputs)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(PolicyError, match="remainder must be off or mean or fitted, got"):
+        make_policy({"name": "kara", "remainder": "sum"})
+    with pytest.raises(PolicyError, match="remainder must be off or fitted where values is fitted"):
+        make_policy({"name": "kara", "remainder": "mean", "values": "fitted"})
