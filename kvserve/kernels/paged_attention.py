@@ -87,7 +87,8 @@ def paged_attention_torch(
         first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
         logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
         v = torch.cat([v, more[..., None, None, :]], dim=-2)
-        place = torch.cat([place, place.new_full((1,), -1)])  # it is never among the newest
+        oldest = place.new_full((1,), torch.iinfo(place.dtype).min)  # never among the newest
+        place = torch.cat([place, oldest])
     if shares is not None:
         older = place <= (chunks.last - shares.recent).T[..., None]
         recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)

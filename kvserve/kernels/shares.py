@@ -31,3 +31,14 @@ class Seen(NamedTuple):
     first: int = 0
     step: int = 1
     later: int = 0
+
+
+class Given(NamedTuple):
+    """What scoring finds on its way, for a fit: float32, dense.
+
+    ``log_sums [..., Hq, W]`` are the logarithms of what each query's softmax divides by, ``keys
+    [..., Hkv, n]`` what the queries of a group gave each key, added up.
+    """
+
+    log_sums: Tensor
+    keys: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
 from kvserve.kernels.scores.window_scores import (
-    window_log_sums,
     window_scores,
 )
-from kvserve.kernels.shares import Seen
+from kvserve.kernels.shares import Given, Seen
 
 __all__ = [
     "AGGREGATES",
@@ -68,6 +67,7 @@ class Observation:
     later: int = 0
     values: Tensor | None = None
     remainder: Remainder | None = None
+    _known: list[Given] = field(default_factory=list, repr=False)
 
     @property
     def shares(self) -> Tensor:
@@ -84,7 +84,12 @@ class Observation:
         over all entries that a query saw and over those after it, the ``later`` ones included.
         """
         keys, seen = self._seen(places)
-        return window_scores(self.queries, keys, self.scale, aggregate, group_aggregate, seen)
+        given = None
+        if self.values is not None:  # something is fitted
+            given = self._nothing_given(keys.shape[-2] - (0 if seen is None else seen.later))
+            self._known.append(given)
+        how = self.scale, aggregate, group_aggregate, seen, given
+        return window_scores(self.queries, keys, *how)
 
     def fitted_values(
         self, kept: Tensor, places: range | None = None, left: Remainder | None = None
@@ -95,10 +100,9 @@ class Observation:
         ``left`` is what stands for the others already. Returns float32 [E, L, Hkv, N, D].
         """
         assert self.values is not None, "values come to policies that fit them"
-        keys, seen = self._seen(places)
-        sums = window_log_sums(self.queries, keys, self.scale, seen)
         span = self.keys.shape[-2] - self.later
-        probs = probs_of(self.queries, keys[..., :span, :], sums, self.scale).flatten(-3, -2)
+        sums = self._given(places).log_sums
+        probs = probs_of(self.queries, self.keys[..., :span, :], sums, self.scale).flatten(-3, -2)
         beside = None
         if left is not None:
             one = Remainder(*left.numbers(), left.bias)
@@ -110,22 +114,34 @@ class Observation:
     def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
         ``mass``."""
-        keys, seen = self._seen(places)
-        return self._fitted(dropped, window_log_sums(self.queries, keys, self.scale, seen))
+        return self._fitted(dropped, self._given(places))
 
     def causal_remainder(self, dropped: Tensor, *, absolute: bool = False) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
         ``causal``."""
         shares = self.shares if absolute else None
         beside = self.missing, shares, self.remainder
-        return self._fitted(dropped, causal_log_sums(self.queries, self.keys, self.scale, *beside))
+        sums = causal_log_sums(self.queries, self.keys, self.scale, *beside)
+        keys = self.keys[..., : dropped.shape[-1], :]
+        probs = probs_of(self.queries, keys, sums, self.scale)
+        return self._fitted(dropped, Given(sums, probs.sum(dim=(-3, -2))))
 
-    def _fitted(self, dropped: Tensor, log_sums: Tensor) -> Remainder:
-        """Heads of ``log_sums [E, L, Hlog, W]`` are those of the queries."""
+    def _fitted(self, dropped: Tensor, given: Given) -> Remainder:
         assert self.values is not None, "values come to policies that fit"
         length = dropped.shape[-1]
         key, value = self.keys[..., :length, :], self.values[..., :length, :]
-        return fitted_remainder(self.queries, key, value, dropped, log_sums, self.scale)
+        return fitted_remainder(self.queries, key, value, dropped, given, self.scale)
+
+    def _given(self, places: range | None) -> Given:
+        """What ``mass`` has found on its way; it is asked again unless it was asked just before."""
+        if not self._known:
+            self.mass("sum", "mean", places)
+        return self._known[-1]
+
+    def _nothing_given(self, length: int) -> Given:
+        lead, heads = self.keys.shape[:-3], self.keys.shape[-3]
+        log_sums = torch.empty(self.queries.shape[:-1], device=self.keys.device)
+        return Given(log_sums, torch.empty(*lead, heads, length, device=self.keys.device))
 
     def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
         """The keys that attention is computed over, and what its queries had seen."""

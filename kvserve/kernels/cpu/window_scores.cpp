@@ -21,6 +21,8 @@ extern "C" struct WindowScores {
   const float* shares;   // [outer, inner, Hq, W], dense; null: the softmax runs over the n keys alone
   const void* keys;      // [outer, inner, Hkv, n + later, D]
   float* out;            // [outer, inner, Hkv, n], dense
+  float* log_sums;       // [outer, inner, Hq, W], dense: what each softmax divides by; null: not wanted
+  float* given;          // as out, what all queries of a group gave a key; null: not wanted
   int64_t codes_strides[4], key_strides[4];
   int64_t outer, inner, num_heads, num_kv_heads, window, length, later, dim;
   int64_t first, step, span;  // query i's place is first + step * i
@@ -71,7 +73,7 @@ class Kernel {
     const int threads = std::max<int64_t>(1, std::min(call_.num_threads, lanes));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      std::vector<float> scratch((call_.dim + kRows + 2) * stride_ + W);
+      std::vector<float> scratch((call_.dim + kRows + 3) * stride_ + W);
       // Vectors are loaded whole from addresses that 64 divides.
       const auto skip = (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float);
 #pragma omp for schedule(dynamic)
@@ -82,10 +84,10 @@ class Kernel {
  private:
   void score(int64_t lane, float* keys) const {
     float* logits = keys + call_.dim * stride_;
-    float *share = logits + kRows * stride_, *pooled = share + stride_;
+    float *share = logits + kRows * stride_, *pooled = share + stride_, *given = pooled + stride_;
     const Pool pool = static_cast<Pool>(call_.pool);
     turn(lane, keys);
-    std::fill(pooled, pooled + stride_, 0.0f);
+    std::fill(pooled, pooled + 2 * stride_, 0.0f);
     for (int member = 0; member < group_; ++member) {
       std::fill(share, share + stride_, 0.0f);
       for (int64_t row = 0; row < call_.window; row += kRows) {
@@ -95,8 +97,10 @@ class Kernel {
         multiply(logits, queries, keys, call_.dim, stride_);
         for (int r = 0; r < count; ++r) {
           const int64_t query = (lane * group_ + member) * call_.window + row + r;
-          const float total = soften(logits + r * stride_, query, row + r);
-          add(logits + r * stride_, 1.0f / total, share);
+          const Sum sum = soften(logits + r * stride_, query, row + r);
+          add(logits + r * stride_, 1.0f / sum.total, share);
+          if (call_.given) give(logits + r * stride_, 1.0f / sum.total, given);
+          if (call_.log_sums) call_.log_sums[query] = sum.high + std::log(sum.total);
         }
       }
       for (int64_t j = 0; j < stride_; ++j)
@@ -108,6 +112,7 @@ class Kernel {
     float* out = call_.out + lane * call_.length;
     for (int64_t j = 0; j < call_.length; ++j)
       out[j] = pool == Pool::kRms ? std::sqrt(pooled[j] * factor) : pooled[j] * factor;
+    if (call_.given) std::copy_n(given, call_.length, call_.given + lane * call_.length);
   }
 
   // Keys [n + later, D] -> [D, stride]; what fills up the last vectors is zero.
@@ -141,8 +146,13 @@ class Kernel {
       }
   }
 
-  // A row of logits becomes powers of e; returns what they add up to, where they count.
-  float soften(float* row, int64_t query, int64_t index) const {
+  struct Sum {
+    float high, total;  // exp(high) * total
+  };
+
+  // A row of logits becomes powers of e, relative to their highest; returns what they add up to,
+  // where they count.
+  Sum soften(float* row, int64_t query, int64_t index) const {
     const bool absolute = call_.shares != nullptr;
     const int64_t own = absolute ? call_.first + call_.step * index : 0;
     const int64_t first = absolute ? own / call_.span * call_.span : 0;
@@ -164,10 +174,16 @@ class Kernel {
       recent += (lane <= (int)(own - j)) & (lane >= (int)(first - j)) ? counts : F{};
     }
     const float window = X::total(all);
-    if (!absolute) return window;
+    if (!absolute) return {high, window};
     // A query with hardly any share does not vote; exp(80) is far from infinite.
     const float elsewhere = std::exp(std::min(-call_.shares[query], 80.0f));
-    return std::max(window, X::total(later) + X::total(recent) * elsewhere);
+    return {high, std::max(window, X::total(later) + X::total(recent) * elsewhere)};
+  }
+
+  // Adds the n probabilities as they are.
+  void give(const float* row, float factor, float* given) const {
+    for (int64_t j = 0; j < call_.length; j += W)
+      X::store(given + j, X::load(given + j) + X::load(row + j) * factor);
   }
 
   // Adds the n probabilities that these powers are, times factor, to the scores.
@@ -187,6 +203,56 @@ class Kernel {
 };
 
 }  // namespace
+
+// What the queries of a group give to one key: the sum of exp(q . k - log_sum) over its queries.
+extern "C" struct GivenToOne {
+  const uint8_t* codes;   // as of WindowScores, these five too
+  const float* scales;
+  const float* log_sums;
+  const float* keys;      // [outer, inner, Hkv, D], dense
+  float* out;             // [outer, inner, Hkv]
+  int64_t codes_strides[4];
+  int64_t outer, inner, num_heads, num_kv_heads, window, dim;
+};
+
+extern "C" void kvserve_given_to_one(const GivenToOne* call) {
+  const GivenToOne& c = *call;
+  const int64_t group = c.num_heads / c.num_kv_heads, half = c.dim / 2;
+  std::vector<float> even(half), odd(half);
+  for (int64_t lane = 0; lane < c.outer * c.inner * c.num_kv_heads; ++lane) {
+    const int64_t event = lane / c.num_kv_heads, first = lane % c.num_kv_heads * group;
+    float base = 0.0f;  // codes count from 8
+    for (int64_t d = 0; d < half; ++d) {
+      even[d] = c.keys[lane * c.dim + 2 * d];
+      odd[d] = c.keys[lane * c.dim + 2 * d + 1];
+      base += 8 * (even[d] + odd[d]);
+    }
+    float given = 0.0f;
+    for (int64_t member = 0; member < group; ++member) {
+      const uint8_t* from = c.codes + event / c.inner * c.codes_strides[0] +
+                            event % c.inner * c.codes_strides[1] +
+                            (first + member) * c.codes_strides[2];
+      const int64_t place = (lane * group + member) * c.window;
+      for (int64_t row = 0; row < c.window; ++row) {
+        const uint8_t* code = from + row * c.codes_strides[3];
+        F sum = {};
+        for (int64_t d = 0; d < half; d += W) {
+          const int count = std::min<int64_t>(W, half - d);
+          alignas(64) float low[W] = {}, high[W] = {};
+          for (int i = 0; i < count; ++i) {
+            low[i] = code[d + i] & 15;
+            high[i] = code[d + i] >> 4;
+          }
+          sum += X::load(low) * X::load(even.data() + d, count);
+          sum += X::load(high) * X::load(odd.data() + d, count);
+        }
+        const float logit = (X::total(sum) - base) * c.scales[place + row];
+        given += std::exp(logit - c.log_sums[place + row]);
+      }
+    }
+    c.out[lane] = given;
+  }
+}
 
 extern "C" void kvserve_window_scores(const WindowScores* call) {
   call->is_bf16 ? Kernel<bf16>(*call).run() : Kernel<float>(*call).run();

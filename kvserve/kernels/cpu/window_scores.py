@@ -10,10 +10,10 @@ from torch import Tensor
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
-from kvserve.kernels.shares import Seen
+from kvserve.kernels.shares import Given, Seen
 
 DTYPES = (torch.float32, torch.bfloat16)
-_POINTERS = ("codes", "scales", "shares", "keys", "out")
+_POINTERS = ("codes", "scales", "shares", "keys", "out", "log_sums", "given")
 _NUMBERS = (
     *("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "later", "dim"),
     *("first", "step", "span", "aggregate", "pool", "is_bf16", "num_threads"),
@@ -28,6 +28,17 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64 * 4) for name in ("codes_strides", "key_strides")),
         *((name, ctypes.c_int64) for name in _NUMBERS),
+    )
+
+
+class _OneCall(ctypes.Structure):
+    """``GivenToOne`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "log_sums", "keys", "out")),
+        ("codes_strides", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int64) for name in ("window", "dim")),
     )
 
 
@@ -54,6 +65,7 @@ def window_scores(
     aggregate: str = "sum",
     group_aggregate: str = "mean",
     seen: Seen | None = None,
+    beside: Given | None = None,
 ) -> Tensor:
     """As ``kernels.scores.window_scores``, whose ``window_scores_torch`` is the reference."""
     *lead, heads, window, _ = query.shape
@@ -69,6 +81,7 @@ def window_scores(
         None if shares is None else shares.data_ptr(),
         keys.data_ptr(),
         out.data_ptr(),
+        *((None, None) if beside is None else (x.data_ptr() for x in beside)),
         (ctypes.c_int64 * 4)(*codes.stride()[:4]),
         (ctypes.c_int64 * 4)(*keys.stride()[:4]),
         *keys.shape[:2],
@@ -85,6 +98,26 @@ def window_scores(
         torch.get_num_threads(),
     )
     load_library("window_scores").kvserve_window_scores(ctypes.byref(call))
+    return out
+
+
+def given_to_one(query: Int4Queries, keys: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """What a group's queries give to one key each: keys [..., Hkv, D] -> float32 [..., Hkv].
+
+    log_sums: float32 [..., Hq, W], as of ``Given``.
+    """
+    *lead, heads, window, dim = query.shape
+    codes, kv_heads = _five_dims(query.codes), keys.shape[-2]
+    scales = query.scales[..., 0].float().mul_(scale).contiguous()
+    own, sums = keys.float().contiguous(), log_sums.contiguous()
+    out = torch.empty(*lead, kv_heads)
+    call = _OneCall(
+        *(x.data_ptr() for x in (codes, scales, sums, own, out)),
+        (ctypes.c_int64 * 4)(*codes.stride()[:4]),
+        *codes.shape[:2],
+        *(heads, kv_heads, window, dim),
+    )
+    load_library("window_scores").kvserve_given_to_one(ctypes.byref(call))
     return out
 
 

@@ -5,28 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import runs_triton
+from kvserve.kernels.cpu import window_scores as cpu
+from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, logits_of
+from kvserve.kernels.scores.window_scores import given_triton
+from kvserve.kernels.shares import Given
 
 
 def fitted_remainder(
-    query: Queries, key: Tensor, value: Tensor, dropped: Tensor, log_sums: Tensor, scale: float
+    query: Queries, key: Tensor, value: Tensor, dropped: Tensor, given: Given, scale: float
 ) -> Remainder:
     """One entry to which the queries give as much as they gave to all that is dropped.
 
-    query: [..., Hq, Q, D]; key, value: [..., Hkv, n, D]; dropped: bool [..., Hkv, n]; log_sums:
-    float32 [..., Hq, Q], the logarithm of each query's sum of exp(q . k). Key and value are means
-    weighted by what the queries of a group gave to each dropped entry. The bias b meets their mass
-    on these: sum exp(q . k + b - log_sum) is the same for the one entry as for all it stands for.
-    Returns float32 [..., Hkv, D] and [..., Hkv]; a bias of -inf where no query gave them anything.
+    query: [..., Hq, Q, D]; key, value: [..., Hkv, n, D]; dropped: bool [..., Hkv, n]; ``given`` are
+    the queries' log-sums and what they gave each key. Key and value are means weighted by that. The
+    bias b meets the queries' mass on what is dropped: sum exp(q . k + b - log_sum) is the same for
+    the one entry as for all it stands for. Returns float32 [..., Hkv, D] and [..., Hkv]; a bias of
+    -inf where no query gave them anything.
     """
-    given = probs_of(query, key, log_sums, scale).sum(dim=(-3, -2)) * dropped
-    mass = given.sum(dim=-1)
-    share = (given / mass.clamp(min=torch.finfo(torch.float32).tiny)[..., None])[..., None, :]
-    keys, values = share @ key.float(), (share @ value.float())[..., 0, :]
-    one = probs_of(query, keys, log_sums, scale).sum(dim=(-3, -2))[..., 0]
+    weights = given.keys * dropped
+    mass = weights.sum(dim=-1)
+    share = (weights / mass.clamp(min=torch.finfo(torch.float32).tiny)[..., None])[..., None, :]
+    keys, values = ((share @ x.float())[..., 0, :] for x in (key, value))
+    if runs_triton(key):
+        one = given_triton(query, keys[..., None, :].to(key.dtype), given.log_sums, scale)[..., 0]
+    elif isinstance(query, Int4Queries) and cpu.takes(query, key):
+        one = cpu.given_to_one(query, keys, given.log_sums, scale)
+    else:
+        one = probs_of(query, keys[..., None, :], given.log_sums, scale).sum(dim=(-3, -2))[..., 0]
     bias = torch.where(mass > 0, mass.log() - one.log(), -torch.inf)
-    return Remainder(keys[..., 0, :], values, bias)
+    return Remainder(keys, values, bias)
 
 
 def probs_of(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:

@@ -19,8 +19,8 @@ def fitted_values(
     """Values near the old ones with which the queries' outputs change least.
 
     probs: float32 [..., Q, n], what each query gives each entry; values: [..., n, D]; kept: int64
-    [..., N], entries that stay; ``beside [..., Q, D]`` is what queries get from the remainder of the
-    others. Minimises ``|P_kept V' + beside - P V|^2 + ridge d |V' - V_kept|^2``, d being the
+    [..., N], entries that stay; ``beside [..., Q, D]`` is what queries get from the others'
+    remainder. Minimises ``|P_kept V' + beside - P V|^2 + ridge d |V' - V_kept|^2``, d being the
     mean diagonal of ``P_kept^T P_kept``. Returns V': float32 [..., N, D]. The idea is that of
     attention matching (arXiv 2602.16284), without its biases, which attention kernels would need.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from kvserve.kernels.checks import (
     runs_triton,
 )
 from kvserve.kernels.cpu import window_scores as cpu
-from kvserve.kernels.dispatch import Helper, Kernel, tile_of
+from kvserve.kernels.dispatch import Helper, Kernel, Tile, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
 from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
-from kvserve.kernels.shares import Seen
+from kvserve.kernels.shares import Given, Seen
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -32,6 +33,7 @@ def window_scores(
     aggregate: str = "sum",
     group_aggregate: str = "mean",
     seen: Seen | None = None,
+    beside: Given | None = None,
 ) -> Tensor:
     """Bidirectional softmax over the keys, aggregated over queries, then over query heads.
 
@@ -43,9 +45,9 @@ def window_scores(
     over those of the n + later keys that came after it; key: [..., Hkv, n + later, D]. What it gave
     to keys that are not here follows from its share and the keys that the share is of. The
     probabilities of a query are bounded to add to at most 1: rounded queries, and keys evicted
-    since, could make it more.
+    since, could make it more. ``beside`` is filled, if it is given.
     """
-    how = key, scale, aggregate, group_aggregate, seen
+    how = key, scale, aggregate, group_aggregate, seen, beside
     if runs_triton(key):
         return window_scores_triton(query, *how)
     if isinstance(query, Int4Queries) and cpu.takes(query, key):
@@ -60,9 +62,13 @@ def window_scores_torch(
     aggregate: str = "sum",
     group_aggregate: str = "mean",
     seen: Seen | None = None,
+    beside: Given | None = None,
 ) -> Tensor:
     """The reference of ``window_scores``, which holds all [W, n] logits."""
     probs = window_probs(query, key, scale, seen)
+    if beside is not None:
+        beside.log_sums.copy_(window_log_sums(query, key, scale, seen))
+        beside.keys.copy_(probs.sum(dim=(-3, -2)))
     if aggregate == "sum_squares":
         probs = probs.square()
     pooled = probs.amax(dim=-2) if aggregate == "max" else probs.sum(dim=-2)
@@ -104,56 +110,95 @@ def window_scores_triton(
     aggregate: str = "sum",
     group_aggregate: str = "mean",
     seen: Seen | None = None,
+    beside: Given | None = None,
 ) -> Tensor:
     """Two passes that hold no [W, n] matrix: each query's log-sum-exp, then each key's share.
 
     The query is of the keys' type, or float32, or e4m3 on sm_89 and newer, or as logged in 4 bits.
     """
     _check(query, key, aggregate, group_aggregate, seen)
-    numbers = query if isinstance(query, Tensor) else query.codes
     *lead, heads, window, _ = query.shape
-    kv_heads, held, dim = key.shape[-3:]
+    kv_heads, held, _ = key.shape[-3:]
     length = held if seen is None else held - seen.later
-    q, k = _five_dims(numbers), _five_dims(key)
-    exact = torch.float32 in (q.dtype, k.dtype)
-    tile = tile_of("scores", q.device, dim, torch.float32 if exact else k.dtype)
-    programs, inner = q.shape[0] * q.shape[1], q.shape[1]
-    sums = torch.empty(programs, heads, window, dtype=torch.float32, device=q.device)
+    launch = _Launch.of(query, key, scale)
+    sums = torch.empty(launch.programs, heads, window, dtype=torch.float32, device=key.device)
     if seen is not None:
         sums.copy_(seen.shares.reshape(sums.shape))
-    out = torch.empty(*lead, kv_heads, length, dtype=torch.float32, device=q.device)
+    out = torch.empty(*lead, kv_heads, length, dtype=torch.float32, device=key.device)
     if not length:
         return out
-    scales = _scales(query, programs, heads, window)
-    places = (0, 0, 1) if seen is None else (seen.first, seen.step, seen.span)
-    shared = (q, scales, k, scale * math.log2(math.e), window, inner, *q.stride()[:4])
-    options = {
-        "HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
-        "DIM": dim,
-        "ROWS": tile.rows,
-        "TILE": tile.columns,
-        "INT4": not isinstance(query, Tensor),
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    grid = programs * heads, -(-window // tile.rows)
-    absolute = seen is not None
-    log_sums = (*shared, *k.stride()[:4], held, *places)
-    _log_sums.launch(grid, sums, *log_sums, ABSOLUTE=absolute, **options)
-    grid = programs * kv_heads, -(-length // tile.columns)
-    _shares.launch(
-        grid,
-        out,
-        sums,
-        *shared,
-        *k.stride()[:4],
-        length,
-        AGGREGATE=AGGREGATES.index(aggregate),
-        POOL=GROUP_AGGREGATES.index(group_aggregate),
-        **options,
-    )
+    launch.log_sums(sums, held, seen)
+    launch.shares(out, sums, length, aggregate, group_aggregate)
+    if beside is not None:
+        torch.mul(sums.view_as(beside.log_sums), math.log(2), out=beside.log_sums)
+        launch.shares(beside.keys, sums, length, "sum", "mean")
+        beside.keys.mul_(heads // kv_heads)
     return out
+
+
+def given_triton(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """What a group's queries give each key, added up: float32 [..., Hkv, n].
+
+    The sum of exp(q . k - log_sum); log_sums: float32 [..., Hq, W].
+    """
+    launch = _Launch.of(query, key, scale)
+    out = torch.empty(key.shape[:-1], dtype=torch.float32, device=key.device)
+    sums = log_sums.mul(math.log2(math.e)).view(launch.programs, *log_sums.shape[-2:])
+    launch.shares(out, sums, key.shape[-2], "sum", "mean")
+    return out.mul_(query.shape[-3] // key.shape[-3])
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What both kernels are given for the same queries and keys; ``programs`` events and layers."""
+
+    programs: int
+    shared: tuple[object, ...]
+    key_strides: tuple[int, ...]
+    options: dict[str, Any]
+    tile: Tile
+
+    @classmethod
+    def of(cls, query: Queries, key: Tensor, scale: float) -> _Launch:
+        numbers = query if isinstance(query, Tensor) else query.codes
+        q, k = _five_dims(numbers), _five_dims(key)
+        exact = torch.float32 in (q.dtype, k.dtype)
+        tile = tile_of("scores", q.device, key.shape[-1], torch.float32 if exact else k.dtype)
+        heads, window = query.shape[-3:-1]
+        programs, inner = q.shape[0] * q.shape[1], q.shape[1]
+        scales = _scales(query, programs, heads, window)
+        shared = (q, scales, k, scale * math.log2(math.e), window, inner, *q.stride()[:4])
+        options = {
+            "HEADS": key.shape[-3],
+            "GROUP": heads // key.shape[-3],
+            "DIM": key.shape[-1],
+            "ROWS": tile.rows,
+            "TILE": tile.columns,
+            "INT4": not isinstance(query, Tensor),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        return cls(programs, shared, k.stride()[:4], options, tile)
+
+    def log_sums(self, sums: Tensor, held: int, seen: Seen | None) -> None:
+        """Fill ``sums`` [programs, Hq, W], in bits; with ``seen`` they hold shares before."""
+        grid = self.programs * sums.shape[1], -(-sums.shape[2] // self.tile.rows)
+        places = (0, 0, 1) if seen is None else (seen.first, seen.step, seen.span)
+        arguments = sums, *self.shared, *self.key_strides, held, *places
+        _log_sums.launch(grid, *arguments, ABSOLUTE=seen is not None, **self.options)
+
+    def shares(
+        self, out: Tensor, sums: Tensor, length: int, aggregate: str, group_aggregate: str
+    ) -> None:
+        """Fill ``out`` [..., Hkv, length] with what queries of these log-sums give each key."""
+        grid = self.programs * self.options["HEADS"], -(-length // self.tile.columns)
+        _shares.launch(
+            grid,
+            *(out, sums, *self.shared, *self.key_strides, length),
+            AGGREGATE=AGGREGATES.index(aggregate),
+            POOL=GROUP_AGGREGATES.index(group_aggregate),
+            **self.options,
+        )
 
 
 def _five_dims(x: Tensor) -> Tensor:

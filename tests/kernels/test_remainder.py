@@ -1,0 +1,198 @@
+"""Attention that begins with a remainder: what it must equal, and the compiled kernel beside it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu import window_scores as cpu_scores
+from kvserve.kernels.cpu.paged_attention import paged_attention
+from kvserve.kernels.int4_log import quantize
+from kvserve.kernels.paged_attention import paged_attention_torch
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder, merged
+from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
+from kvserve.kernels.scores.window_scores import window_log_sums, window_probs, window_scores
+from kvserve.kernels.shares import Given, Seen, Shares
+from tests.kernels.test_cpu_attention import SCALE, Case, Shape, make
+
+compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+NOTHING = -torch.inf
+
+
+def random_remainder(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> Remainder:
+    """Every third lane has none, and its vectors are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, rows, heads, dim, generator=generator).to(dtype)
+    bias = torch.randn(rows, heads, generator=generator) * 2 + 1
+    nobody = torch.arange(rows * heads).view(rows, heads) % 3 == 2
+    keys[nobody], values[nobody] = torch.nan, torch.nan
+    return Remainder(keys, values, bias.masked_fill(nobody, NOTHING))
+
+
+def reference(case: Case, remainder: Remainder | None, shares: Shares | None = None) -> Tensor:
+    chunks = case.chunks
+    paged = QuerySegments(chunks.rows, chunks.last[0], int(chunks.last.max()) + 1, chunks.starts)
+    clean = case.keys.nan_to_num(), case.values.nan_to_num()
+    return paged_attention_torch(
+        case.query, *clean, case.tables[0], paged, SCALE, shares=shares, remainder=remainder
+    )
+
+
+def test_it_is_one_more_entry_with_a_weight() -> None:
+    """By hand: a row of 5 entries, and one that counts for 7."""
+    case = make(Shape(heads=2, kv_heads=1, block=8, columns=1), [5], [1])
+    key, value = torch.randn(2, case.query.shape[-1])
+    left = Remainder(key[None, None], value[None, None], torch.tensor([[7.0]]).log())
+    found = reference(case, left)
+    entries = int(case.chunks.last[0, 0, 0]) + 1
+    block = int(case.tables[0, int(case.chunks.rows[0]), 0, 0])
+    keys = torch.cat([case.keys[block, :entries, 0], key.expand(7, -1)])
+    values = torch.cat([case.values[block, :entries, 0], value.expand(7, -1)])
+    expected = torch.softmax(case.query[0] @ keys.T * SCALE, dim=-1) @ values
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("entry", [0, 3, 39])
+def test_a_remainder_of_one_entry_is_that_entry_kept(entry: int) -> None:
+    """Drop any entry, let the remainder stand for it alone: attention is as it was."""
+    case = make(Shape(block=8), [40, 40], [1, 1])
+    clean = replace(case, keys=case.keys.nan_to_num(), values=case.values.nan_to_num())
+    last = torch.full_like(case.chunks.last, 39)
+    full = replace(clean, chunks=replace(case.chunks, last=last))
+    fewer = replace(
+        clean,
+        chunks=replace(case.chunks, last=last - 1),
+        keys=clean.keys.clone(),
+        values=clean.values.clone(),
+    )
+    rows, heads = case.tables.shape[1], case.keys.shape[2]
+    keys, values = torch.zeros(2, rows, heads, case.query.shape[2])
+    left = Remainder(keys, values, torch.zeros(rows, heads))
+    for row in range(rows):
+        at, end = ((case.tables[0, row, 0, e // 8].long(), e % 8) for e in (entry, 39))
+        for mine, kept in zip(left, (fewer.keys, fewer.values), strict=False):
+            mine[row] = kept[at]
+            kept[at] = kept[end]
+    ours = paged_attention(
+        *(fewer.query, fewer.keys, fewer.values, fewer.tables, fewer.chunks, 0, SCALE),
+        remainder=left,
+    )
+    torch.testing.assert_close(ours, full.run(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reference(fewer, left), full.run(), rtol=1e-5, atol=1e-5)
+
+
+def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
+    """Of alike keys the running mean is exact, whatever their values: nothing is lost."""
+    entries, dim = 12, 16
+    query, keys, values = torch.randn(dim), torch.randn(3, dim), torch.randn(entries + 2, dim)
+    one = Remainder(keys[:1], values[:1], torch.zeros(1))
+    for i in range(1, entries):
+        one = merged(one, Remainder(keys[:1], values[i : i + 1], torch.zeros(1)))
+    torch.testing.assert_close(one.bias.exp(), torch.tensor([float(entries)]))
+    logits = torch.cat([one.keys @ query + one.bias, keys[1:] @ query])
+    found = torch.softmax(logits, 0) @ torch.cat([one.values, values[entries:]])
+    every = torch.cat([keys[:1].expand(entries, -1), keys[1:]]) @ query
+    torch.testing.assert_close(found, torch.softmax(every, 0) @ values)
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    some = random_remainder(2, 3, 8, torch.float32, 1)
+    nothing = Remainder(some.keys * torch.nan, some.values * torch.nan, some.bias * 0 + NOTHING)
+    for both in (merged(some, nothing), merged(nothing, some)):
+        assert torch.equal(both.bias, some.bias)
+        there = some.bias > NOTHING
+        assert torch.equal(both.keys[there], some.keys[there])
+        assert torch.equal(both.values[there], some.values[there])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "held", "lengths"),
+    [
+        (Shape(), [1, 17, 96], [1, 1, 5]),
+        (Shape(heads=8, kv_heads=2, dim=64), [3, 65, 64, 0], [1, 2, 40, 1]),
+        (Shape(heads=8, tables=2), [90, 1, 66], [1, 1, 66]),
+        (Shape(heads=6, block=64, columns=40), [2500, 1024, 1025], [1, 1, 9]),
+    ],
+)
+def test_the_compiled_kernel(
+    shape: Shape, held: list[int], lengths: list[int], dtype: torch.dtype
+) -> None:
+    """Contexts of one part and of several, tokens that see nothing, rows without a remainder."""
+    case = make(shape, held, lengths, dtype)
+    left = random_remainder(len(held), shape.kv_heads, shape.dim, dtype, 2)
+    recent = torch.full((len(case.query),), 3)
+    ours, theirs = (Shares(torch.empty(case.query.shape[:2]), recent) for _ in range(2))
+    found = paged_attention(
+        *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
+        shares=ours,
+        remainder=left,
+    )
+    within = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(found, reference(case, left, theirs), atol=within, rtol=within)
+    torch.testing.assert_close(ours.out, theirs.out, atol=within, rtol=within)
+    nothing = left._replace(bias=torch.full_like(left.bias, NOTHING))
+    same = paged_attention(
+        *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
+        remainder=nothing,
+    )
+    assert torch.equal(same, case.run()), "rows without a remainder changed"
+
+
+@compiled
+def test_a_remainder_of_another_shape_is_refused() -> None:
+    case = make(Shape(), [9, 9], [1, 1])
+    left = random_remainder(3, 2, 16, torch.float32, 0)
+    with pytest.raises(ValueError, match=r"keys of the remainder have to be \[2, 2, 16\]"):
+        paged_attention(
+            *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
+            remainder=left,
+        )
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> None:
+    """Log-sums and what each key got, in the same pass as the scores."""
+    queries, shares = torch.randn(2, 3, 8, 37, 32), -torch.rand(2, 3, 8, 37)
+    log = quantize(queries, shares)
+    keys = torch.randn(2, 3, 2, 37, 32).to(dtype)
+    seen = Seen(log.shares, 32, later=5) if absolute else None
+    length = 32 if absolute else 37
+    given = Given(torch.empty(2, 3, 8, 37), torch.empty(2, 3, 2, length))
+    assert cpu_scores.takes(log, keys)
+    scores = window_scores(log, keys, 0.2, "sum_squares", "rms", seen, given)
+    assert torch.equal(scores, window_scores(log, keys, 0.2, "sum_squares", "rms", seen))
+    sums = window_log_sums(log, keys, 0.2, seen)
+    torch.testing.assert_close(given.log_sums, sums, rtol=1e-4, atol=1e-4)
+    probs = window_probs(log, keys, 0.2, seen).sum(dim=(-3, -2))
+    torch.testing.assert_close(given.keys, probs, rtol=1e-3, atol=1e-5)
+    one = cpu_scores.given_to_one(log, keys[..., 3, :], sums, 0.2)
+    expected = probs_of(log, keys[..., 3:4, :], sums, 0.2).sum(dim=(-3, -2))[..., 0]
+    torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["numbers", "int4"])
+def test_a_fit_meets_the_mass_of_what_is_dropped(form: str) -> None:
+    queries, keys = torch.randn(2, 8, 20, 16), torch.randn(2, 2, 30, 16)
+    values, dropped = torch.randn(2, 2, 30, 16), torch.rand(2, 2, 30) > 0.4
+    dropped[0, 1] = False
+    log = queries if form == "numbers" else quantize(queries, -torch.rand(2, 8, 20))
+    sums = window_log_sums(log, keys, 0.3)
+    given = Given(sums, probs_of(log, keys, sums, 0.3).sum(dim=(-3, -2)))
+    left = fitted_remainder(log, keys, values, dropped, given, 0.3)
+    assert left.bias[0, 1] == NOTHING and left.bias[1].isfinite().all()
+    mass = (given.keys * dropped).sum(-1)
+    one = probs_of(log, left.numbers()[0][..., None, :], sums, 0.3).sum(dim=(-3, -2))[..., 0]
+    torch.testing.assert_close(one[1] * left.bias[1].exp(), mass[1], rtol=1e-3, atol=1e-4)
+    weights = (given.keys * dropped)[1, 0]
+    torch.testing.assert_close(left.keys[1, 0], weights @ keys[1, 0] / weights.sum())
+    torch.testing.assert_close(left.values[1, 0], weights @ values[1, 0] / weights.sum())
