@@ -35,8 +35,8 @@ class Remainder(NamedTuple):
 
 def merged(first: Remainder, second: Remainder) -> Remainder:
     """Both as one, in float32: weights add up, keys and values are means by weight."""
-    # Nothing and nothing is nothing; of that logaddexp makes NaN, and so does the difference.
-    bias = torch.stack([first.bias, second.bias]).logsumexp(dim=0)
+    bias = torch.logaddexp(first.bias, second.bias)
+    # Nothing and nothing is nothing, not NaN.
     share = torch.exp(second.bias - bias).nan_to_num(0.0)[..., None]
     (keys, values), (more_keys, more_values) = first.numbers(), second.numbers()
     return Remainder(keys.lerp(more_keys, share), values.lerp(more_values, share), bias)

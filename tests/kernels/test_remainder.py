@@ -103,7 +103,8 @@ def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
 
 def test_merging_with_nothing_changes_nothing() -> None:
     some = random_remainder(2, 3, 8, torch.float32, 1)
-    nothing = Remainder(some.keys * torch.nan, some.values * torch.nan, some.bias * 0 + NOTHING)
+    unknown = torch.full_like(some.keys, torch.nan)
+    nothing = Remainder(unknown, unknown, torch.full_like(some.bias, NOTHING))
     for both in (merged(some, nothing), merged(nothing, some)):
         assert torch.equal(both.bias, some.bias)
         there = some.bias > NOTHING
