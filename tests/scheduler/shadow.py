@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.continuation import Continuation, Resumption
 from kvserve.scheduler.event import EventKind, Scores, answer
 from kvserve.scheduler.output import (
     NO_PLACE,
     CompactionTask,
     ObservationTask,
+    RemainderMoves,
     SchedulerOutput,
     TableUpdate,
 )
@@ -38,12 +40,14 @@ Contents = tuple[dict[int, int], dict[int, tuple[int, int]]]
 
 
 class LeftRow(NamedTuple):
-    """What a row held, who had logged its queries, and its events, as its sequence ended."""
+    """What a row held and had lost, who had logged its queries, and its events, as its sequence
+    ended."""
 
     lanes: dict[Lane, list[int]]
     loggers: list[tuple[int, int]]
     events: list[tuple[int, int]]
     seq_id: int
+    lost: list[int]
 
 
 class ShadowRunner:
@@ -62,6 +66,10 @@ class ShadowRunner:
         rows = scheduler.rows.max_rows
         self.owner = np.full(rows, -1)
         self.held: list[dict[Lane, list[int]]] = [self._nothing() for _ in range(rows)]
+        self.lost = [[0] for _ in range(rows)]
+        """What stands for all that a row has dropped, as it should be."""
+        self.remainders = [0] * (rows + num_places(rows, continuations=True))
+        """The same as the messages have it: by row, and behind the rows by place."""
         self.computed = np.zeros(rows, int)
         self.log_from = np.zeros(rows, int)
         self.last_token = np.zeros(rows, int)
@@ -70,7 +78,7 @@ class ShadowRunner:
         """What index slots (an entry's content) and vectors (their number) hold."""
         self.loggers: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
         """Who has logged a row's queries: sequences, and the positions from which on each has."""
-        self.parked: dict[int, tuple[dict[Lane, list[int]], list[tuple[int, int]]]] = {}
+        self.parked: dict[int, tuple[dict[Lane, list[int]], list[tuple[int, int]], list[int]]] = {}
         self.host: dict[int, Contents] = {}
         self.events: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.compactions: Counter[int] = Counter()
@@ -96,12 +104,18 @@ class ShadowRunner:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
             self.held[a], self.held[b] = self.held[b], self.held[a]
+            self.lost[a], self.lost[b] = self.lost[b], self.lost[a]
+            self.remainders[a], self.remainders[b] = self.remainders[b], self.remainders[a]
             self.loggers[a], self.loggers[b] = self.loggers[b], self.loggers[a]
             self.coded[a], self.coded[b] = self.coded[b], self.coded[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
         self._swap(output)
+        self._move_remainders(output.remainder_saves)
+        for new in output.admitted.requests:
+            self.remainders[new.row] = 0
         self._admit(output)
+        self._move_remainders(output.remainder_loads)
         self.resuming.clear()
         _scatter(self.tables, output.table_update)
         _scatter(self.log_tables, output.log_update)
@@ -129,11 +143,18 @@ class ShadowRunner:
                 self._check_codes(row, lane)
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
             self._check_held(row)
+            if self.scheduler.rows.leaves_remainder[row]:
+                assert self.remainders[row] == self.lost[row][0], "a remainder was lost or mixed up"
         assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache.columns.items() if cache is not None else ():
             now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
+
+    def _move_remainders(self, moves: RemainderMoves) -> None:
+        found = [self.remainders[source] for source in moves.source]
+        for to, remainder in zip(moves.to, found, strict=True):
+            self.remainders[to] = remainder
 
     def _check_held(self, row: int) -> None:
         """What a row is said to hold is the number of blocks that it names."""
@@ -212,10 +233,10 @@ class ShadowRunner:
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
             self.last_token[seq.row] = new.last_token[i]
             if seq.row in back:
-                self.held[seq.row], self.loggers[seq.row] = back[seq.row]
+                self.held[seq.row], self.loggers[seq.row], self.lost[seq.row] = back[seq.row]
                 self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
                 continue
-            self.held[seq.row] = self._nothing()
+            self.held[seq.row], self.lost[seq.row] = self._nothing(), [0]
             self.loggers[seq.row] = [(0, seq.seq_id)]
             self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
             if seq.seq_id in self.resuming:
@@ -233,7 +254,8 @@ class ShadowRunner:
             del self.parked[place]
         for task in output.swap_outs:
             if task.place != NO_PLACE:
-                self.parked[task.place] = self.held[task.row], self.loggers[task.row]
+                row = task.row
+                self.parked[task.place] = self.held[row], self.loggers[row], self.lost[row]
                 self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self.host[host] = self._contents(device)
@@ -264,7 +286,8 @@ class ShadowRunner:
             if newest is not None and newest not in self.left:
                 # What is still to come of a step that is being scheduled comes here too.
                 row, events = seq.row, self.events[seq.seq_id]
-                self.left[newest] = LeftRow(self.held[row], self.loggers[row], events, seq.seq_id)
+                who = events, seq.seq_id, self.lost[row]
+                self.left[newest] = LeftRow(self.held[row], self.loggers[row], *who)
 
         def seated(seq: Sequence, turn: NextTurn) -> int:
             self.resuming[seq.seq_id] = turn.resumption
@@ -281,6 +304,7 @@ class ShadowRunner:
         self.held[row] = {lane: held[: len(held) - dropped] for lane, held in left.lanes.items()}
         for lane, held in self.held[row].items():
             assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] >= len(held) > 0
+        self.lost[row] = list(left.lost)
         self.loggers[row] = [(start, who) for start, who in left.loggers if start < computed]
         self.loggers[row].append((computed, seq_id))
         self.before[seq_id] = self.events.pop(seq_id, [])
@@ -383,6 +407,9 @@ class ShadowRunner:
                         new = new + old[first : first + length][-plan.keep[e] :]
                     new = new + old[start + windows * length :]
                 assert len(old) == task.old_lens[at] and len(new) == task.new_lens[at]
+                if dropped := sorted({*old} - {*new}):
+                    for of, at_row in ((self.lost[row], 0), (self.remainders, row)):
+                        of[at_row] = content([of[at_row]], content(dropped, 0))
                 first_column = task.copy_start[e] // self.size
                 for i in range(task.copy_start[e], len(new)):
                     block = task.dst_blocks[(*at, i // self.size - first_column)]

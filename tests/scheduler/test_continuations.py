@@ -82,6 +82,7 @@ def state(*numbers: int) -> RowState:
 def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) -> Sequence:
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, kind_of(policy))
+    seq.leaves_remainder = True
     if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
         seq.prunes_prompt, seq.num_shareable = True, 0
     return seq

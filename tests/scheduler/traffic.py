@@ -141,7 +141,11 @@ def make_sequence(
         tokens, prompt = np.concatenate([history, tokens]), prompt + len(history)
     max_len = prompt + output
     trigger = TRIGGERS[policy]
-    seq = Sequence(seq_id, tokens, prompt, max_len, stops, policy, trigger, priority=priority)
+    seq = Sequence(
+        *(seq_id, tokens, prompt, max_len, stops, policy, trigger),
+        priority=priority,
+        leaves_remainder=policy % 3 != 1,
+    )
     seq.event_kind = kind_of(policy)
     if policy not in CODES and policy not in KEEP_SCORES:
         seq.continues_as = policy

@@ -23,6 +23,7 @@ from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.trigger import Trigger
 
 _LEAST_QUERIES = 8
+_USUAL_KEEP = 32
 _MOST_IN_THE_PAPER = 30
 _PAPER: dict[str, object] = {
     "window": 768,
@@ -66,7 +67,9 @@ class Kara(Policy):
         below="window",
     )
     ratio: float | str | None = common.kept_ratio(
-        None, "r: fraction of the window - buffer older tokens that is kept (default 0.3)"
+        None,
+        "r: fraction of the window - buffer older tokens that is kept (default: what 32 entries "
+        "are, but at least 0.1 and at most 0.3)",
     )
     budget: int | None = argument(
         None,
@@ -189,8 +192,11 @@ class Kara(Policy):
         """N: entries kept of the window - buffer compressible ones (Eq. 5)."""
         if self.budget is not None:
             return self.budget - self.buffer
-        ratio = exact_ratio(0.3 if self.ratio is None else self.ratio, "ratio")
-        return ceil(ratio * (self.window - self.buffer))
+        older = self.window - self.buffer
+        if self.ratio is None:  # small windows keep more: what is looked up has to be among it
+            least, most = ceil(older / 10), ceil(older * 3 / 10)
+            return max(least, min(most, _USUAL_KEEP))
+        return ceil(exact_ratio(self.ratio, "ratio") * older)
 
     @property
     def alpha(self) -> int:

@@ -53,9 +53,13 @@ class RemainderPlaces:
 
     def release(self, place: int) -> None:
         """Give a place back; if this step reads it, once the step's moves are taken."""
-        if place != NOTHING:
-            read = any(place == source for source, _ in self._loads)
-            (self._read if read else self._free).append(place)
+        if place == NOTHING:
+            return
+        if any(place == source for source, _ in self._loads):
+            self._read.append(place)
+            return
+        self._saves = [move for move in self._saves if move[1] != place]
+        self._free.append(place)
 
     def swap(self, a: int, b: int) -> None:
         """Follow two rows that are exchanged."""
