@@ -26,6 +26,7 @@ from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
+NO_REMAINDERS = "it does not read what stands for dropped entries (--policy.remainder off)"
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -34,7 +35,8 @@ class Needs:
     """What an engine asks of its attention; ``per_head``: every KV head has a table of its own.
 
     ``log_shares``: queries are logged with the share of their attention that newest entries got.
-    ``form``: what entries are stored as, a value of ``--kv-cache-dtype``.
+    ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
+    stands for entries that were dropped.
     """
 
     device: str
@@ -45,6 +47,7 @@ class Needs:
     per_head: bool = False
     log_shares: bool = False
     form: str = "auto"
+    remainders: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
         return f"not installed: pip install 'kvserve[{extra}]'"
     if needs.log_shares:
         return "it does not tell apart what newest entries got, which query_dtype int4 logs"
+    if needs.remainders:
+        return NO_REMAINDERS
     if needs.per_head:
         return "tables per KV head (--kv-layout head)"
     if needs.head_dim % 8 or needs.head_dim > 256:

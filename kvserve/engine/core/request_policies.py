@@ -62,6 +62,12 @@ class RequestPolicies:
             raise RequestError(FITTED_WHERE_ROUNDED, param="kv_policy.values")
         if policy.expects_turns and not self._has_turns:
             raise RequestError(NO_TURNS, param="kv_policy.protect_turns")
+        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
+            raise RequestError(
+                "attention on this server does not read what stands for dropped entries "
+                "(--attention-backend); use remainder off",
+                param="kv_policy.remainder",
+            )
         self._check_log(policy)
         self._check_scores(policy)
         window = policy.event_trigger.num_queries

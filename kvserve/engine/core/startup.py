@@ -22,6 +22,7 @@ from kvserve.engine.core.startup_table import (
     log_row,
     memory_row,
     plan_rows,
+    remainders_row,
     sampling_row,
     scheduling_rows,
 )
@@ -135,6 +136,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
             log_row(plan.log),
             memory_row(profile),
+            remainders_row(executor.runner.batch.remainders, policy),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes,
             graphs_row(*plan.graphs(attention)),

@@ -10,6 +10,7 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.core.continuing import continuation_refusal
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
@@ -124,6 +125,14 @@ def memory_row(profile: Profile) -> Row:
         return "memory", f"weights {weights}", "a step is measured only to size a GPU's pool"
     state = f"weights {weights}, a step {step}, events and swaps {events}"
     return "memory", state, "measured before the pool; --gpu-memory-utilization"
+
+
+def remainders_row(remainders: Remainders | None, policy: Policy) -> Row:
+    """What stands for dropped entries, and the memory beside the pool that is kept for it."""
+    if remainders is None:
+        return "remainders", "off", "attention does not read them; --attention-backend"
+    state = f"{policy.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
+    return "remainders", state, "what stands for dropped entries; --policy.remainder"
 
 
 def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:

@@ -115,6 +115,7 @@ class RankPlan:
             per_head=layout.rows > 1,
             log_shares=self.log.dtype == "int4",
             form=self.form.name,
+            remainders=self.policy.leaves != "off",
         )
         return select_backend(name, needs)
 
@@ -139,7 +140,9 @@ class RankPlan:
         )
         rows = self.config.scheduler.max_num_seqs
         places = num_places(rows, continuations=self.config.cache.continuations == "on")
-        remainders = Remainders(self.layout, rows, self.dtype, self.device, places)
+        remainders = None
+        if attention.backend.reads_remainders:
+            remainders = Remainders(self.layout, rows, self.dtype, self.device, places)
         batch = InputBatch(
             self.layout,
             self.config.scheduler.max_num_seqs,
