@@ -331,12 +331,11 @@ def _attend(
     acc = tl.zeros([QUERIES, DIM], tl.float32)
     if REMAINDER:  # the first part begins with it, if the row has one
         own = row * HEADS + head
-        bias = tl.load(more_bias + own)
-        there = (bias > float("-inf")) & (split == 0)
-        key = tl.load(more_keys + own * DIM + dims, mask=there & (dims < DIM), other=0.0)
-        value = tl.load(more_values + own * DIM + dims, mask=there & (dims < DIM), other=0.0)
+        bias = tl.where(split == 0, tl.load(more_bias + own), float("-inf"))
+        key = tl.load(more_keys + own * DIM + dims)
+        value = tl.load(more_values + own * DIM + dims)
         logit = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
-        begins = there & (limit > 0)
+        begins = (limit > 0) & (tl.zeros_like(high) + bias > float("-inf"))
         high = tl.where(begins, logit + bias * 1.4426950408889634, high)  # log2(e)
         total = tl.where(begins, 1.0, total)
         acc = tl.where(begins[:, None], value.to(tl.float32)[None, :], acc)
