@@ -318,7 +318,7 @@ class Compiler:
 def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
     """What Triton's launcher makes of an argument, and whether 16 divides it (or its address)."""
     if isinstance(value, Tensor):
-        return POINTERS[value.dtype], True
+        return POINTERS[value.dtype], name not in dispatch.UNALIGNED
     varying = name in dispatch.VARYING
     if constant or (value == 1 and not varying):
         return "constexpr", False
