@@ -52,6 +52,8 @@ SCORES = [
         *((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)),
     )
 ]
+_AT_ONCE = 64
+"""Tokens whose reference is computed at once."""
 CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
 SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 2048, 4096)]
 """Variants of the best decode tile: programs per multiprocessor, and entries above which a row is
@@ -78,9 +80,7 @@ def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Size
     rows = torch.arange(len(lengths), device=device)
     chunks = QuerySegments(rows, last, max(lengths))
     inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-    return Batch(
-        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
-    )
+    return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))
 
 
 def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes: Sizes) -> Batch:
@@ -94,9 +94,23 @@ def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes:
     own = torch.arange(rows, device=device)
     chunks = QuerySegments(own, last.contiguous(), 2 * chunk, starts, chunk)
     inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-    return Batch(
-        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
-    )
+    return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))
+
+
+def in_pieces(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: QuerySegments, scale: float
+) -> Tensor:
+    """``paged_attention_torch`` of a few tokens at a time: it copies their keys for each query
+    head."""
+    rows = chunks.rows
+    if chunks.starts is not None:
+        rows = rows.repeat_interleave(chunks.starts.diff(), output_size=len(q))
+    parts = []
+    for first in range(0, len(q), _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        seen = QuerySegments(rows[some], chunks.last[:, some], chunks.max_held)
+        parts.append(paged_attention_torch(q[some], keys, values, tables, seen, scale))
+    return torch.cat(parts)
 
 
 def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Batch:
@@ -111,13 +125,13 @@ def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Ba
 
 
 def _setting(shape: str, context: int, rows: int, device: str, sizes: Sizes) -> Setting:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return Setting(shape, Granularity.MODEL, context, rows, dtype, device, sizes)
 
 
 def batches(kernel: str, device: str) -> Iterator[Batch]:
     """The batches on which a tile of ``kernel`` is timed."""
-    if device != "cuda":
+    if device == "cpu":
         shape = "smoke", device, SMOKE
         if kernel == "decode":
             yield decoding("3 rows", [40, 20, 5], *shape)
