@@ -183,6 +183,8 @@ class RankPlan:
         """
         cache, scheduler = self.config.cache, self.config.scheduler
         weights = sum(part.numel() * part.itemsize for part in model.parameters())
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
         left = free_memory(self.device, cache.gpu_memory_utilization)
         given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
         if self.device != "cuda" or given:
