@@ -293,7 +293,7 @@ PARTS = {
     "graphs": Part("graphs, overlap and both change no token", check_graphs, 150),
     "waits": Part("no step waits for the device", check_waits, 90),
     "logits": Part("bfloat16 logits of a large shape", check_logits, 120),
-    "kernels": Part("kernels agree with their references", check_kernels, 150),
+    "kernels": Part("kernels agree with their references", check_kernels, 240),
     "bandwidth": Part("bandwidth of the kernels", check_bandwidth, 120),
     "choices": Part("two forms of the same, timed", check_choices, 90),
 }
