@@ -74,7 +74,7 @@ def attention_case(kernel: str, inputs: tuple[Any, ...], num_bytes: int) -> Case
 
     def attend(kernel: Callable[..., Tensor]) -> Tensor:
         out = kernel(*inputs, shares=told)
-        return torch.cat([out.float(), told.out[..., None]], dim=-1)
+        return torch.cat([out, told.out[..., None].to(out.dtype)], dim=-1)
 
     return _pair(kernel, attend, paged_attention_triton, paged_attention_torch, num_bytes)
 
@@ -119,7 +119,7 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     layout, form = setting.layout, FORMATS[name]
     _, kv_heads, dim = SHAPES[setting.shape]
     lane = form.lane_bytes(layout.block_size, dim)
-    shape = int(tables.max()) + 1, layout.layers_per_block, layout.heads_per_block * lane
+    shape = tables.numel() + 1, layout.layers_per_block, layout.heads_per_block * lane
     pool = torch.zeros(shape, dtype=torch.uint8, device=setting.device)
     blocks = QuantizedBlocks(pool, form, layout.block_size, dim)
     rows = torch.arange(setting.rows, device=setting.device).repeat_interleave(setting.context)
@@ -139,13 +139,14 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
         return blocks.pool.int()
 
     def gather(kernels: QuantizedKernels) -> Tensor:
-        keys, values = (
-            kernels.gather(blocks, lanes, None, setting.dtype, x) for x in (False, True)
-        )
-        return torch.cat([keys, values])
+        parts = [
+            kernels.gather(blocks, lanes, None, setting.dtype, values)  # type: ignore[call-arg]
+            for values in (False, True)
+        ]
+        return torch.cat(parts)
 
     def move(kernels: QuantizedKernels) -> Tensor:
-        kernels.move(blocks, lanes[..., 3:], lanes[..., :-3])
+        kernels.move(blocks, lanes[..., 3:], lanes[..., :-3], 1)
         return blocks.pool.int()
 
     for kernel, run in (("gather", gather), ("store", store), ("move", move)):
