@@ -96,7 +96,7 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        None, "tokens per block (default: what the backend prefers)", aliases=("--page-size",)
+        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",)
     )
     num_gpu_blocks_override: int | None = setting(
         None, "blocks in the pool, instead of sizing it from memory"

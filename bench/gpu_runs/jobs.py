@@ -9,6 +9,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BLOCK = 64
 POOL = 335_000
 """Tokens of the limited pool: a third of what 256 sequences would hold at 4,000 tokens each."""
+SMALLER_POOL = 200_000
+"""The same for a model whose weights leave less of 80 GB."""
 NONE, KARA = "none", "kara"
 THRESHOLD = "snapkv:trigger=threshold,budget=1025,threshold=1280,protect_prompt=false"
 PAPER, AGAIN = "kara:preset=paper", "kara:query_source=recompute"
@@ -95,5 +97,5 @@ JOBS = (
     *(Job(policy) for policy in (PAPER, PYRAMID, ADA)),
     *(long_traces(policy) for policy in (THRESHOLD, SMALL_WINDOW)),
     *(Job(policy, model="llama-3.1-8b-fp8") for policy in (NONE, KARA)),
-    *(Job(policy, model="qwen3-14b") for policy in (NONE, KARA)),
+    *(Job(policy, model="qwen3-14b", pool=SMALLER_POOL) for policy in (NONE, KARA)),
 )

@@ -58,6 +58,9 @@ POLICIES: dict[str, dict[str, Any]] = {
         "protect_prompt": False,
     },
 }
+# Queries logged as they are computed: a batch of another size may round one otherwise, a log in 4
+# bits makes more of it, and a choice between near equals is another. That log is among the kernels.
+EXACT = POLICIES | {"kara": POLICIES["kara"] | {"query_dtype": "model"}}
 TINY, WIDE = Shape(64, 96, 2, 4, 2, 16, 128), Shape(256, 384, 2, 4, 2, 128, 128)
 LLAMA_8B = Shape(4096, 14_336, 2, 32, 8, 128, 128_256)
 LOGITS = 2e-2
@@ -115,7 +118,7 @@ def check_graphs(found: Findings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(Path(folder), TINY, torch.float32)
         prompts = TINY.prompts([30, 9, 44, 21, 17, 38])
-        for name, policy in POLICIES.items():
+        for name, policy in EXACT.items():
             expected: list[list[int]] = []
             for how, settings in (("plain", EAGER), *GRAPHS_AND_OVERLAP.items()):
                 case = f"{name}, {how}"
@@ -290,7 +293,7 @@ PARTS = {
     "graphs": Part("graphs, overlap and both change no token", check_graphs, 150),
     "waits": Part("no step waits for the device", check_waits, 90),
     "logits": Part("bfloat16 logits of a large shape", check_logits, 120),
-    "kernels": Part("kernels agree with their references", check_kernels, 150),
+    "kernels": Part("kernels agree with their references", check_kernels, 240),
     "bandwidth": Part("bandwidth of the kernels", check_bandwidth, 120),
     "choices": Part("two forms of the same, timed", check_choices, 90),
 }

@@ -3,7 +3,7 @@
 Every candidate is compared with its reference before it is timed, on batches of different kinds:
 many equal rows, few rows, one row, and many rows beside a long one. The candidate with the best
 geometric mean goes into kvserve/kernels/tiles.py, under this GPU's generation. Afterwards, update
-the budget of registers with ``python tests/kernels/compile_kernels.py --write``.
+the budget of registers with ``python -m tests.kernels.compile_kernels --write``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
+from bench.kernel_rows.stored_cases import level_cases
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
 from kvserve.kernels import tiles
@@ -35,15 +36,15 @@ TABLE = ROOT / "kvserve" / "kernels" / "tiles.py"
 DECODE = [
     Tile(16, columns, warps, stages, programs=programs)
     for columns, warps, stages, programs in (
-        *((32, 4, 5, 4), (64, 4, 5, 3), (64, 4, 3, 4), (32, 4, 7, 4), (32, 2, 5, 5)),
-        *((64, 8, 5, 3), (128, 8, 5, 1), (128, 4, 3, 2)),
+        *((32, 1, 3, 6), (32, 2, 3, 5), (32, 4, 3, 5), (32, 2, 4, 4), (32, 4, 5, 3)),
+        *((64, 2, 3, 3), (64, 4, 3, 3), (64, 8, 3, 3), (128, 4, 3, 1), (128, 8, 3, 1)),
     )
 ]
 PREFILL = [
     Tile(rows, columns, warps, stages, programs=1)
     for rows, columns, warps, stages in (
-        *((128, 64, 8, 5), (128, 64, 8, 2), (128, 32, 8, 5), (64, 64, 4, 5)),
-        *((128, 128, 8, 2), (64, 128, 4, 2), (64, 32, 4, 5)),
+        *((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3)),
+        *((128, 128, 8, 2), (64, 128, 4, 2), (64, 32, 4, 3)),
     )
 ]
 SCORES = [
@@ -52,6 +53,8 @@ SCORES = [
         *((64, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)),
     )
 ]
+_AT_ONCE = 64
+"""Tokens whose reference is computed at once."""
 CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
 SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 2048, 4096)]
 """Variants of the best decode tile: programs per multiprocessor, and entries above which a row is
@@ -78,9 +81,17 @@ def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Size
     rows = torch.arange(len(lengths), device=device)
     chunks = QuerySegments(rows, last, max(lengths))
     inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-    return Batch(
-        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
-    )
+    return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))
+
+
+def decoding_levels(
+    name: str, rows: int, context: int, form: str, shape: str, device: str, sizes: Sizes
+) -> Batch:
+    """Equal rows of a cache of levels."""
+    setting = _setting(shape, context, rows, device, sizes)
+    _, tables = setting.cache()
+    case = next(level_cases(setting, form, tables))
+    return Batch(name, case.triton, case.torch)
 
 
 def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes: Sizes) -> Batch:
@@ -94,9 +105,23 @@ def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes:
     own = torch.arange(rows, device=device)
     chunks = QuerySegments(own, last.contiguous(), 2 * chunk, starts, chunk)
     inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-    return Batch(
-        name, lambda: paged_attention_triton(*inputs), lambda: paged_attention_torch(*inputs)
-    )
+    return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))
+
+
+def in_pieces(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: QuerySegments, scale: float
+) -> Tensor:
+    """``paged_attention_torch`` of a few tokens at a time: it copies their keys for each query
+    head."""
+    rows = chunks.rows
+    if chunks.starts is not None:
+        rows = rows.repeat_interleave(chunks.starts.diff(), output_size=len(q))
+    parts = []
+    for first in range(0, len(q), _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        seen = QuerySegments(rows[some], chunks.last[:, some], chunks.max_held)
+        parts.append(paged_attention_torch(q[some], keys, values, tables, seen, scale))
+    return torch.cat(parts)
 
 
 def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Batch:
@@ -111,13 +136,13 @@ def scoring(name: str, events: int, shape: str, device: str, sizes: Sizes) -> Ba
 
 
 def _setting(shape: str, context: int, rows: int, device: str, sizes: Sizes) -> Setting:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return Setting(shape, Granularity.MODEL, context, rows, dtype, device, sizes)
 
 
 def batches(kernel: str, device: str) -> Iterator[Batch]:
     """The batches on which a tile of ``kernel`` is timed."""
-    if device != "cuda":
+    if device == "cpu":
         shape = "smoke", device, SMOKE
         if kernel == "decode":
             yield decoding("3 rows", [40, 20, 5], *shape)
@@ -133,6 +158,9 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
         yield decoding("64 rows of 2,000", [2000] * 64, *shape)
         yield decoding("17 rows of 2,000", [2000] * 17, *shape)
         yield decoding("a row of 8,000", [8000], *shape)
+        e4m3 = capability(torch.device(device)) >= (8, 9)
+        for form in ("int8", "fp8") if e4m3 else ("int8",):
+            yield decoding_levels(f"64 rows of 2,000, {form}", 64, 2000, form, *shape)
     elif kernel == "prefill":
         yield prefilling("a chunk of 2,048", 1, 2048, *shape)
         yield prefilling("4 chunks of 512", 4, 512, *shape)

@@ -15,6 +15,9 @@ from kvserve.kernels.tiles import FLOAT32_TILES, SORTED_ROWS, TILES, Tile
 
 # Arguments that change from step to step: no code is compiled for particular values of them.
 VARYING = {"columns", "inner", "least", "length", "places", "splits", "tokens", "window"}
+# Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
+# code is compiled for addresses that are multiples of 16 bytes.
+UNALIGNED = {"last", "recent", "rows", "shares", "slots", "starts", "sums"}
 
 
 class Helper:
@@ -41,7 +44,11 @@ class Kernel:
             raise ImportError("GPU kernels need Triton: pip install 'kvserve[cuda]'") from error
         _complete(self.source.__globals__)
         names = self.source.__code__.co_varnames[: self.source.__code__.co_argcount]
-        return triton.jit(self.source, do_not_specialize=[n for n in names if n in VARYING])
+        return triton.jit(
+            self.source,
+            do_not_specialize=[name for name in names if name in VARYING],
+            do_not_specialize_on_alignment=[name for name in names if name in UNALIGNED],
+        )
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Run on a grid of programs, if it has any. ``options``: constants, ``num_warps``."""

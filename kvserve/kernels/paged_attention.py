@@ -19,6 +19,7 @@ from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.dispatch import Kernel, Tile, num_processors, tile_of
 from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.quantized_triton import (
+    as_half,
     bfloat16_as_float,
     form_of,
     levels_as_floats,
@@ -129,7 +130,10 @@ def paged_attention_triton(
     kernel = ("decode" if packed <= 64 else "prefill") + " codes" * (codes is not None)
     tile = tile_of(kernel, q.device, dim, q.dtype)
     if packed <= 64:
-        tile = tile._replace(rows=max(tile.rows, 1 << (packed - 1).bit_length()))
+        queries = max(tile.rows, 1 << (packed - 1).bit_length())
+        tile = tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
+    elif form_of(values) == 2:  # both halves of a value are added up apart, which takes registers
+        tile = tile._replace(rows=tile.rows // 2)
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
     least = 1
@@ -320,51 +324,81 @@ def _attend(
     end = tl.minimum(begin + share, end)
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
-    k_base = keys + head * kv_head_stride + dims[None, :]
-    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
-    v_base = values + head * kv_head_stride + (dims % V_WIDTH)[None, :]
+    k_base, v_base = keys + head * kv_head_stride, values + head * kv_head_stride
+    beside_base = head * (kv_head_stride // 2)
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SHARES:
         newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
         near = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, DIM], tl.float32)
-    if REMAINDER:  # the first part begins with it, if the row has one
-        own = row * HEADS + head
-        bias = tl.where(split == 0, tl.load(more_bias + own), float("-inf"))
-        key = tl.load(more_keys + own * DIM + dims)
-        value = tl.load(more_values + own * DIM + dims)
-        logit = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
-        begins = (limit > 0) & (tl.zeros_like(high) + bias > float("-inf"))
-        high = tl.where(begins, logit + bias * 1.4426950408889634, high)  # log2(e)
-        total = tl.where(begins, 1.0, total)
-        acc = tl.where(begins[:, None], value.to(tl.float32)[None, :], acc)
+    # A byte of int4 holds a level of either half of a value.
+    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
+    v_dims = tl.arange(0, V_WIDTH)[None, :]
+    acc = tl.zeros([QUERIES, V_WIDTH], tl.float32)
+    scale = tl.zeros([QUERIES], tl.float32) + scale
+    if KEYS > 0:
+        # Levels are numbers of float16. Queries become such by a power of two of each, and
+        # probabilities in units of the largest scale of values so far.
+        queries, unit_of = as_half(queries)
+        scale *= unit_of
+        unit = 0.0
+    if VALUES == 2:
+        upper = tl.zeros([QUERIES, V_WIDTH], tl.float32)
+        lows = tl.zeros([QUERIES], tl.float32)
+    # A tile lies in one block, or else each of its entries looks for its own.
+    ONE_BLOCK: tl.constexpr = SLOTS == 0 and BLOCK % TILE == 0
     if SLOTS > 0:
         HALF: tl.constexpr = DIM // 2
         num_coded = tl.load(coded + row).to(tl.int32)
-    # Entries held as codes, if there can be any, then those behind them.
-    for raw in tl.static_range(0 if SLOTS > 0 else 1, 2):
+    # Entries held as codes, if there can be any; of those behind them, tiles that every query of a
+    # chunk sees whole; the rest.
+    if CHUNKED:
+        whole = tl.minimum(tl.min(tl.where(real, limit, end), axis=0), end)
+        whole = begin + tl.maximum(whole - begin, 0) // TILE * TILE
+    FIRST: tl.constexpr = 0 if SLOTS > 0 else (1 if CHUNKED and ONE_BLOCK else 2)
+    for part in tl.static_range(FIRST, 3, 2 if SLOTS > 0 else 1):
         first_entry, stop = begin, end
         if SLOTS > 0:
-            if raw:
-                first_entry = tl.maximum(begin, num_coded)
-            else:
+            if part == 0:
                 stop = tl.minimum(end, num_coded)
-        for start in tl.range(first_entry, stop, TILE, num_stages=None if raw else 1):
+            else:
+                first_entry = tl.maximum(begin, num_coded)
+        if FIRST == 1:
+            if part == 1:
+                stop = whole
+            else:
+                first_entry = whole
+        for start in tl.range(first_entry, stop, TILE, num_stages=1 if part == 0 else None):
             entry = start + tl.arange(0, TILE)
-            if raw:
-                block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
-                block = block.to(tl.int64)
-                known = (block >= 0) & (block < num_blocks)
-                at = (block * block_stride + entry % BLOCK * entry_stride)[:, None]
-                if KEYS > 0:
-                    beside = block * (block_stride // 2) + head * (kv_head_stride // 2)
-                    beside += entry % BLOCK
-                    k = tl.load(k_base + at, mask=known[:, None], other=0)
-                    k = levels_as_floats(k, KEYS, 0).to(queries.dtype)
-                    k_scale = bfloat16_as_float(tl.load(key_scales + beside, mask=known, other=0))
+            if part > 0:
+                if ONE_BLOCK:
+                    block = tl.load(row_table + start // BLOCK).to(tl.int64)
+                    inside = tl.arange(0, TILE)
+                    there = (block >= 0) & (block < num_blocks)
+                    known = (entry < (entry + 1 if part == 1 else stop)) & there
+                    block = tl.where(there, block, 0)
+                    skipped = start % BLOCK
+                    k_first = k_base + block * block_stride + skipped * entry_stride
+                    v_first = v_base + block * block_stride + skipped * value_stride
+                    beside = block * (block_stride // 2) + beside_base + skipped + inside
+                    at = (inside * entry_stride)[:, None]
+                    v_at = (inside * value_stride)[:, None]
                 else:
-                    k = tl.load(k_base + at, mask=known[:, None], other=0.0)
+                    block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
+                    block = block.to(tl.int64)
+                    inside = entry % BLOCK
+                    known = (block >= 0) & (block < num_blocks)
+                    block = tl.where(known, block, 0)
+                    k_first, v_first = k_base, v_base
+                    beside = block * (block_stride // 2) + beside_base + inside
+                    at = (block * block_stride + inside * entry_stride)[:, None]
+                    v_at = (block * block_stride + inside * value_stride)[:, None]
+                if KEYS > 0:
+                    k = levels_as_floats(tl.load(k_first + at + dims[None, :]), KEYS, 0)
+                    k = k.to(queries.dtype)
+                    k_scale = bfloat16_as_float(tl.load(key_scales + beside))
+                else:
+                    k = tl.load(k_first + at + dims[None, :])
             else:
                 block = tl.load(
                     slot_tables + row * slot_columns + entry // SLOTS,
@@ -402,44 +436,80 @@ def _attend(
                 pair = tl.load(pair_at, mask=known[:, None], other=0.0)
                 k = own * cos + pair * tl.where(negative, -sin, sin)
                 k = k.to(queries.dtype)
-            logits = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-            if KEYS > 0 or not raw:
+            logits = tl.dot(queries, tl.trans(k), input_precision="ieee")
+            if KEYS > 0 or part == 0:
                 logits *= k_scale.to(tl.float32)[None, :]
-            seen = (entry[None, :] < limit[:, None]) & known[None, :]
-            if not raw:
+            seen = known[None, :]  # none lies behind the last entry of any query
+            if CHUNKED and part != 1:
+                seen = seen & (entry[None, :] < limit[:, None])
+            if part == 0:
                 bit = query % GROUP
                 if GROUP > 32:  # all of them attend to everything
                     bit = tl.minimum(bit, 31)
                 seen = seen & (((heads[None, :] >> bit[:, None]) & 1) != 0)
             logits = tl.where(seen, logits, float("-inf"))
-            new_high = tl.maximum(high, tl.max(logits, axis=1))
+            new_high = tl.maximum(high, tl.max(logits, axis=1) * scale)
             shift = tl.where(new_high == float("-inf"), 0.0, new_high)
-            probs = tl.exp2(logits - shift[:, None])
+            probs = tl.exp2(logits * scale[:, None] - shift[:, None])
             decay = tl.exp2(high - shift)
             total = total * decay + tl.sum(probs, axis=1)
             if SHARES:
                 in_share = entry[None, :] >= newer[:, None]
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
-            if raw:
-                at = (block * block_stride + entry % BLOCK * value_stride)[:, None]
+            if part > 0:
                 if VALUES > 0:
-                    v = tl.load(v_base + at, mask=known[:, None], other=0)
-                    v = levels_as_floats(v, VALUES, (dims // V_WIDTH)[None, :])
-                    v_scale = tl.load(value_scales + beside, mask=known, other=0)
-                    v *= bfloat16_as_float(v_scale)[:, None]
+                    if VALUES == 3:  # the only levels that may be nan
+                        v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0)
+                    else:
+                        v = tl.load(v_first + v_at + v_dims)
                     if VALUES == 2:
                         v_low = tl.load(value_lows + beside, mask=known, other=0)
-                        v += bfloat16_as_float(v_low)[:, None]
-                    v = v.to(queries.dtype)
+                        v_low = bfloat16_as_float(v_low)[None, :]
+                        lows = lows * decay + tl.sum(probs * v_low, axis=1)
+                    v_scale = bfloat16_as_float(tl.load(value_scales + beside, mask=known, other=0))
+                    new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
+                    per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
+                    probs *= (v_scale * per_unit)[None, :]
+                    decay *= unit * per_unit
+                    unit = new_unit
                 else:
-                    v = tl.load(v_base + at, mask=known[:, None], other=0.0)
+                    v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0.0)
             else:
                 v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
                 probs *= v_scale.to(tl.float32)[None, :]
             acc = acc * decay[:, None]
+            if part > 0 and VALUES > 0:
+                probs = probs.to(queries.dtype)
+                if VALUES == 2:
+                    v_upper = levels_as_floats(v, VALUES, 1).to(queries.dtype)
+                    upper = upper * decay[:, None]
+                    upper = tl.dot(probs, v_upper, upper, input_precision="ieee")
+                v = levels_as_floats(v, VALUES, 0).to(queries.dtype)
             acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
             high = new_high
 
+    if VALUES == 2:
+        acc = tl.join(acc, upper).permute(0, 2, 1).reshape(QUERIES, DIM)
+        acc = acc * unit + lows[:, None]
+    elif VALUES > 0:
+        acc *= unit
+    if REMAINDER:  # of the first part, if the row has one; the order of a sum is free
+        lane_at = row * HEADS + head
+        bias = tl.where(split == 0, tl.load(more_bias + lane_at), float("-inf"))
+        more_key = tl.load(more_keys + lane_at * DIM + dims).to(tl.float32)[None, :]
+        more_value = tl.load(more_values + lane_at * DIM + dims).to(tl.float32)[None, :]
+        logit = tl.sum(queries.to(tl.float32) * more_key, axis=1) * scale
+        begins = (limit > 0) & (tl.zeros_like(high) + bias > float("-inf"))
+        logit = tl.where(begins, logit + bias * 1.4426950408889634, float("-inf"))  # log2(e)
+        new_high = tl.maximum(high, logit)
+        shift = tl.where(new_high == float("-inf"), 0.0, new_high)
+        decay, weight = tl.exp2(high - shift), tl.exp2(logit - shift)
+        total = total * decay + weight
+        if SHARES:
+            near *= decay
+        # Where there is none its numbers may be anything.
+        acc = acc * decay[:, None] + tl.where(begins[:, None], weight[:, None] * more_value, 0.0)
+        high = new_high
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]
     place = token * (ROWS * HEADS * GROUP) + q_head

@@ -143,16 +143,28 @@ TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_
 
 @Helper
 def levels_as_floats(levels, FORM: tl.constexpr, upper):
-    """Levels of a byte each, or of int4: the upper ones of each byte where ``upper`` is 1."""
+    """Levels of a byte each as float16; of int4 the upper ones of bytes where ``upper`` is 1."""
     if FORM == 2:
-        floats = ((levels.to(tl.int32) >> (upper * 4)) & 15).to(tl.float32)
+        digits = ((levels.to(tl.int16) >> (upper * 4)) & 15) | 0x6400
+        floats = digits.to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
     elif FORM == 3:
-        # Sign and number go where a float16 has them; its exponent is then 8 too small.
-        bits = (levels.to(tl.int32) & 127) << 7 | (levels.to(tl.int32) & 128) << 8
-        floats = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        floats = levels.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        floats = levels.to(tl.float32)
+        digits = levels.to(tl.int16) + 0x6480
+        floats = digits.to(tl.float16, bitcast=True) - 1152.0
     return floats
+
+
+@Helper
+def as_half(x):
+    """Vectors [N, D] as float16 (float32 stays), each divided by a power of two; and these [N]."""
+    most = tl.max(tl.abs(x.to(tl.float32)), axis=1)
+    unit = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = tl.where(unit > 0, unit, 1.0)
+    small = x.to(tl.float32) / unit[:, None]
+    if x.dtype != tl.float32:
+        small = small.to(tl.float16)
+    return small, unit
 
 
 @Helper

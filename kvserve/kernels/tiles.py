@@ -26,9 +26,9 @@ class Tile(NamedTuple):
     longest: int = 0
 
 
-# Two-byte numbers, by the lowest compute capability that has these tiles. From 5 stages on two
-# tiles of keys and values are under way while a third is multiplied: Triton 3.6 and 3.7 take one
-# stage each for the table's block, the keys and the values of an entry.
+# Two-byte numbers, by the lowest compute capability that has these tiles. With 3 stages the next
+# tile of keys and values is under way when one is waited for, and the one after that is asked for
+# as soon as it is multiplied. Two warps issue fewer instructions for a tile than four.
 TILES = {
     (8, 0): {
         "decode": Tile(16, 64, 4, 2),
@@ -38,9 +38,9 @@ TILES = {
         "scores": Tile(64, 64, 4, 2),
     },
     (9, 0): {
-        "decode": Tile(16, 32, 4, 5, programs=4, longest=4096),
+        "decode": Tile(16, 32, 2, 3, programs=5, longest=4096),
         "decode codes": Tile(16, 32, 4, 3),
-        "prefill": Tile(128, 64, 8, 5, programs=1),
+        "prefill": Tile(128, 64, 8, 3, programs=1),
         "prefill codes": Tile(128, 32, 8, 2, programs=1),
         "scores": Tile(64, 64, 4, 3),
     },

@@ -21,6 +21,7 @@ from bench.machine import Ended
 from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.engine.models.spec import read_spec
+from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,17 @@ def test_the_most_important_rows_come_first() -> None:
         policy_spec(job.policy), policy_spec(job.small().policy)
         of_none = [other for other in JOBS if (other.policy, other.traffic) == (NONE, job.traffic)]
         assert of_none, f"{job.name} has nothing to be compared with"
+
+
+def test_every_row_fits_an_h100() -> None:
+    """Weights, pool and 8 GB for the rest: the context, graphs, steps and events."""
+    memory = 0.9 * 85.5e9
+    for job in JOBS:
+        spec = read_spec(CONFIGS / job.model)
+        model = Transformer(spec, torch.bfloat16, "meta", fp8=job.model.endswith("fp8"))
+        weights = sum(p.numel() * min(2, p.itemsize) for p in model.parameters())
+        pool = (job.pool or 0) * gpu_row.bytes_per_token(job.model, "cuda")
+        assert weights + pool + 8e9 < memory, f"{job.name}: {weights / 1e9:.1f} + {pool / 1e9:.1f}"
 
 
 @pytest.mark.usefixtures("cpu")

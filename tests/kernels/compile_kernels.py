@@ -1,10 +1,11 @@
 """Compile the Triton kernels as their launchers launch them, without a GPU, and read their costs.
 
-    python tests/kernels/compile_kernels.py --arch 90 --name paged_attention/decode
+    python -m tests.kernels.compile_kernels --arch 90 --name decode
 
 prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
-memory per program. ``--write`` makes it the installed Triton's budget, of these variants and
-architectures. Not under TRITON_INTERPRET.
+memory per program, and for attention the warp instructions that 32 entries take in each of its
+loops. ``--write`` makes it the installed Triton's budget, of these variants and architectures. Not
+under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from tests.kernels.hot_loops import hot_loops
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)
@@ -197,6 +199,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/shares_split": lambda: attend(splits=8, shares=True),
     "prefill/shares": lambda: attend(chunk=512, shares=True),
     "decode/split": lambda: attend(splits=8),
+    "decode/few": lambda: attend(chunk=4),
+    "decode/many": lambda: attend(chunk=16),
     "decode/head": lambda: attend(rows=8),
     "decode/group7": lambda: attend(group=7),
     "decode/dim64": lambda: attend(dim=64),
@@ -264,11 +268,22 @@ VARIANTS: dict[str, Callable[[], object]] = {
 }
 
 
+SPILLING = {
+    80: ("decode/few", "decode/many", "prefill/dim256"),
+    100: ("prefill/dim64", "prefill/float32"),
+}
+"""Variants of numbers that spill 16 to 32 bytes under one of the Tritons."""
+
+
 def is_budgeted(name: str, arch: int) -> bool:
     """e4m3 came with sm_89; reading codes or levels spills 8 to 16 bytes but on sm_90."""
-    if "codes" in name or name.startswith(tuple(f"decode/{form}" for form in FORMATS)):
+    if name in SPILLING.get(arch, ()):
+        return False
+    levels = tuple(f"{kind}/{form}" for kind in ("decode", "prefill") for form in FORMATS)
+    if "codes" in name or name.startswith(levels):
         return arch == 90
-    return arch >= 89 or not name.startswith(("window_scores/e4m3", "quantize_rows"))
+    e4m3 = "window_scores/e4m3", "quantize_rows", "prefill/fp8", "gather_levels/fp8"
+    return arch >= 89 or not name.startswith(e4m3)
 
 
 class Compiler:
@@ -311,13 +326,18 @@ class Compiler:
         )
         name = kernel.source.__name__.lstrip("_")
         self.ptx[name] = compiled.asm["ptx"]
-        self.costs[name] = {**usage(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
+        cubin = compiled.asm["cubin"]
+        self.costs[name] = {**usage(cubin), "shared": compiled.metadata.shared}
+        if name == "attend":
+            share = 32 * warps["num_warps"] / options["TILE"]
+            for i, length in enumerate(hot_loops(cubin), 1):
+                self.costs[name][f"loop {i}"] = round(length * share)
 
 
 def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
     """What Triton's launcher makes of an argument, and whether 16 divides it (or its address)."""
     if isinstance(value, Tensor):
-        return POINTERS[value.dtype], True
+        return POINTERS[value.dtype], name not in dispatch.UNALIGNED
     varying = name in dispatch.VARYING
     if constant or (value == 1 and not varying):
         return "constexpr", False

@@ -17,17 +17,30 @@ from torch import Tensor
 from bench import kernels as bench
 from bench.kernel_rows import cases as kernel_cases
 from bench.kernel_rows import peers as kernel_peers
+from bench.kernel_rows import stored_cases as stored_kernel_cases
 from bench.kernel_rows.cases import Setting
 from bench.kernel_rows.peers import Run
+from bench.kernel_rows.stored_cases import all_cases
 from bench.kernel_rows.targets import EVENT, targets
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
+from tests.checkpoints import random_prompts
+from tests.meta_device import DRAWN, GREEDY, on_a_device, small_engine
 
+__all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("granularity", list(Granularity))
+@pytest.mark.parametrize(
+    "granularity",
+    [
+        Granularity.MODEL,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (Granularity.LAYER, Granularity.HEAD)),
+    ],
+)
 def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
     setting = tiny(granularity, device)
     codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
@@ -39,7 +52,39 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         "select by torch",
         *EVENT,
         *codes,
+        *("decode with shares", "prefill with shares"),
+        *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
+        *("norm", "norm of heads", "rotation", "activation"),
+        *(
+            f"{kernel} of {form}"
+            for kernel in ("decode", "prefill", "store", "gather", "move")
+            for form in FORMATS
+        ),
     }
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("form", ["auto", *FORMATS])
+def test_what_kara_launches_is_checked(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kernel of a run of Kara's default, in the form that it has there."""
+    launched: set[Any] = set()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        kinds = ("SHARES", "CHUNKED", "KEYS", "VALUES", "KEY", "VALUE", "FORM", "INT4", "SEEN")
+        form = tuple((name, options[name]) for name in kinds if name in options)
+        launched.add((kernel.source.__name__, form))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    policy = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
+    llm = small_engine(tmp_path, policy, kv_cache_dtype=form)
+    llm.generate(random_prompts([5, 17, 33]), [GREEDY, DRAWN, GREEDY], use_tqdm=False)
+    by_kara, launched = launched, set()
+    for case in all_cases(tiny(Granularity.MODEL, "cpu")):
+        case.triton()
+    assert len(by_kara) > 10
+    assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
 
 
 def tiny(granularity: Granularity, device: str) -> Setting:
@@ -58,6 +103,7 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
     monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)
     monkeypatch.setattr(kernel_cases, "event_cases", lambda *_: ())
+    monkeypatch.setattr(stored_kernel_cases, "stored_cases", lambda *_: ())
     found = bench.differences(tiny(Granularity.MODEL, device))
     assert found["store"].error and "illegal memory access" in found["store"].error
     assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)

@@ -64,9 +64,11 @@ class KVCache:
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.zeros(shape, dtype=stored, device=device)
-        # Block 0 is a null block here too. Not pinned: pages that no swap has written cost no
-        # memory, and pinned memory is rounded up to a power of two.
-        self.host = torch.empty(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
+        # Block 0 is a null block here too. Not pinned: such memory is rounded up to a power of two.
+        # On a CPU, pages that no swap has written cost no memory. Beside a GPU they are written
+        # now: the first write to a page takes seven times as long, and a step would wait for it.
+        made = torch.zeros if device == "cuda" else torch.empty
+        self.host = made(num_host_blocks + 1, *shape[1:], dtype=stored, device="cpu")
         staged = min(num_host_blocks, max(1, SWAP_STAGING_BYTES // self.kv[0].nbytes))
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"

@@ -33,11 +33,25 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import CompactionTask, ObservationTask
 
 SCRATCH_BYTES = 256 * 1024 * 1024
+_SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
+_SCORE_BYTES = 16  # an entry's score, and what it is pooled and ranked by
+_RANKED_BYTES = 52  # the same for a whole prompt, with the slots that the entry moves between
+
+
+def event_bytes(layout: KVLayout, max_len: int) -> int:
+    """Most that an event takes at once: scratch for several windows, or for one of ``max_len``."""
+    entries, layers = max_len * layout.num_kv_heads, layout.num_layers
+    layer = entries * (2 * layout.head_dim + _SLOT_BYTES)
+    if layers * layer <= SCRATCH_BYTES:
+        return SCRATCH_BYTES
+    scoring = layer + 4 * PIECE_BYTES + entries * layers * _SCORE_BYTES
+    return max(scoring, entries * layers * _RANKED_BYTES)
 
 
 class Compressor:
@@ -102,20 +116,24 @@ class Compressor:
             places = policy.query_places(int(part.plan.num_queries[0]))
             windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
             leaders, where = self._leaders(policy)
-            for some, observed in self._observed(
+            count, scored = len(leaders if leaders is not None else range(layout.num_layers)), []
+            for some, layers, scores, observed in self._observed(
                 windows, policy, leaders, block_tables, log_tables
             ):
-                found = policy.choose(policy.score(observed), windows.length, length)
+                scored.append(scores)
+                if layers.stop < count:
+                    continue
+                found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
                 indices, counts = self._own(policy, found.indices, found.counts)
                 self._group.add_to_fingerprint(counts)
                 entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
                 heads = None if found.heads is None else _led(found.heads, where)
                 left = None
-                if self._fits(policy):
-                    dropped = not_in(indices, windows.length, counts) & observed.exist(
-                        windows.length
-                    )
+                if self._fits(policy) and len(scored) == 1:  # else of a few layers: take the mean
+                    dropped = not_in(indices, windows.length, counts)
+                    dropped &= observed.exist(windows.length)
                     left = policy.remainder_of(observed, dropped)
+                scored.clear()
                 counts = _led(counts, where)
                 yield Choice(at[some], part.seq_ids[some], entries, counts, heads, left)
 
@@ -245,28 +263,23 @@ class Compressor:
         first = int(task.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         leaders, where = self._leaders(policy)
-        parts, values, left = [], [], []
-        for some, observed in self._observed(
+        found: dict[int, list[SelectedWindows]] = {}
+        for some, at, scores, observed in self._observed(
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
-            scores = policy.score(observed)
             chosen = policy.select(scores, windows.length, keep)
             kept, scores = self._own(policy, chosen, scores)
             if kept_scores is not None:
-                at = _long(windows.rows[some], kept)
-                kept_scores[at, ..., :keep] = scores.gather(-1, kept)
-            parts.append(kept)
+                rows = _long(windows.rows[some], kept)
+                kept_scores[rows, at, ..., :keep] = scores.gather(-1, kept)
+            left = values = None
             if self._fits(policy):
                 dropped = not_in(kept, windows.length) & observed.exist(windows.length)
-                left.append(policy.remainder_of(observed, dropped))
+                left = policy.remainder_of(observed, dropped)
             if policy.fits_values:
-                fitted = left[-1] if left else None
-                values.append(policy.new_values(observed, kept, fitted))
-        return SelectedWindows(
-            _led(torch.cat(parts), where),
-            _led(torch.cat(values), where) if values else None,
-            Remainder(*map(torch.cat, zip(*left, strict=True))) if left else None,
-        )
+                values = policy.new_values(observed, kept, left)
+            found.setdefault(some.start, []).append(SelectedWindows(kept, values, left))
+        return SelectedWindows.joined(list(found.values())).led(where)
 
     def _write_values(self, task: CompactionTask, values: Tensor) -> None:
         """Write the new values [E, L, Hkv, C, D] of kept entries, which have been moved already."""
@@ -283,58 +296,86 @@ class Compressor:
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
-    def _leaders(self, policy: Policy) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The layers that are scored, and for every layer the index of its leader among them.
-
-        Both on the device; ``None`` twice if all layers are scored.
+    def _leaders(self, policy: Policy) -> tuple[IntArray, Tensor] | tuple[None, None]:
+        """The layers that are scored, and for every layer the index of its leader among them, on
+        the device; ``None`` twice if all layers are scored.
         """
         leaders = policy.leaders(self._cache.layout.num_layers)
-        scored, device = sorted(set(leaders)), self._cache.kv.device
+        scored = sorted(set(leaders))
         if leaders == scored:
             return None, None
         places = [scored.index(leader) for leader in leaders]
-        return to_device(scored, device), to_device(places, device)
+        return np.array(scored), to_device(places, self._cache.kv.device)
 
     def _observed(
         self,
         windows: Windows,
         policy: Policy,
-        layers: Tensor | None,
+        layers: IntArray | None,
         block_tables: Tensor,
         log_tables: Tensor,
         earlier: Tensor | None = None,
-    ) -> Iterator[tuple[slice, Observation]]:
-        """As many windows at a time as the scratch holds: their slice, and what a policy scores."""
-        cache, layout = self._cache, self._cache.layout
-        lanes = layout.num_layers, layout.num_kv_heads
-        heads = self._query_heads(policy)
-        fits = policy.fits_values or self._fits(policy)
-        each = self._window_bytes(windows, heads, fits_values=fits)
+    ) -> Iterator[tuple[slice, slice, Tensor, Observation]]:
+        """As many windows at a time as the scratch holds, or one by a few layers at a time.
+
+        Yields the slices of the windows and of ``layers``, their scores, and what was scored.
+        """
+        tables, num_layers = (block_tables, log_tables), self._cache.layout.num_layers
+        scored = np.arange(num_layers) if layers is None else layers
+        each = len(scored) * self._layer_bytes(windows, policy)
         step = max(1, self._scratch_bytes // each)
+        count = len(scored)
+        if each > self._scratch_bytes and not policy.fits_values:
+            count = max(1, count * self._scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows.part(some)
-            held = part.held(policy.later_entries)
-            slots = slots_of(block_tables, part.rows, held, lanes, layout.block_size)
-            slots, count = _led(slots, layers, 0), len(part.rows)
-            keys = by_window(cache.entries.keys(slots, layers), count)
-            values = None
-            if fits:
-                values = by_window(cache.entries.values(slots, layers), count)
-            queries: Queries = keys[..., :0, :]
+            recomputed = None
             if policy.recomputed_reduction is not None:
-                queries = _led(self._recompute(part, heads), layers)
-            elif part.num_queries:
-                queries = self._logged(part, log_tables, layers)
-            scores = None if earlier is None else earlier[_long(part.rows, keys)]
-            missing = part.missing(keys.device)
-            if missing is not None:
-                missing = _led(missing, layers)
-            how = self._scale, scores, missing, self._gather, policy.later_entries, values
-            left = None
-            if policy.leaves != "off" and self._remainders is not None and self._remainders.used:
-                left = self._remainders.of(_long(part.rows, keys), layers)
-            yield some, Observation(queries, keys, *how, left)
+                recomputed = self._recompute(part, self._query_heads(policy))
+            for first in range(0, len(scored), count):
+                at = slice(first, min(first + count, len(scored)))
+                own = layers if count >= len(scored) else scored[at]
+                held = part.of_layers(own)
+                observed = self._observation(held, policy, own, tables, recomputed, earlier)
+                yield some, at, policy.score(observed), observed
+
+    def _observation(
+        self,
+        part: Windows,
+        policy: Policy,
+        layers: IntArray | None,
+        tables: tuple[Tensor, Tensor],
+        recomputed: Tensor | None,
+        earlier: Tensor | None,
+    ) -> Observation:
+        """What a policy scores of ``layers`` (``None``: of all), all windows at once."""
+        cache, count = self._cache, len(part.rows)
+        block_tables, log_tables = tables
+        at = None if layers is None else to_device(layers, block_tables.device)
+        lanes = len(layers) if layers is not None else cache.layout.num_layers
+        if len(block_tables) > 1:
+            block_tables = _led(block_tables, at, 0)
+        shape = lanes, cache.layout.num_kv_heads
+        held = part.held(policy.later_entries)
+        slots = slots_of(block_tables, part.rows, held, shape, cache.layout.block_size)
+        keys, values = by_window(cache.entries.keys(slots, at), count), None
+        if policy.fits_values or self._fits(policy):
+            values = by_window(cache.entries.values(slots, at), count)
+        queries: Queries = keys[..., :0, :]
+        if recomputed is not None:
+            queries = _led(recomputed, at)
+        elif part.num_queries:
+            queries = self._logged(part, log_tables, at)
+        scores = None if earlier is None else earlier[_long(part.rows, keys)]
+        if scores is not None and scores.shape[1] > lanes:
+            scores = _led(scores, at)
+        missing = part.missing(keys.device)
+        left = None
+        if policy.leaves != "off" and self._remainders is not None and self._remainders.used:
+            left = self._remainders.of(_long(part.rows, keys), at)
+        how = self._scale, scores, missing, self._gather, policy.later_entries, values, left
+        return Observation(queries, keys, *how)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)
@@ -363,13 +404,17 @@ class Compressor:
             return self._cache.query_log.heads
         return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
 
-    def _window_bytes(self, windows: Windows, heads: int, *, fits_values: bool) -> int:
-        """float32 scratch for one window: logits and probabilities of all layers."""
-        layout, length, num_queries = self._cache.layout, windows.length, windows.num_queries
-        logits = (4 if fits_values else 2) * heads * num_queries * length
-        held = layout.num_kv_heads * length * (2 if fits_values else 1)
-        entries = 2 * (held + heads * num_queries) * layout.head_dim
-        return 4 * layout.num_layers * (logits + entries)
+    def _layer_bytes(self, windows: Windows, policy: Policy) -> int:
+        """Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
+        torch's operators hold them."""
+        layout, length, queries = self._cache.layout, windows.length, windows.num_queries
+        heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
+        vector = 4 * layout.head_dim + _SLOT_BYTES
+        matrices = 4 if policy.fits_values else 2 if self._cache.kv.device.type == "cpu" else 0
+        fits = policy.fits_values or self._fits(policy)
+        entries = kv_heads * length * (2 if fits else 1)
+        logits = matrices * 4 * heads * queries * length
+        return (entries + heads * queries) * vector + kv_heads * length * _SCORE_BYTES + logits
 
 
 def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:

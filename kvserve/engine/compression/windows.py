@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -98,6 +98,12 @@ class Windows:
             self.positions[at],
             ids,
         )
+
+    def of_layers(self, layers: IntArray | None) -> Windows:
+        """The same windows of some layers (``None``: of all)."""
+        if layers is None or self.entries.shape[1] == 1:  # entries are as in all layers
+            return self
+        return replace(self, entries=self.entries[:, layers])
 
 
 def uneven_lengths(task: ObservationTask) -> IntArray:

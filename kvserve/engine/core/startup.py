@@ -99,7 +99,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         code=config.model.trust_remote_code,
     )
     spec = read_spec(directory, config.model.hf_overrides)
-    block_size = config.cache.block_size or 16
+    block_size = _block_size(config, device)
     with _naming_flags():
         policy = policy.for_model(spec.num_layers, block_size)
     _check_quantization(config, spec)
@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     _check_policy(policy, spec, max_len)
     plan = _plan(config, policy, spec, directory, dtype, device, max_len)
     if device == "cpu":
-        check_pool(config, plan.block_bytes, free_memory(device, 1.0))
+        check_pool(config, plan.block_bytes, free_memory(device, 1.0), ranks)
     attention = plan.attention(config.attention_backend)
     codes = codes_rows(plan, attention)
     direct, _ = plan.code_attention(attention)
@@ -172,7 +172,7 @@ def _plan(
 ) -> RankPlan:
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
-    block_size, granularity = config.cache.block_size or 16, choose_granularity(config, policy)
+    block_size, granularity = _block_size(config, device), choose_granularity(config, policy)
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
     form = _entry_form(config, spec, dtype, device)
     if policy.fits_values and form.quantized:
@@ -215,6 +215,8 @@ def _start(
         model = load_model(*weights, group)
     profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
+    if plan.device == "cuda":
+        check_pool(config, plan.block_bytes, free)
     layout = plan.layout
     num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
@@ -284,6 +286,11 @@ def _device(config: EngineConfig) -> str:
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
     return config.device
+
+
+def _block_size(config: EngineConfig, device: str) -> int:
+    """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
+    return config.cache.block_size or (64 if device == "cuda" else 16)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:

@@ -51,21 +51,20 @@ def free_memory(device: str, utilization: float) -> int:
     return _available_memory()
 
 
-def check_pool(config: EngineConfig, block_bytes: int, free: int) -> None:
-    """``ConfigError`` if the requested pool does not fit ``free`` bytes.
+def check_pool(config: EngineConfig, block_bytes: int, free: int, sharing: int = 1) -> None:
+    """``ConfigError`` if the pool asked for does not fit ``free`` bytes, of ``sharing`` ranks.
 
-    It is checked before anything is loaded: the system would grant the addresses and kill the
-    process once it used them.
+    On a CPU it is checked before anything is loaded: the system would grant the addresses and kill
+    the process once it used them. A GPU's memory is known when the weights are there.
     """
-    ranks = config.parallel.tensor_parallel_size
     blocks, wanted, flag = config.cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
     if blocks is not None:
         wanted = (blocks + 1) * block_bytes
     elif config.cache.kv_cache_memory is not None:
         wanted, flag = config.cache.kv_cache_memory, "--kv-cache-memory"
-    if wanted * ranks > free:
+    if wanted * sharing > free:
         raise ConfigError(
-            f"{flag}: a pool of {_gib(wanted * ranks)} GiB is more than the {_gib(free)} GiB of "
+            f"{flag}: a pool of {_gib(wanted * sharing)} GiB is more than the {_gib(free)} GiB of "
             "memory that are free"
         )
 

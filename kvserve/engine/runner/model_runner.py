@@ -23,8 +23,9 @@ from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_tokens
+from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_bits
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
+from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.block_pool import IntArray
@@ -248,8 +249,9 @@ class ModelRunner:
             if self._last is not None:
                 self._last.collect()  # a mask depends on the token before
             # On a GPU the forward is still running while the host works out the masks.
-            masks = allowed_tokens(step.grammars, *logits.shape)
-            allowed = to_device(masks, logits.device, torch.bool)
+            bits = allowed_bits(step.grammars, logits.shape[1])
+            places = [place for place, _ in step.grammars]
+            allowed = TokenMasks.of(places, bits, logits.device)
         argmax = self.model.operators.argmax
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)

@@ -30,7 +30,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.compressor import SCRATCH_BYTES
+from kvserve.engine.compression.compressor import event_bytes
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.loader import load_model
@@ -192,6 +192,8 @@ class RankPlan:
         """
         cache, scheduler = self.config.cache, self.config.scheduler
         weights = sum(part.numel() * part.itemsize for part in model.parameters())
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
         left = free_memory(self.device, cache.gpu_memory_utilization)
         given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
         if self.device != "cuda" or given:
@@ -204,7 +206,8 @@ class RankPlan:
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other
         torch.cuda.empty_cache()
-        events = SCRATCH_BYTES + SWAP_STAGING_BYTES + self.most_score_bytes
+        scratch = event_bytes(self.layout, self.max_len)
+        events = scratch + SWAP_STAGING_BYTES + self.most_score_bytes
         return Profile(weights, step, events, left - step - events)
 
     def _smallest_pool(self) -> Pool:

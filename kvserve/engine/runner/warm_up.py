@@ -84,18 +84,33 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
     """Run the first event of rows whose tables name only the null block."""
     layout = runner.cache.layout
     if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
-        return  # these run only torch's operators and attention
+        _move(runner)
+        return  # the rest of their first events runs torch's operators and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:
         return  # no sequence gets so long
     tables = runner.batch.block_tables, runner.batch.log_tables
     if policy.granularity is not Granularity.MODEL:
-        runner.compressor.observe(task, policy, *tables)
+        _, found = runner.compressor.observe(task, policy, *tables)
+        runner.compressor.run_observed(task, policy, found, tables[0])
         return
     scores = runner.batch.kept_scores(policy.kept_scores)
     runner.compressor.run(task, policy, *tables, scores)
     if scores is not None:
         scores.zero_()
+
+
+def _move(runner: ModelRunner) -> None:
+    """Gather some entries and logged queries of the null block, and move entries inside of it."""
+    cache, device = runner.cache, runner.batch.device
+    layers = cache.layout.num_layers
+    entries, queries = (
+        torch.zeros(layers, heads, 16, dtype=torch.int64, device=device)
+        for heads in (cache.layout.num_kv_heads, cache.query_log.heads)
+    )
+    cache.entries.keys(entries, None)
+    cache.query_log.read(queries, None)
+    cache.entries.move(entries, entries, runs=1)
 
 
 def first_event(

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvserve.config import EngineConfig
@@ -97,15 +95,14 @@ class SequenceGrammar:
         )
 
 
-def allowed_tokens(
-    grammars: Sequence[tuple[int, SequenceGrammar]], count: int, vocab_size: int
-) -> Tensor:
-    """bool [count, V]: what may be sampled at each place; places without a grammar allow all."""
-    bits = np.full((count, -(-vocab_size // 32)), -1, np.int32)
-    for place, grammar in grammars:
-        grammar.fill(bits[place])
-    unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-    return torch.from_numpy(unpacked[:, :vocab_size].astype(bool))
+def allowed_bits(
+    grammars: Sequence[tuple[int, SequenceGrammar]], vocab_size: int
+) -> np.ndarray[Any, Any]:
+    """What may be sampled next under each of G grammars, a bit per token: int32 [G, ceil(V/32)]."""
+    bits = np.full((len(grammars), -(-vocab_size // 32)), -1, np.int32)
+    for row, (_, grammar) in zip(bits, grammars, strict=True):
+        grammar.fill(row)
+    return bits
 
 
 class GrammarCompiler:

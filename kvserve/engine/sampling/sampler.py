@@ -18,6 +18,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
+from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.kernels import elementwise
 from kvserve.kernels.sample_tokens import sample_tokens
 from kvserve.scheduler.block_pool import IntArray
@@ -144,12 +145,12 @@ class SamplingRows:
         logits: Tensor,
         at: IntArray,
         positions: Tensor,
-        allowed: Tensor | None = None,
+        allowed: TokenMasks | None = None,
         argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
     ) -> SampledTokens:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 
-        ``allowed`` [S, V], boolean, is what the rows' grammars allow. ``argmax``: that of
+        ``allowed`` is what the grammars of some of the S rows allow. ``argmax``: that of
         ``kvserve.kernels.elementwise``, or another that does the same.
         """
         host = self._host[at]
@@ -160,7 +161,7 @@ class SamplingRows:
         if host[:, 2].any():
             logits = self._hold_back_stops(logits, rows, positions)
         if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
+            logits = allowed.apply(logits)
         if host[:, 0].any():
             tokens = self.draw(logits, rows, positions, bool(host[:, 1].any()))
         else:

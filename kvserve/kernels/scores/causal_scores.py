@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +16,56 @@ GQA_REDUCTIONS = ("mean", "max", "sum")
 
 Queries = Tensor | Int4Queries
 """[..., Hq, W, D], as numbers or as they are logged in 4 bits."""
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""Logits that are held at once; scores of more are computed head by head, if need be."""
+
+
+class _Lanes(NamedTuple):
+    """Arguments of a score that have heads: ``query [..., Hq, W, D]``, ``key [..., Hkv, n, D]``."""
+
+    query: Queries
+    key: Tensor
+    missing: Tensor | None
+    shares: Tensor | None
+    remainder: Remainder | None
+
+    def pieces(self, rows: int | None = None) -> Iterator[_Lanes]:
+        """The two halves of the first dimension that can be divided, heads at last; nothing if
+        the logits of ``rows`` of the W queries (default: all) fit ``PIECE_BYTES``, or there is one
+        KV head."""
+        *lanes, queries, _ = self.query.shape
+        size = 4 * math.prod(lanes) * min(queries, rows or queries) * self.key.shape[-2]
+        if size <= PIECE_BYTES or not (dim := self.divided):
+            return
+        count = self.key.shape[-dim]
+        for first, end in ((0, count // 2), (count // 2, count)):
+            yield self._part(dim, first, end)
+
+    @property
+    def divided(self) -> int:
+        """That dimension of ``key``, counted from its end; 0 if there is none."""
+        dims = self.key.shape[:-2]
+        return next((len(dims) + 2 - i for i, size in enumerate(dims) if size > 1), 0)
+
+    def _part(self, dim: int, first: int, end: int) -> _Lanes:
+        group = self.query.shape[-3] // self.key.shape[-3] if dim == 3 else 1
+
+        def cut(x: Tensor, behind: int, heads: int = 1) -> Tensor:
+            """``behind``: how many dimensions ``x`` lacks at its end beside a key's."""
+            return x.narrow(behind - dim, first * heads, (end - first) * heads)
+
+        query = self.query
+        if isinstance(query, Tensor):
+            query = cut(query, 0, group)
+        else:
+            query = Int4Queries(*(cut(part, 0, group) for part in query))
+        missing = None if self.missing is None else cut(self.missing, 1)
+        shares = None if self.shares is None else cut(self.shares, 1, group)
+        left = self.remainder
+        if left is not None:
+            left = Remainder(cut(left.keys, 1), cut(left.values, 1), cut(left.bias, 2))
+        return _Lanes(query, cut(self.key, 0), missing, shares, left)
 
 
 def causal_scores(
@@ -34,6 +88,10 @@ def causal_scores(
     [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV, arXiv 2404.14469,
     section 4.
     """
+    lanes = _Lanes(query, key, missing, shares, remainder)
+    if pieces := list(lanes.pieces()):
+        parts = [causal_scores(q, k, scale, gqa_reduce, *beside) for q, k, *beside in pieces]
+        return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
         return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
@@ -94,6 +152,10 @@ def past_scores(
     importance of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares``
     there is no such softmax: a group's absolute probabilities are reduced.
     """
+    lanes = _Lanes(query, key, missing, shares, remainder)
+    if pieces := list(lanes.pieces()):
+        parts = [past_scores(q, k, scale, gqa_reduce, *beside) for q, k, *beside in pieces]
+        return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         probs = _absolute_past(query, key, scale, missing, shares)
         return over_group(probs, gqa_reduce, -3).mean(dim=-2)
@@ -125,6 +187,10 @@ def received_mass(
     [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
     [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
     """
+    lanes = _Lanes(query, key, missing, None, remainder)
+    if pieces := list(lanes.pieces(block)):
+        parts = [received_mass(q, k, scale, weights, m, r, block) for q, k, m, _, r in pieces]
+        return torch.cat(parts, dim=1 - lanes.divided)
     length, count = key.shape[-2], query.shape[-2]
     places = torch.arange(length, device=key.device)
     mass = torch.zeros(key.shape[:-1], dtype=torch.float32, device=key.device)

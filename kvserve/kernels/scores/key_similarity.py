@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvserve.kernels.scores.causal_scores import PIECE_BYTES
+
 _ROWS = 32
 _SMALLEST_NORM = 1e-8
 
@@ -15,6 +17,9 @@ def anchor_similarity(key: Tensor, missing: Tensor | None = None) -> Tensor:
     key: [..., n, D]. Returns float32 [..., n]; keys ``missing [..., n]`` are ignored and get 0.
     KeyDiff, arXiv 2504.15364, section 3.
     """
+    if key.dim() > 2 and 4 * key.numel() > PIECE_BYTES:
+        gone = [None] * len(key) if missing is None else missing
+        return torch.stack([anchor_similarity(*lane) for lane in zip(key, gone, strict=True)])
     unit = _directions(key, missing)
     anchor = _directions(unit.mean(dim=-2, keepdim=True))
     return (unit @ anchor.transpose(-1, -2)).squeeze(-1)

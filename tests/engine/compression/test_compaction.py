@@ -163,11 +163,11 @@ def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(compressor, "_scratch_bytes", scratch)
         observed = compressor._observed
 
-        def watched(*args: Any) -> Iterator[tuple[slice, Observation]]:
+        def watched(*args: Any) -> Iterator[tuple[slice, slice, Any, Observation]]:
             nonlocal most
-            for some, observation in observed(*args):  # noqa: B023
+            for some, layers, scores, observation in observed(*args):  # noqa: B023
                 most = max(most, len(observation.keys))
-                yield some, observation
+                yield some, layers, scores, observation
 
         monkeypatch.setattr(compressor, "_observed", watched)
         outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -22,55 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.attention.by_phase import ByPhase
-from kvserve.engine.attention.select import Choice, Needs
-from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.cache import entry_store, query_log
-from kvserve.engine.compression import coder
-from kvserve.engine.compression.coder import Codebook, Coder
-from kvserve.engine.core import startup
-from kvserve.engine.core.kv_trace import KVTracer, TracedMove
-from kvserve.engine.models import transformer
-from kvserve.engine.models.operators import TRITON, Operators
-from kvserve.engine.policies import kara, scoring
-from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.runner import rank
-from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
-from kvserve.engine.runner.warm_up import warm_up
-from kvserve.engine.sampling import sampler
-from kvserve.kernels import quantized_triton
-from kvserve.kernels.compact_kv import compact_kv_triton
-from kvserve.kernels.dispatch import VARYING, Kernel
-from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
-from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
-from kvserve.kernels.sample_tokens import sample_tokens_triton
-from kvserve.kernels.scores.codebook import Cover
-from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores import window_scores_triton
-from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.log import ConfigError
-from kvserve.outputs import KVTraceEvent
-from kvserve.scheduler.event import answer
-from kvserve.scheduler.output import ObservationTask
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import random_prompts
+from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 
 ATEN = torch.ops.aten
-KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
-RECOMPUTED = {"query_source": "recompute", "query_stride": 2}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 TRACED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, kv_trace=True)
-DRAWN = SamplingParams(
-    max_tokens=24,
-    seed=1,
-    top_p=0.9,
-    top_k=5,
-    min_p=0.1,
-    min_tokens=3,
-    presence_penalty=0.5,
-    logit_bias={3: 1.0},
-    stop_token_ids=[7],
-    logprobs=2,
-)
 
 
 class NoWaits(TorchDispatchMode):
@@ -126,49 +83,6 @@ def test_an_index_of_the_host_is_found(index: Any) -> None:
             x[index] = 0.0
 
 
-traced: list[list[TracedMove]] = []
-"""What was queued for followers: it cannot be read either."""
-
-
-def note_moves(tracer: KVTracer, moves: list[TracedMove]) -> list[tuple[int, KVTraceEvent]]:
-    traced.append(moves)
-    return []
-
-
-def collect(step: LaunchedStep) -> ModelRunnerOutput:
-    """Some tokens, and counts for policies that choose them: nothing can be read back."""
-    tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
-    scores = [answer(kind, np.full(kept.shape, 4, np.int32)) for kind, kept in step.events]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0)
-
-
-@pytest.fixture
-def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine on ``meta`` takes the launchers that it takes on CUDA; kernels do not run."""
-
-    def choose(wanted: str, needs: Needs) -> Choice:
-        attention = TritonAttention(needs.scale, needs.block_size)
-        quantized = quantized_triton.TRITON
-        stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
-        return Choice("triton", ByPhase(attention, attention), *stores, "")
-
-    monkeypatch.setattr(startup, "_device", lambda config: "meta")
-    monkeypatch.setattr(rank, "select_backend", choose)
-    operators = Operators("triton", "", *TRITON)
-    monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
-    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
-    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
-    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
-    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
-    monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
-    monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
-    monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)
-    monkeypatch.setattr(Kernel, "launch", lambda kernel, grid, *args, **options: None)
-    monkeypatch.setattr(LaunchedStep, "collect", collect)
-    monkeypatch.setattr(KVTracer, "read", note_moves)
-    traced.clear()
-
-
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "padded"])
 @pytest.mark.parametrize(
@@ -186,17 +100,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path) -> None:
     """Chunks and decodes (as they are, and as graphs hold them), events of all sources of queries,
     sampling by most rules."""
-    llm = LLM(
-        str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
-        policy=policy,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        block_size=4,
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-        num_gpu_blocks_override=240,
-        cudagraph_capture_sizes=sizes,
-    )
+    llm = small_engine(tmp_path, policy, cudagraph_capture_sizes=sizes)
     with nothing_is_waited_for():
         prompts = random_prompts([5, 17, 33, 1])
         outputs = llm.generate(prompts, [GREEDY, DRAWN, TRACED, DRAWN], use_tqdm=False)
@@ -204,101 +108,24 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
     assert any(move.plan is not None for moves in traced for move in moves)
 
 
-@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.usefixtures("on_a_device", "no_likenesses")
 @pytest.mark.parametrize(
     ("sizes", "gqa"),
     [((), "mean"), ((2, 6), "mean"), ((), "repeat")],
     ids=["eager", "padded", "repeat"],
 )
 def test_codes_are_written_and_read_without_waits(
-    sizes: tuple[int, ...], gqa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], gqa: str, tmp_path: Path
 ) -> None:
-    """What compares entries, to find codes for them, does wait: it takes as many rounds as there
-    are likenesses. It is left out."""
-
-    def compare(
-        new: Tensor, there: Tensor, *entries: Tensor, weights: Tensor | None = None
-    ) -> Cover:
-        assert weights is None or gqa == "repeat"
-        return Cover(torch.zeros_like(there.long()), torch.zeros_like(there.long()), entries[-1])
-
-    def codebook(self: Coder, task: ObservationTask, tables: tuple[Tensor, ...]) -> Codebook:
-        counts = self._by_lane(tables[5], task.rows)
-        none = counts.new_zeros(*counts.shape, 0)
-        vectors = self._store.vectors.new_zeros(*none.shape, self._store.vectors.shape[-1])
-        return Codebook(vectors, counts, none.bool(), none)
-
-    monkeypatch.setattr(coder, "extend", compare)
-    monkeypatch.setattr(Coder, "_codebook", codebook)
-    spindle = {"name": "spindlekv", "gqa": gqa}
-    llm = LLM(
-        str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
-        policy={**spindle, "window": 4, "flush_every": 4, "raw_fallback": False},
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        block_size=4,
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-        num_gpu_blocks_override=2000,
-        cudagraph_capture_sizes=sizes,
-    )
+    policy = {"name": "spindlekv", "gqa": gqa, "window": 4, "flush_every": 4, "raw_fallback": False}
+    how = {"num_gpu_blocks_override": 2000, "cudagraph_capture_sizes": sizes}
+    llm = small_engine(tmp_path, policy, **how)
     assert ("codes", "read") in [row[:2] for row in llm.engine.core.info.summary]
     with nothing_is_waited_for():
         outputs = llm.generate(random_prompts([5, 17, 33]), GREEDY, use_tqdm=False)
     for output in outputs:
         details = output.kv_cache_details
         assert details.compactions > 2 and details.coded_entries and details.codebook_entries
-
-
-@pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize(
-    "policy",
-    [KARA, KARA | RECOMPUTED, {"name": "h2o", "budget": 16}],
-    ids=["kara", "recompute", "h2o"],
-)
-def test_nothing_is_compiled_for_a_request(
-    policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What chunks, decodes, draws and events launch was launched before, with the same constants:
-    Triton compiles a kernel anew for others, and for numbers that are 1 or multiples of 16."""
-    launched: set[Any] = set()
-
-    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
-        code = kernel.source.__code__
-        given = dict(zip(code.co_varnames, args, strict=False))
-        kinds = tuple(_kind(name, value) for name, value in given.items())
-        launched.add((kernel.source.__name__, kinds, tuple(sorted(options.items()))))
-
-    monkeypatch.setattr(Kernel, "launch", launch)
-    llm = LLM(
-        str(write_checkpoint("llama", tmp_path, num_attention_heads=4)),
-        policy=policy,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        block_size=4,
-        max_num_batched_tokens=32,
-        max_num_seqs=6,
-        num_gpu_blocks_override=240,
-    )
-    core = llm.engine.core
-    prepared = make_policy(policy).for_model(3, 4)
-    warm_up(core.runner, prepared, core.info.max_model_len, max_tokens=32)
-    before = set(launched)
-    outputs = llm.generate(random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN] * 2, use_tqdm=False)
-    assert any(output.kv_cache_details.compactions for output in outputs)
-    assert len(before) > 10
-    for name, kinds, options in launched - before:
-        known = [launch[1:] for launch in before if launch[0] == name]
-        pytest.fail(f"{name} {options} {kinds} is new beside {known}")
-
-
-def _kind(name: str, value: Any) -> Any:
-    """What Triton compiles a kernel for: a tensor's type, and some properties of numbers."""
-    if isinstance(value, Tensor):
-        return value.dtype
-    if isinstance(value, int) and name not in VARYING:
-        return value == 1, value % 16 == 0, value >= 2**31
-    return type(value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

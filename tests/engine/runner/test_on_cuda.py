@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvserve.config import EngineConfig
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.core import startup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.output import SwapTask
@@ -119,3 +121,9 @@ def test_host_memory_is_not_pinned_as_a_whole() -> None:
         cache.kv.fill_(-1.0)
         cache.swap((), (task,))
         assert torch.equal(cache.kv[1:], before[1:])
+
+
+def test_blocks_are_as_large_as_tiles_on_a_gpu() -> None:
+    config = EngineConfig()
+    assert [startup._block_size(config, device) for device in ("cpu", "cuda")] == [16, 64]
+    assert startup._block_size(EngineConfig.from_flat(block_size=32), "cuda") == 32

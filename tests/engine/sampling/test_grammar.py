@@ -11,7 +11,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import EngineConfig
-from kvserve.engine.sampling.grammar import GrammarCompiler, allowed_tokens
+from kvserve.engine.sampling.grammar import GrammarCompiler
 from kvserve.log import ConfigError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
@@ -116,11 +116,6 @@ def test_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").astype(bool)
     assert set(np.flatnonzero(allowed[0])) == {b, eos}
     assert set(np.flatnonzero(allowed[1])) == {a}
-
-
-def test_places_without_a_grammar_allow_all() -> None:
-    assert allowed_tokens([], 2, 70).all()
-    assert allowed_tokens([], 2, 70).shape == (2, 70)
 
 
 def test_without_a_tokenizer_or_a_backend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Every Triton kernel compiles without a GPU and stays within registers and shared memory.
 
-``python tests/kernels/compile_kernels.py --write`` makes what they need now the budget.
+``python -m tests.kernels.compile_kernels --write`` makes what they need now the budget.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> 
     if triton_at is not None:
         without["PYTHONPATH"] = os.pathsep.join([str(triton_at), without.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "compile_kernels.py"), *arguments, "--ptx", str(tmp_path)],
+        [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments, "--ptx", str(tmp_path)],
         env=without | {"TRITON_CACHE_DIR": str(tmp_path)},
         cwd=HERE.parents[1],
         capture_output=True,
@@ -76,6 +76,21 @@ def test_nothing_is_allowed_to_spill() -> None:
     assert not spilling
 
 
+@pytest.mark.parametrize(
+    ("variant", "most"),
+    [
+        *(("decode", 1150), ("decode/int8", 1700), ("decode/k8v4", 1800), ("decode/fp8", 1700)),
+        ("prefill", 2800),  # 700 of each of 8 warps for a tile of 64
+    ],
+)
+def test_attention_issues_few_instructions(variant: str, most: int) -> None:
+    """Warp instructions for 32 entries of a KV head, beside the cycles that memory takes for them
+    on an H100: 1,133 (numbers), 574 (int8, fp8), 437 (k8v4), at some two instructions a cycle."""
+    for version, costs in BUDGETS.items():
+        issued = costs[f"{variant}:attend"]["sm_90"]["loop 1"]
+        assert issued <= most, f"Triton {version}"
+
+
 def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES)
     assert {name.partition(":")[2] for name in costs} == {name.partition(":")[2] for name in BUDGET}
@@ -88,13 +103,13 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     for variant, kernel in (("window_scores", "log_sums"), ("window_scores", "shares")):
         scores = ptx(tmp_path, variant, kernel)
         assert "cp.async.cg.shared.global" in scores and "mma" in scores
-    # Entries are loaded while earlier ones are multiplied: what a tile waits for leaves others, of
-    # keys and of values, under way.
+    # Entries are loaded while earlier ones are multiplied: what a tile waits for leaves the next
+    # one's keys and values under way.
     for variant in ("decode-split", "prefill"):
         code = ptx(tmp_path, variant, "attend")
         before = re.split(r"mma(?:_async)?\.sync\.aligned\.m", code)[0]
         under_way = re.findall(r"cp\.async\.wait_group\s+(\d+);", before)
-        assert under_way and int(under_way[-1]) >= 4, variant
+        assert under_way and int(under_way[-1]) >= 2, variant
     # Sampling divides as torch does, and takes no logarithm that is wrong near 1.
     draw = ptx(tmp_path, "sample_tokens", "draw")
     assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", "narrow")

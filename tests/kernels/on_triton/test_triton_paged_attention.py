@@ -135,10 +135,10 @@ def test_a_long_row_is_split_beside_short_ones(
 @pytest.mark.parametrize(
     ("rows", "max_held", "splits"),
     [
-        # 132 multiprocessors with four programs each are 528; a row is 8 heads.
+        # 132 multiprocessors with five programs each are 660; a row is 8 heads.
         (1, 8192, (64, 128)),
         (1, 1024, (8, 128)),
-        (17, 8192, (3, 128)),
+        (17, 8192, (4, 128)),
         (31, 8192, (2, 128)),
         (64, 8192, (2, 4096)),
         (256, 8192, (2, 4096)),

@@ -1,0 +1,180 @@
+"""Cases of what Kara's default and ``--kv-cache-dtype`` add: a log in 4 bits, shares, levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernel_rows.cases import SHAPES, Case, Setting, cases
+from kvserve.kernels import elementwise
+from kvserve.kernels.dispatch import capability
+from kvserve.kernels.entry_format import FORMATS
+from kvserve.kernels.int4_log import (
+    Int4Queries,
+    gather_int4_torch,
+    gather_int4_triton,
+    quantize,
+    store_int4_torch,
+    store_int4_triton,
+)
+from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
+from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
+from kvserve.kernels.quantized_triton import TRITON
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.shares import Seen, Shares
+from kvserve.kernels.slot_mapping import slot_mapping
+
+
+def all_cases(setting: Setting) -> Iterator[Case]:
+    """Those of ``cases``, then these."""
+    yield from cases(setting)
+    yield from stored_cases(setting, *setting.cache())
+
+
+def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    """Attention whose shares are logged, the log, levels of each form, a layer's other kernels."""
+    yield from share_cases(setting, cache, tables)
+    yield from log_cases(setting)
+    for name in FORMATS if setting.dtype is not torch.float16 else ():  # each is compiled anew
+        if name != "fp8" or capability(torch.device(setting.device)) >= (8, 9):
+            yield from level_cases(setting, name, tables)
+    yield from elementwise_cases(setting)
+
+
+def chunks_of(setting: Setting, chunk: int) -> tuple[Tensor, QuerySegments]:
+    """Queries of the newest ``chunk`` tokens of every row."""
+    q_heads, _, dim = SHAPES[setting.shape]
+    device, rows, context = setting.device, setting.rows, setting.context
+    last = torch.arange(context - chunk, context, device=device).repeat(rows).int()
+    starts = None if chunk == 1 else torch.arange(rows + 1, device=device) * chunk
+    last = last.expand(setting.layout.rows, -1).contiguous()
+    chunks = QuerySegments(torch.arange(rows, device=device), last, context, starts, chunk)
+    return setting.random(rows * chunk, q_heads, dim), chunks
+
+
+def share_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    dim = cache.shape[-1]
+    for kernel, chunk in (("decode with shares", 1), ("prefill with shares", 5)):
+        q, chunks = chunks_of(setting, chunk)
+        inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
+        yield attention_case(kernel, inputs, 2 * setting.rows * setting.context * dim * q.itemsize)
+
+
+def attention_case(kernel: str, inputs: tuple[Any, ...], num_bytes: int) -> Case:
+    """Attention, and beside it the shares that a log in 4 bits takes."""
+    q = inputs[0]
+    recent = torch.arange(len(q), device=q.device) % 7 + 1
+    told = Shares(torch.empty(q.shape[:2], device=q.device), recent)
+
+    def attend(kernel: Callable[..., Tensor]) -> Tensor:
+        out = kernel(*inputs, shares=told)
+        return torch.cat([out, told.out[..., None].to(out.dtype)], dim=-1)
+
+    return _pair(kernel, attend, paged_attention_triton, paged_attention_torch, num_bytes)
+
+
+def log_cases(setting: Setting) -> Iterator[Case]:
+    """Queries to the log and back, and Kara's scores by absolute attention."""
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    sizes, rows, device = setting.sizes, setting.rows, setting.device
+    per_row = setting.layout.rows
+    shape = 8, sizes.layers, 2 * sizes.window, q_heads // per_row
+    log = quantize(setting.random(*shape, dim), -torch.rand(shape, device=device))
+    slots = torch.randperm(8 * shape[2], device=device)[: per_row * rows].view(per_row, rows)
+    query, shares = setting.random(rows, q_heads, dim), -torch.rand(rows, q_heads, device=device)
+
+    def store(kernel: Callable[..., None]) -> Tensor:
+        kernel(log, 1, slots, query, shares)
+        return log.float()
+
+    yield _pair("log in 4 bits", store, store_int4_triton, store_int4_torch, query.nbytes)
+    lanes = torch.randint(0, 8 * shape[2], (sizes.layers, q_heads, rows * 9), device=device)
+
+    def gather(kernel: Callable[..., Int4Queries]) -> Tensor:
+        return kernel(log, lanes).float()
+
+    yield _pair("gather of 4 bits", gather, gather_int4_triton, gather_int4_torch, lanes.numel())
+    window = rows, sizes.layers, q_heads, sizes.window
+    queries = quantize(setting.random(*window, dim), -torch.rand(window, device=device) - 0.1)
+    keys = setting.random(rows, sizes.layers, kv_heads, sizes.window, dim)
+    span = sizes.window - sizes.buffer
+    seen = Seen(queries.shares, span, later=sizes.buffer)
+    inputs = queries, keys, dim**-0.5, "sum_squares", "rms", seen
+    yield Case(
+        "absolute scores of 4 bits",
+        partial(window_scores_triton, *inputs),
+        partial(window_scores_torch, *inputs),
+        keys.nbytes,
+    )
+
+
+def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
+    """A cache of levels: stored, attended to, gathered, moved."""
+    layout, form = setting.layout, FORMATS[name]
+    _, kv_heads, dim = SHAPES[setting.shape]
+    lane = form.lane_bytes(layout.block_size, dim)
+    shape = tables.numel() + 1, layout.layers_per_block, layout.heads_per_block * lane
+    pool = torch.zeros(shape, dtype=torch.uint8, device=setting.device)
+    blocks = QuantizedBlocks(pool, form, layout.block_size, dim)
+    rows = torch.arange(setting.rows, device=setting.device).repeat_interleave(setting.context)
+    place = torch.arange(setting.context, device=setting.device).repeat(setting.rows)
+    at = place.expand(1, layout.rows, -1)
+    slots = slot_mapping(tables[:1], rows, at, layout.block_size)[0]
+    key, value = (setting.random(len(rows), kv_heads, dim) for _ in range(2))
+    TORCH.store(blocks, 0, slots, key, value)
+    lanes = slots.expand(kv_heads, -1)[None]
+    for kind, chunk in (("decode", 1), ("prefill", 5)):
+        q, chunks = chunks_of(setting, chunk)
+        inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
+        yield attention_case(f"{kind} of {name}", inputs, 2 * key.numel())
+
+    def store(kernels: QuantizedKernels) -> Tensor:
+        kernels.store(blocks, 0, slots, value, key)
+        return blocks.pool.int()
+
+    def gather(kernels: QuantizedKernels) -> Tensor:
+        parts = [
+            kernels.gather(blocks, lanes, None, setting.dtype, values) for values in (False, True)
+        ]
+        return torch.cat(parts)
+
+    def move(kernels: QuantizedKernels) -> Tensor:
+        kernels.move(blocks, lanes[..., 3:], lanes[..., :-3], 1)
+        return blocks.pool.int()
+
+    for kernel, run in (("gather", gather), ("store", store), ("move", move)):
+        yield _pair(f"{kernel} of {name}", run, TRITON, TORCH, key.numel())
+
+
+def elementwise_cases(setting: Setting) -> Iterator[Case]:
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    tokens, width = setting.rows, q_heads * dim
+    x, wide = setting.random(tokens, width), setting.random(tokens, q_heads + kv_heads, dim)
+    weight, angles = setting.random(width), setting.random(2, tokens, 1, dim)
+    for kernel, inputs, triton, plain in (
+        ("norm", (x, weight, 1e-5), elementwise.rms_norm_triton, elementwise.rms_norm),
+        (
+            "norm of heads",
+            (wide[:, :q_heads], weight[:dim], 1e-5),
+            elementwise.rms_norm_triton,
+            elementwise.rms_norm,
+        ),
+        ("rotation", (wide, *angles), elementwise.rotate_triton, elementwise.rotate),
+        ("activation", (x,), elementwise.silu_and_mul_triton, elementwise.silu_and_mul),
+    ):
+        yield Case(kernel, partial(triton, *inputs), partial(plain, *inputs), 2 * x.nbytes)
+
+
+def _pair(
+    kernel: str,
+    run: Callable[..., Tensor],
+    triton: object,
+    reference: object,
+    num_bytes: int,
+) -> Case:
+    return Case(kernel, partial(run, triton), partial(run, reference), num_bytes)

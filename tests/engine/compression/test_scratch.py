@@ -1,0 +1,108 @@
+"""What events take beside the pool fits what was reserved for it, however long a prompt is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu_runs.jobs import CONFIGS
+from kvserve import LLM
+from kvserve.engine.compression.compressor import SCRATCH_BYTES, event_bytes
+from kvserve.engine.models import loader
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.runner.warm_up import first_event
+from kvserve.kernels.int4_log import quantize
+from kvserve.kernels.scores.causal_scores import (
+    Queries,
+    causal_scores,
+    past_scores,
+    received_mass,
+)
+from kvserve.kernels.scores.key_similarity import anchor_similarity
+from kvserve.scheduler.layout import Granularity, KVLayout
+from tests.meta_device import no_likenesses, on_a_device
+from tests.peak_bytes import PeakBytes
+
+__all__ = ["no_likenesses", "on_a_device"]
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("prompt", [pytest.param(32_000, marks=pytest.mark.slow), 131_000])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "snapkv", "budget": 2048},
+        {"name": "snapkv", "ratio": 0.5},
+        {"name": "adakv", "budget": 2048},
+        {"name": "pyramidkv", "budget": 2048},
+        {"name": "dynamickv", "budget": 2048},
+        {"name": "keydiff", "budget": 2048},
+    ],
+    ids=lambda policy: "-".join(map(str, policy.values())),
+)
+def test_a_long_prompt_fits_the_scratch(
+    policy: dict[str, Any], prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_fill_randomly", lambda *_: None)
+    llm = LLM(
+        str(CONFIGS / "llama-3.1-8b"),
+        policy=policy,
+        dtype="bfloat16",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        block_size=64,
+        max_num_seqs=2,
+        num_gpu_blocks_override=4096,
+    )
+    runner = llm.engine.core.runner
+    layout, tables = runner.cache.layout, (runner.batch.block_tables, runner.batch.log_tables)
+    prepared = make_policy(policy).for_model(layout.num_layers, layout.block_size)
+    task = first_event(prepared, layout, 1, prompt)
+    assert task is not None
+    with torch.inference_mode(), PeakBytes() as peak:
+        if prepared.granularity is Granularity.MODEL:
+            runner.compressor.run(task, prepared, *tables)
+        else:
+            runner.compressor.observe(task, prepared, *tables)
+    assert 2**24 < peak.most <= event_bytes(layout, prompt), f"{peak.most / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("reduce", ["mean", "none"])
+@pytest.mark.parametrize("form", ["numbers", "int4"])
+def test_scores_in_pieces_are_the_same(
+    reduce: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 3, 4, 5, 16), torch.randn(2, 3, 2, 40, 16)
+    missing = torch.zeros(2, 3, 2, 40, dtype=torch.bool)
+    missing[1, :, 1, :9] = True
+    queries: Queries = query
+    shares = None
+    if form == "int4":
+        queries = quantize(query, torch.full(query.shape[:-1], -0.5))
+        shares = queries.shares
+
+    def scores() -> list[torch.Tensor]:
+        return [
+            causal_scores(queries, key, 0.25, reduce, missing, shares),
+            past_scores(queries, key, 0.25, "max", missing, shares),
+            received_mass(queries, key, 0.25, torch.rand(5), missing, block=2),
+            anchor_similarity(key, missing),
+        ]
+
+    torch.manual_seed(1)
+    whole = scores()
+    monkeypatch.setattr("kvserve.kernels.scores.causal_scores.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvserve.kernels.scores.key_similarity.PIECE_BYTES", 1)
+    torch.manual_seed(1)
+    torch.testing.assert_close(scores(), whole)
+
+
+def test_what_is_reserved_grows_with_the_context() -> None:
+    """2 % of an H100 for prompts of 128k tokens on an 8B model; nothing more for short ones."""
+    layout = KVLayout(32, 8, 128, 64)
+    assert event_bytes(layout, 2048) == SCRATCH_BYTES
+    assert event_bytes(layout, 8192) < 1.25 * SCRATCH_BYTES
+    assert event_bytes(layout, 131_072) < 0.025 * 80e9

@@ -1,0 +1,123 @@
+"""No kernel is compiled while the engine serves: the warm-up has launched all that requests launch.
+
+Triton compiles a kernel anew for other constants and types, for numbers that are 1 or multiples of
+16, and for addresses that are multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.runner.warm_up import warm_up
+from kvserve.kernels.dispatch import UNALIGNED, VARYING, Kernel
+from kvserve.scheduler.layout import Granularity
+from tests.checkpoints import random_prompts
+from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
+
+WINDOW = {"budget": 16, "window": 4}
+THRESHOLD = {"trigger": "threshold", "threshold": 24}
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "kara": KARA,
+    "streaming_llm": {"budget": 16},
+    "h2o": {"budget": 16},
+    "snapkv": WINDOW | THRESHOLD | {"protect_prompt": False},
+    "rkv": WINDOW | {"threshold": 24},
+    "keydiff": {"budget": 16},
+    "chunkkv": WINDOW | {"chunk_size": 4},
+    "pyramidkv": WINDOW,
+    "pyramidinfer": {"min_context": 8, "decay": 0.2, "period": 8, "decode_decay": 0.3},
+    "dynamickv": WINDOW,
+    "windowkv": WINDOW | {"reuse_layers": 3},
+    "adakv": WINDOW,
+    "spindlekv": {"window": 4, "flush_every": 4, "raw_fallback": False},
+}
+CASES = {name: {"name": name} | fields for name, fields in POLICIES.items()}
+CASES |= {
+    "kara-recompute": CASES["kara"] | RECOMPUTED,
+    "adakv-threshold": CASES["adakv"] | THRESHOLD | {"protect_prompt": False},
+    "spindlekv-raw": {"name": "spindlekv", "window": 4, "codebook": False},
+}
+
+QUICK = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv"}
+
+
+def test_no_policy_is_left_out() -> None:
+    built_in = {n for n in policy_names() if policy_class(n).__module__.startswith("kvserve.")}
+    assert set(POLICIES) == built_in
+
+
+def layouts(policy: dict[str, Any]) -> list[str]:
+    """The names of the layouts that can hold what ``policy`` leaves."""
+    least = make_policy(policy).for_model(3, 4).granularity
+    return [layout.value for layout in Granularity if least.fits(layout)]
+
+
+def cases() -> Iterator[Any]:
+    """A policy, a layout and a type of cache; most of them are slow together."""
+    for name, policy in CASES.items():
+        for i, layout in enumerate(layouts(policy)):
+            for form in ("auto", "k8v4"):
+                if form == "auto" or name != "spindlekv":
+                    quick = name in QUICK and i == 0 and form == "auto"
+                    yield pytest.param(name, layout, form, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.usefixtures("on_a_device", "no_likenesses")
+@pytest.mark.parametrize(("name", "layout", "form"), cases())
+def test_nothing_is_compiled_for_a_request(
+    name: str, layout: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks beside any number of decodes, draws and events, in every layout."""
+    launched: set[Any] = set()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        code = kernel.source.__code__
+        given = dict(zip(code.co_varnames, args, strict=False))
+        kinds = tuple((name, kind(name, value)) for name, value in given.items())
+        launched.add((kernel.source.__name__, kinds, tuple(sorted(options.items()))))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    policy = CASES[name]
+    how = {"kv_layout": layout, "kv_cache_dtype": form, "num_gpu_blocks_override": 2000}
+    tokens = 64 if name == "pyramidinfer" else 32  # which takes a prompt in one step
+    llm = small_engine(tmp_path, policy, max_num_batched_tokens=tokens, **how)
+    core = llm.engine.core
+    prepared = make_policy(policy).for_model(3, 4)
+    warm_up(core.runner, prepared, core.info.max_model_len, max_tokens=tokens)
+    before = set(launched)
+    prompts = random_prompts([5, 17, 33, 1, 7, 12, 29, 8])
+    outputs = llm.generate(prompts, [GREEDY, DRAWN] * 4, use_tqdm=False)
+    assert name == "none" or any(output.kv_cache_details.compactions for output in outputs)
+    assert len(before) > 10
+    new = launched - before
+    assert not new, "\n".join(
+        f"{kernel} {near(kernel, kinds, options, before)}" for kernel, kinds, options in new
+    )
+
+
+def kind(name: str, value: Any) -> Any:
+    """What Triton compiles a kernel for: a tensor's type and address, some properties of
+    numbers."""
+    if isinstance(value, Tensor):
+        aligned = value.storage_offset() * value.itemsize % 16 == 0
+        return value.dtype, name in UNALIGNED or aligned
+    if isinstance(value, int) and name not in VARYING:
+        return value == 1, value % 16 == 0, value >= 2**31
+    return type(value)
+
+
+def near(kernel: str, kinds: Any, options: Any, known: set[Any]) -> str:
+    """How a launch differs from those of ``known`` that it resembles most."""
+    same = [found for found in known if found[0] == kernel]
+    differences = [
+        sorted(set(found) ^ set(kinds), key=str) + sorted(set(other) ^ set(options), key=str)
+        for _, found, other in same
+    ]
+    return str(min(differences, key=len, default="was never launched"))

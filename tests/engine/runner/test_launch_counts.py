@@ -1,0 +1,64 @@
+"""How many kernels a captured decoding step launches: one row's step is bound by their number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvserve.kernels.dispatch import Kernel
+from tests.meta_device import KARA, small_engine
+
+VIEWS = {
+    *("view", "slice", "select", "transpose", "expand", "unsqueeze", "squeeze", "split", "unbind"),
+    *("t", "permute", "as_strided", "detach", "alias", "unfold", "_unsafe_view", "flatten"),
+    *("empty", "new_empty", "empty_like", "empty_strided", "split_with_sizes", "reshape"),
+    *("_reshape_alias", "new_empty_strided"),
+}
+PER_LAYER = {
+    "linear": 4, "add": 2,
+    "_rms_norm": 2, "_rotate": 1, "_store": 1, "_attend": 1, "_merge": 1, "_silu_and_mul": 1,
+}  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """Counts torch's operators, but for views of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (name := func.overloadpacket.__name__) not in VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize(("logs", "before"), [(False, 42), (True, 72)], ids=["plain", "logged"])
+def test_launches_of_a_graph(
+    logs: bool, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each layer, and before the first."""
+    llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,))
+    runner = llm.engine.core.runner
+    assert runner.graphs is not None
+    step = runner.graphs._steps[6, logs].step
+    launches = Launches()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        launches.counts[kernel.source.__name__] += 1
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    with torch.inference_mode(), launches:
+        step.forward()
+    layer = PER_LAYER | ({"_store_int4": 1} if logs else {})
+    layers = Counter({name: len(runner.model.layers) * n for name, n in layer.items()})
+    assert layers <= launches.counts
+    assert (launches.counts - layers).total() <= before, launches.counts - layers
