@@ -39,6 +39,7 @@ from kvserve.server.openai.responses import (
 from kvserve.server.openai.responses_protocol import ResponsesRequest
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
+from kvserve.server.state.clients import in_turn
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
@@ -49,7 +50,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     state, model = _admit(body, request)
-    params = body.sampling_params(state.default_sampling)
+    params = in_turn(body.sampling_params(state.default_sampling), request)
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
@@ -88,7 +89,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    params = in_turn(plan.params, request)
+    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
         return await stream_response(
@@ -129,7 +131,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state, model = _admit(chat, request)
     request_id = name_request(chat, request, "resp")
     plan = await plan_chat(state, chat)
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    params = in_turn(plan.params, request)
+    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
     if body.stream:
