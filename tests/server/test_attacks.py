@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,37 @@ def test_grammars_that_overflow_a_stack(server: Server) -> None:
             assert answer.json()["error"]["param"] == next(iter(bomb))
     assert sum(answer.status_code == 400 for answer in answers) >= 3 * len(CHAINS)
     assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_log_probabilities_of_many_prompts(server: Server) -> None:
+    """An answer of 580 MB took 4.9 GiB."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(100)]
+    for body in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        answer = server.complete(prompts, max_tokens=1, **body)
+        assert answer.status_code == 400, answer.text[:300]
+        error = answer.json()["error"]
+        assert error["param"] in body and "at most 524288" in error["message"]
+    assert server.complete("a", n=128, max_tokens=4000, logprobs=20).status_code == 400
+    assert server.complete("a", max_tokens=2, logprobs=20).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: bool) -> None:
+    """Their encoding stopped the loop for 6.6 s; the largest answer that is allowed is a 16th."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
+    body = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
+    with Bystander(server.url) as other:
+        answer = server.complete(prompts, **body)
+    assert answer.status_code == 200
+    choices = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
+    found = [choice for text in choices for choice in json.loads(text)["choices"]]
+    for choice in sorted(found, key=lambda choice: choice["index"]):
+        scored = choice["logprobs"]
+        assert scored["token_logprobs"][0] is None and len(scored["text_offset"]) == 4001
+        assert all(len(lists) == 4001 for lists in scored.values())
+        assert scored["text_offset"][-1] == sum(map(len, scored["tokens"][:-1]))
+    assert len(found) == 3
+    assert not other.failures and other.longest_gap < 2 * GAP, other.longest_gap
 
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
