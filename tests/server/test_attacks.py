@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -15,13 +18,14 @@ from tests.server.bystander import Bystander
 from tests.server.conftest import wait_until
 from tests.server.real_server import Server
 
-GAP = 0.5
-"""Seconds that a stream may wait beside an attack, on a machine that does nothing else."""
+GAP = 3.0
+"""Seconds that a stream may wait beside an attack: a sixth of it on a machine that is not busy."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    running = Server("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
+    pool = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
+    running = Server(*pool, "--write-timeout", "1.5")
     yield running
     running.stop()
 
@@ -48,7 +52,7 @@ def test_grammars_that_overflow_a_stack(server: Server) -> None:
         answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
         started = time.monotonic()
         assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
     for answer, bomb in zip(answers, bombs * 3, strict=True):
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
@@ -85,7 +89,47 @@ def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: b
         assert all(len(lists) == 4001 for lists in scored.values())
         assert scored["text_offset"][-1] == sum(map(len, scored["tokens"][:-1]))
     assert len(found) == 3
-    assert not other.failures and other.longest_gap < 2 * GAP, other.longest_gap
+    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_streams_that_nobody_reads(server: Server) -> None:
+    """They stayed for ever, with all that they had to say."""
+    body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(json.dumps(body))}"
+    request = f"{head}\r\nContent-Type: application/json\r\n\r\n{json.dumps(body)}".encode()
+    sockets = [deaf(server) for _ in range(24)]
+    with Bystander(server.url) as other:
+        for each in sockets:
+            each.sendall(request)
+        wait_until(lambda: len(server.stats()["requests"]) > 20, 20)
+        wait_until(lambda: len(server.stats()["requests"]) <= 1, 40)
+    assert "did not read its answer" in server.text
+    for each in sockets:
+        each.settimeout(5)
+        with suppress(ConnectionError):
+            while piece := each.recv(2**20):
+                assert b"[DONE]" not in piece
+        each.close()
+    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_who_reads_slowly_gets_everything(server: Server) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 2500, "logprobs": 20, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = []
+        for piece in answer.iter_bytes(2**16):
+            pieces.append(piece)
+            time.sleep(0.05)
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+def deaf(server: Server) -> socket.socket:
+    """A connection whose client has next to no room for an answer."""
+    where = urlsplit(server.url)
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.connect((str(where.hostname), int(where.port or 80)))
+    return made
 
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,9 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 create_app(state),
                 http=LimitedHttpProtocol.limited(
-                    settings.read_timeout, _connections_that_fit(settings.max_connections)
+                    settings.read_timeout,
+                    settings.write_timeout,
+                    _connections_that_fit(settings.max_connections),
                 ),
                 lifespan="off",
                 log_config=None,

@@ -68,6 +68,10 @@ class ServeSettings:
     read_timeout: float = setting(
         30.0, "seconds in which a client must send a request's head, and again its body"
     )
+    write_timeout: float = setting(
+        30.0,
+        "seconds after which a client that does not read its answer (1 KiB a second) is cut off",
+    )
     max_connections: int = setting(
         4096,
         "most connections open at once; above it, the one that has waited longest for its client "
@@ -99,6 +103,8 @@ class ServeSettings:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
         if not self.read_timeout > 0:
             raise ConfigError("--read-timeout must be above 0")
+        if not self.write_timeout > 0:
+            raise ConfigError("--write-timeout must be above 0")
         if self.max_connections < 1:
             raise ConfigError("--max-connections must be at least 1")
         if self.max_body_size < 1:
