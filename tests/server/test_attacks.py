@@ -95,8 +95,9 @@ def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: b
 def test_streams_that_nobody_reads(server: Server) -> None:
     """They stayed for ever, with all that they had to say."""
     body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(json.dumps(body))}"
-    request = f"{head}\r\nContent-Type: application/json\r\n\r\n{json.dumps(body)}".encode()
+    text = json.dumps(body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}"
+    request = f"{head}\r\nContent-Type: application/json\r\n\r\n{text}".encode()
     sockets = [deaf(server) for _ in range(24)]
     with Bystander(server.url) as other:
         for each in sockets:
@@ -121,6 +122,14 @@ def test_who_reads_slowly_gets_everything(server: Server) -> None:
             pieces.append(piece)
             time.sleep(0.05)
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((str(where.hostname), int(where.port or 80)), 5) as each:
+        filler = b"X-Filler: " + b"a" * 69_900
+        each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + filler + b"\r\n\r\n")
+        assert each.recv(100).startswith(b"HTTP/1.1 431")
 
 
 def deaf(server: Server) -> socket.socket:

@@ -53,6 +53,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes: int | None = None
         """Bytes so far of the head that is being read; ``None`` if none is."""
+        self._fields_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         """Runs while the client has to send a head or the rest of a body."""
         self._unread: asyncio.TimerHandle | None = None
@@ -88,12 +89,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._forget_unsent()
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._fields_bytes = 0
         self._expect("head")
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._fields_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields_bytes += len(name) + len(value) + 4
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        if self._fields_bytes > MAX_HEAD:  # it came at once, and is not incomplete at any time
+            self._refuse(ApiError(431, f"the headers are larger than {MAX_HEAD} bytes"))
+            return
         self._expect("body")
         super().on_headers_complete()
 

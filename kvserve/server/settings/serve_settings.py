@@ -61,6 +61,11 @@ class ServeSettings:
     allowed_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may call the server (CORS; '*' is any)"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names under which clients reach a server without --api-key, beside addresses, localhost "
+        "and its own name ('*': any, which lets web pages in by DNS rebinding)",
+    )
     allow_credentials: bool = setting(False, "let those pages send cookies")
     allowed_methods: tuple[str, ...] = setting(("*",), "HTTP methods that those pages may use")
     allowed_headers: tuple[str, ...] = setting(("*",), "headers that those pages may send")
