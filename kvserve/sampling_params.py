@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvserve.field_types import check_types
 from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, shown
 
@@ -156,6 +157,7 @@ class SamplingParams:
     structured_output: StructuredOutput | None = field(init=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         spec = self.structured_outputs
