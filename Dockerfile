@@ -2,7 +2,7 @@
 # kvserve with CUDA (default), or for CPUs with `--build-arg DEVICE=cpu`:
 #
 #   docker build -t kvserve .
-#   docker run --gpus all --ipc=host -p 8000:8000 -v kvserve-hf:/data/huggingface kvserve \
+#   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -e KVSERVE_API_KEY -v kvserve-hf:/data/huggingface kvserve \
 #       --model Qwen/Qwen3-8B --policy kara --host 0.0.0.0
 #
 # --ipc=host (or --shm-size=8g): tensor-parallel ranks talk through shared memory, and Docker's

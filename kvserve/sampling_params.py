@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvserve.field_types import check_types
+from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, shown
 
 MAX_LOGPROBS = 20
@@ -25,12 +27,13 @@ class StructuredOutput:
 
     ``value`` is the JSON schema, the regular expression, the choices as a JSON list or the grammar,
     as ``kind`` says; for ``json_object`` it is empty. ``field`` is the field of the request that
-    asked for it, for error messages.
+    asked for it, for error messages. Grammars of each ``client`` are compiled in turn.
     """
 
     kind: str
     value: str
     field: str = "structured_outputs"
+    client: str = ""
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any], field: str = "structured_outputs") -> StructuredOutput:
@@ -60,10 +63,7 @@ def _value_text(kind: str, value: Any, field: str) -> str:
     if kind == "json_object" and value is True:
         return ""
     if kind == "json" and isinstance(value, str | dict | bool):
-        try:
-            return json.dumps(json.loads(value) if isinstance(value, str) else value)
-        except ValueError as exc:
-            raise RequestError(f"{field}.json is not JSON: {exc}", param=field) from None
+        return schema_text(value, f"{field}.json", field)
     if kind == "choice" and isinstance(value, list) and value:
         if len(value) > MAX_CHOICES:
             raise RequestError(
@@ -157,6 +157,7 @@ class SamplingParams:
     structured_output: StructuredOutput | None = field(init=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop_strings", stop)
         spec = self.structured_outputs

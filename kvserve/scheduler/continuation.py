@@ -78,6 +78,13 @@ class SavedRow:
         )
 
 
+class Place(NamedTuple):
+    """A place in a prompt: ``start`` tokens of full columns, whose hash is ``key``, and a tail."""
+
+    key: bytes
+    start: int
+
+
 @dataclass(slots=True, eq=False)
 class Continuation:
     """What a sequence held of its ``token_ids`` when it ended; ``row`` is ``None`` once evicted.
@@ -99,8 +106,9 @@ class Continuation:
     num_shareable: int
     turns: tuple[Turn, ...]
     events: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    """Hashes of the columns before ``floor`` and before ``num_prompt``: it is looked up by them."""
+    floor_place: Place
+    """Of ``floor``, and below of ``num_prompt``: it is looked up by them."""
+    prompt_place: Place
     hosted: bool = False
     """Whether ``row`` is in host memory; its tables then name host blocks."""
     used: int = 0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
+from kvserve.engine.core.grammar_queue import GrammarQueue
 from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
-from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
+from kvserve.engine.sampling.grammar import Matcher
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import StructuredOutput
 
 _IDLE_S = 0.02
 """Seconds that the loop waits for a grammar, without reading commands, while no step runs."""
@@ -63,42 +64,14 @@ class Channel(Protocol):
     def send(self, outputs: StepOutputs) -> None: ...
 
 
-class GrammarQueue:
-    """Sequences whose grammar is compiled by a thread, so that no other sequence waits for it."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._thread = ThreadPoolExecutor(1, "kvserve-grammar")
-        self._queue: dict[int, tuple[NewSequence, Future[Matcher]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    def add(self, new: NewSequence, wanted: StructuredOutput) -> None:
-        self._queue[new.seq_id] = new, self._thread.submit(self._compiler.compile, wanted)
-
-    def drop(self, seq_ids: Iterable[int]) -> None:
-        for seq_id in seq_ids:
-            if seq_id in self._queue:
-                self._queue.pop(seq_id)[1].cancel()
-
-    def take(self, timeout: float) -> list[tuple[NewSequence, Future[Matcher]]]:
-        """Remove and return the sequences whose grammar is compiled or refused.
-
-        Waits up to ``timeout`` seconds for one of the queued grammars.
-        """
-        if not self._queue:
-            return []
-        wait([future for _, future in self._queue.values()], timeout, FIRST_COMPLETED)
-        done = [(new, future) for new, future in self._queue.values() if future.done()]
-        self.drop([new.seq_id for new, _ in done])
-        return done
-
-
 def run_core(core: EngineCore, channel: Channel) -> None:
     """Serve commands and run steps until told to stop."""
+    with closing(GrammarQueue(core.grammars)) as grammars:
+        _serve(core, channel, grammars)
+
+
+def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
     channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
-    grammars = GrammarQueue(core.grammars)
     pool = PoolWatch(core)
     refused: list[RefusedSequence] = []
 

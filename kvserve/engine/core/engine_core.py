@@ -300,7 +300,8 @@ class EngineCore:
         self.executor.check()
 
     def close(self) -> None:
-        """End the other ranks; this core makes no further step."""
+        """End the other ranks and helpers; this core makes no further step."""
+        self.grammars.close()
         self.executor.close()
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,8 @@
 """Structured output: which tokens a grammar allows, for all sequences that follow one.
 
-Grammars are compiled by llguidance (default) or xgrammar, once each; a sequence has a copy of its
-own that follows its tokens. The mask has a bit per token and is made on the host.
+Grammars are compiled by llguidance (default) or xgrammar, once each, after another process has
+tried them; a sequence has a copy of its own that follows its tokens. The mask has a bit per token
+and is made on the host.
 """
 
 from __future__ import annotations
@@ -9,25 +10,23 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from kvserve.config import EngineConfig
 from kvserve.engine.device.pages import resident_bytes, trim_memory
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.sampling.grammar_backends import (
+    BackendSource,
     Compile,
     MakeMatcher,
     Matcher,
     compiled_safely,
     is_backends,
-    llguidance,
-    xgrammar,
+    load_backend,
 )
+from kvserve.engine.sampling.grammar_trial import GrammarTrial
 from kvserve.log import ConfigError, RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
@@ -113,9 +112,16 @@ class GrammarCompiler:
 
     def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
         check_grammar_backend(config)
-        self._backend = config.grammar_backend
-        self._model = config.model
-        self._info = info
+        model = config.model
+        self._source = BackendSource(
+            config.grammar_backend,
+            model.tokenizer or info.model_path,
+            model.trust_remote_code,
+            info.vocab_size,
+            list(info.eos_token_ids),
+        )
+        self._has_tokenizer = not model.skip_tokenizer_init and bool(info.eos_token_ids)
+        self._trial = GrammarTrial(self._source)
         self._make: Compile | None = None
         self._compiled: OrderedDict[tuple[str, str], tuple[MakeMatcher, int]] = OrderedDict()
         self._ended = 0
@@ -127,11 +133,17 @@ class GrammarCompiler:
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key][0]()
+        if not self._has_tokenizer:
+            raise RequestError(
+                f"{wanted.field} needs a tokenizer with an end-of-sequence token",
+                param=wanted.field,
+            )
+        self._trial.check(wanted)
         if self._make is None:
-            self._make = self._load_backend(wanted.field)
+            self._make = load_backend(self._source)
         before = resident_bytes()
         try:
-            make = compiled_safely(self._make, wanted, -(-self._info.vocab_size // 32))
+            make = compiled_safely(self._make, wanted, self._source.words)
         except RequestError as error:
             # The frames of its traceback hold what the backend had built, 80 MiB now and then.
             error.__context__ = None
@@ -160,24 +172,9 @@ class GrammarCompiler:
             self._ended = 0
             trim_memory()
 
-    def _load_backend(self, field: str) -> Compile:
-        eos = self._info.eos_token_ids
-        if self._model.skip_tokenizer_init or not eos:
-            raise RequestError(
-                f"{field} needs a tokenizer with an end-of-sequence token", param=field
-            )
-        path = self._model.tokenizer or self._info.model_path
-        described = Path(path) / "tokenizer.json"
-        if self._backend == "llguidance" and described.is_file():
-            # Without transformers, which takes 150 MiB to read the same file.
-            backend = Tokenizer.from_file(str(described))
-            return llguidance(backend, self._info.vocab_size, eos)
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=self._model.trust_remote_code
-        )
-        if self._backend == "xgrammar":
-            return xgrammar(tokenizer, self._info.vocab_size, eos)
-        return llguidance(tokenizer.backend_tokenizer, self._info.vocab_size, eos)
+    def close(self) -> None:
+        """End the process that tries grammars."""
+        self._trial.close()
 
 
 def check_grammar_backend(config: EngineConfig) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
+from tokenizers import Tokenizer
 
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import StructuredOutput
@@ -46,6 +48,39 @@ class Matcher(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BackendSource:
+    """What a backend is made from: its name, and the tokenizer's path and tokens."""
+
+    backend: str
+    tokenizer: str
+    trust_remote_code: bool
+    vocab_size: int
+    eos_token_ids: list[int]
+
+    @property
+    def words(self) -> int:
+        """How many numbers a mask has."""
+        return -(-self.vocab_size // 32)
+
+
+def load_backend(source: BackendSource) -> Compile:
+    """Read the tokenizer and prepare the library for it."""
+    size, eos = source.vocab_size, source.eos_token_ids
+    described = Path(source.tokenizer) / "tokenizer.json"
+    if source.backend == "llguidance" and described.is_file():
+        # Without transformers, which takes 150 MiB to read the same file.
+        return llguidance(Tokenizer.from_file(str(described)), size, eos)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.tokenizer, trust_remote_code=source.trust_remote_code
+    )
+    if source.backend == "xgrammar":
+        return xgrammar(tokenizer, size, eos)
+    return llguidance(tokenizer.backend_tokenizer, size, eos)
+
+
 def refused(wanted: StructuredOutput, reason: str) -> RequestError:
     """The error for the client; a panic's text is about the library's code, and is only logged."""
     if any(word in reason for word in ("panic", ".rs:", "unwrap()")):
@@ -65,20 +100,22 @@ def is_backends(error: BaseException) -> bool:
 
 
 def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
-    """Compile a grammar and try a few tokens, with masks of ``words`` numbers.
-
-    A grammar that would fail or take long in a step, which all sequences share, fails here with
-    ``RequestError``.
-    """
+    """``compile_and_try``, whose failures are the client's: ``RequestError``."""
     try:
-        make = compile(wanted)
-        _walk(make(), words)
-    except RequestError:
-        raise
+        return compile_and_try(compile, wanted, words)
     except BaseException as error:
         if not is_backends(error):
             raise
         raise refused(wanted, str(error)) from None
+
+
+def compile_and_try(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
+    """Compile a grammar and follow it for a few tokens, with masks of ``words`` numbers.
+
+    So a grammar that would fail or take long in a step, which all sequences share, fails here.
+    """
+    make = compile(wanted)
+    _walk(make(), words)
     return make
 
 
@@ -145,7 +182,7 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     def compile(wanted: StructuredOutput) -> MakeMatcher:
         first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)
         if first.is_error():
-            raise refused(wanted, first.get_error())
+            raise ValueError(first.get_error())
         return lambda: _GuidanceMatcher(first.deep_copy())
 
     return compile
@@ -159,6 +196,8 @@ class _XgrammarMatcher:
         self._matcher = matcher
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        import torch
+
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]), 0)
 
     def accept(self, token_id: int) -> bool:

@@ -90,7 +90,7 @@ def causal_scores(
     """
     lanes = _Lanes(query, key, missing, shares, remainder)
     if pieces := list(lanes.pieces()):
-        parts = [causal_scores(q, k, scale, gqa_reduce, *beside) for q, k, *beside in pieces]
+        parts = [causal_scores(q, k, scale, gqa_reduce, m, s, r) for q, k, m, s, r in pieces]
         return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
@@ -154,7 +154,7 @@ def past_scores(
     """
     lanes = _Lanes(query, key, missing, shares, remainder)
     if pieces := list(lanes.pieces()):
-        parts = [past_scores(q, k, scale, gqa_reduce, *beside) for q, k, *beside in pieces]
+        parts = [past_scores(q, k, scale, gqa_reduce, m, s, r) for q, k, m, s, r in pieces]
         return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         probs = _absolute_past(query, key, scale, missing, shares)

@@ -14,13 +14,10 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 
 from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.blocks.continuation_index import ContinuationIndex
 from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.continuation import (
-    EVICTED,
-    NEW,
-    POLICY,
-    TOKENS,
     Continuation,
     Resumption,
     named_by,
@@ -47,7 +44,7 @@ class Continuations:
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
         self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
         self._by_use: OrderedDict[int, Continuation] = OrderedDict()
-        self._by_key: dict[bytes, list[Continuation]] = {}
+        self._index = ContinuationIndex()
         self._gone: deque[Continuation] = deque()
 
     def __len__(self) -> int:
@@ -85,30 +82,15 @@ class Continuations:
         ``keys`` are the seed and the column hashes of ``token_ids``. The last token is always left
         to be computed.
         """
-        best, cause = None, NEW
-        for known in (found for key in keys for found in self._by_key.get(key, ())):
-            same = _common(known.token_ids, token_ids)
-            shared = min(same, len(token_ids) - 1)
-            if shared < known.floor:
-                if known.num_prompt <= same < len(token_ids) and cause == NEW:
-                    cause = TOKENS
-            elif known.shared_by != shared_by:
-                cause = POLICY if cause in (NEW, TOKENS) else cause
-            elif known.row is None:
-                cause = EVICTED
-            elif best is None or shared > best.num_tokens:
-                best = Resumption(known, shared)
-        return best, cause
+        known, shared, cause = self._index.longest(token_ids, keys, shared_by)
+        return (None if known is None else Resumption(known, shared)), cause
 
     def add(self, new: Continuation) -> None:
         """Store a continuation while its row still holds its blocks."""
         assert new.row is not None
-        for known in self._by_key.get(new.keys[0], [])[:]:
-            same = known.shared_by == new.shared_by
-            if same and np.array_equal(known.token_ids, new.token_ids):
-                self._forget(known)
-        for key in new.keys:
-            self._by_key.setdefault(key, []).append(new)
+        if (known := self._index.same(new)) is not None:
+            self._forget(known)
+        self._index.add(new, here=True)
         self._pool.share(new.row.named)
         np.add.at(self._refs, new.row.named, 1)
         self.touch(new)
@@ -181,7 +163,7 @@ class Continuations:
         """Drop all continuations, and remember none."""
         for known in self.all:
             self._release(known)
-        self._by_key.clear()
+        self._index = ContinuationIndex()
         self._gone.clear()
 
     def count_from(self, other: Continuations) -> None:
@@ -198,15 +180,15 @@ class Continuations:
         """Assert that the counted references are those of the stored continuations."""
         expected = np.bincount(self.held(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
-        listed = {id(known) for found in self._by_key.values() for known in found}
+        listed = {id(known) for known in self._index}
         assert listed == {*self._by_use, *map(id, (*self._gone, *self.host.all))}
 
     def _forget(self, known: Continuation) -> None:
+        self._index.remove(known, here=known.row is not None)
         if known.row is None:
             self._gone.remove(known)
         else:
             self._release(known)
-        self._unlist(known)
 
     def _release(self, known: Continuation) -> None:
         if known.hosted:
@@ -226,19 +208,8 @@ class Continuations:
 
     def _remember(self, known: Continuation) -> None:
         self.changes += 1
+        self._index.remove(known, here=True)
+        self._index.add(known, here=False)
         self._gone.append(known)
         if len(self._gone) > _REMEMBERED:
-            self._unlist(self._gone.popleft())
-
-    def _unlist(self, known: Continuation) -> None:
-        for key in known.keys:
-            self._by_key[key].remove(known)
-            if not self._by_key[key]:
-                del self._by_key[key]
-
-
-def _common(a: IntArray, b: IntArray) -> int:
-    """Length of the common prefix of two token sequences."""
-    count = min(len(a), len(b))
-    differs = np.flatnonzero(a[:count] != b[:count])
-    return int(differs[0]) if len(differs) else count
+            self._index.remove(self._gone.popleft(), here=False)

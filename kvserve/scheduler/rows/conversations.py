@@ -14,7 +14,7 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.blocks.saved_rows import SavedRows
-from kvserve.scheduler.continuation import MEMORY, Continuation, Resumption, SavedRow, Turn
+from kvserve.scheduler.continuation import MEMORY, Continuation, Place, Resumption, SavedRow, Turn
 from kvserve.scheduler.output import BlockCopies
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
@@ -67,6 +67,10 @@ class Conversations:
         last = seq.events[-1] if seq.events else 0
         floor = max(seq.num_prompt_tokens, last)
         hashes = [seq.cache_seed, *self._prefixes.hashes(seq, tokens, seq.column_hashes)]
+
+        def place(end: int) -> Place:
+            return Place(hashes[end // size], end // size * size)
+
         self.store.add(
             Continuation(
                 seq.continues_as,
@@ -80,7 +84,8 @@ class Conversations:
                 seq.num_shareable,
                 seq.turns,
                 tuple(seq.events),
-                tuple({hashes[floor // size]: 0, hashes[seq.num_prompt_tokens // size]: 0}),
+                place(floor),
+                place(seq.num_prompt_tokens),
             )
         )
         if seq.resumed is not None:

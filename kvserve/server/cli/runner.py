@@ -14,7 +14,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,6 +21,7 @@ import uvicorn
 from kvserve import __version__
 from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, EngineDeadError, logger, say
+from kvserve.server.cli.listening import address_of, listen, warn_if_open
 from kvserve.server.http.app import create_app
 from kvserve.server.http.http_protocol import LimitedHttpProtocol
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -72,7 +72,8 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
     if settings.otlp_traces_endpoint is not None:
         tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
     # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
-    with _bind(settings) as listener:
+    with listen(settings) as listener:
+        warn_if_open(settings)
         state = ServerState(make_engine(config), config, options, tracer)
         _run(_serve(state, settings, listener))
     if tracer is not None:
@@ -118,7 +119,9 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 create_app(state),
                 http=LimitedHttpProtocol.limited(
-                    settings.read_timeout, _connections_that_fit(settings.max_connections)
+                    settings.read_timeout,
+                    settings.write_timeout,
+                    _connections_that_fit(settings.max_connections),
                 ),
                 lifespan="off",
                 log_config=None,
@@ -233,35 +236,6 @@ def _check_certificate(settings: ServeSettings) -> None:
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
 
 
-def _bind(settings: ServeSettings) -> socket.socket:
-    host, port = settings.host, settings.port
-    address: Any = (host, port)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    where, flags = f"{host}:{port}", "--host or --port"
-    if settings.uds is not None:
-        address, family, where, flags = settings.uds, socket.AF_UNIX, settings.uds, "--uds"
-        _remove_stale(settings.uds)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(f"cannot listen on {where}: {exc.strerror}; change {flags}") from None
-    return listener
-
-
-def _remove_stale(path: str) -> None:
-    """Remove a socket that a dead server left behind; one that answers stays."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink()
-        except OSError:
-            return
-
-
 def _run(main: Any) -> None:
     try:
         import uvloop
@@ -291,21 +265,13 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
 
 def _announce(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
     """The start-up table, then the address."""
-    address = _address(settings, listener)
+    address = address_of(settings, listener)
     rows = [*state.engine.summary, *_server_rows(state, settings)]
     names = ", ".join(state.options.served_names)
     say(
         f"{table(('feature', 'state', 'why'), rows)}\n"
         f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
     )
-
-
-def _address(settings: ServeSettings, listener: socket.socket) -> str:
-    if settings.uds is not None:
-        return f"unix:{settings.uds}"
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if settings.ssl_keyfile is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:

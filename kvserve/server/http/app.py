@@ -14,6 +14,7 @@ from kvserve.server.http.middleware import (
     RequestIdMiddleware,
     TurnstileMiddleware,
 )
+from kvserve.server.http.origins import OriginMiddleware
 from kvserve.server.http.schemas import ERRORS
 from kvserve.server.state.errors import install_handlers
 from kvserve.server.state.server_state import ServerState
@@ -46,6 +47,13 @@ def create_app(state: ServerState) -> FastAPI:
         open_paths = OPEN_PATHS | ui_routes.page_files(options).keys()
         open_paths |= set() if options.guard_metrics else {"/metrics"}
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys, open_paths=open_paths)
+    else:
+        app.add_middleware(
+            OriginMiddleware,
+            hosts=options.allowed_hosts,
+            origins=options.allowed_origins,
+            open_paths=OPEN_PATHS | {"/metrics"},
+        )
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,19 +1,28 @@
 """uvicorn's HTTP protocol with our error bodies, and with limits that it lacks: the size of a head,
-the number of connections, and the time that a client may take to send a request.
+the number of connections, and the time that a client may take to send a request and to read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from http import HTTPStatus
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvserve.log import logger
 from kvserve.server.state.errors import ApiError
 
 MAX_HEAD = 64 * 2**10
 """Most bytes of request line and headers. Proxies in front of a server usually allow fewer."""
+
+_SEND_BUFFER = 2**18
+"""Bytes that the system keeps for a client; Linux doubles it. What is beyond waits here."""
+_LEAST_RATE = 1024
+"""Bytes per second; who reads less does not read."""
+MAX_UNSENT = 2**28
+"""Bytes that wait for all clients together."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -21,23 +30,41 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     read_timeout: ClassVar[float] = 30.0
     """Seconds that a client has to send a head, and again to send a body."""
+    write_timeout: ClassVar[float] = 30.0
+    """Seconds that a client may go without reading while there is something to read."""
     max_connections: ClassVar[int] = 4096
+    unsent: ClassVar[dict[LimitedHttpProtocol, int]] = {}
+    """Bytes that wait for clients which do not read, the one that stopped first first."""
 
     @classmethod
-    def limited(cls, read_timeout: float, max_connections: int) -> type[LimitedHttpProtocol]:
-        """This protocol with other limits; ``read_timeout`` is in seconds."""
-        limits = {"read_timeout": read_timeout, "max_connections": max_connections}
+    def limited(
+        cls, read_timeout: float, write_timeout: float, max_connections: int
+    ) -> type[LimitedHttpProtocol]:
+        """This protocol with other limits; time-outs are in seconds."""
+        limits: dict[str, Any] = {
+            "read_timeout": read_timeout,
+            "write_timeout": write_timeout,
+            "max_connections": max_connections,
+            "unsent": {},
+        }
         return type("LimitedHttpProtocol", (cls,), limits)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes: int | None = None
         """Bytes so far of the head that is being read; ``None`` if none is."""
+        self._fields_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         """Runs while the client has to send a head or the rest of a body."""
+        self._unread: asyncio.TimerHandle | None = None
+        """Runs while the client has to read."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that any byte left over pauses the writer
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         if len(self.connections) > self.max_connections and not self._make_room():
             message = "too many connections are open (--max-connections)"
             self._refuse(ApiError(503, message, code="too_many_connections"))
@@ -46,15 +73,39 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None)
+        self._forget_unsent()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._forget_unsent()
+        self._wait_for_reader()
+        # The first one is the one that has stopped for longest.
+        while sum(self.unsent.values()) > MAX_UNSENT and len(self.unsent) > 1:
+            next(iter(self.unsent))._drop()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_unsent()
+
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._fields_bytes = 0
         self._expect("head")
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._fields_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields_bytes += len(name) + len(value) + 4
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        if self._fields_bytes > MAX_HEAD:  # it came at once, and is not incomplete at any time
+            self._refuse(ApiError(431, f"the headers are larger than {MAX_HEAD} bytes"))
+            return
         self._expect("body")
         super().on_headers_complete()
 
@@ -87,6 +138,29 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timer = None
         message = f"the {part} of the request did not come within {self.read_timeout:g} s"
         self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _wait_for_reader(self) -> None:
+        self.unsent[self] = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(self.write_timeout, self._check_reader)
+
+    def _check_reader(self) -> None:
+        taken = self.unsent[self] - self.transport.get_write_buffer_size()
+        if taken < _LEAST_RATE * self.write_timeout:
+            self._drop()
+        else:
+            self._wait_for_reader()
+
+    def _drop(self) -> None:
+        """Close a connection whose client does not read, which ends its request."""
+        logger.warning("a client did not read its answer for a while: its connection is closed")
+        self._forget_unsent()
+        self.transport.abort()
+
+    def _forget_unsent(self) -> None:
+        self.unsent.pop(self, None)
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _make_room(self) -> bool:
         """Close the connection that has waited longest for its client; ``False`` if none waits."""

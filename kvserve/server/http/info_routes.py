@@ -28,6 +28,8 @@ def _state(request: Request) -> ServerState:
 
 
 @router.get("/health", responses=answers(Status))
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 when requests are admitted; 503 while loading or draining and after the engine died."""
@@ -36,6 +38,7 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/version")
+@router.head("/version", include_in_schema=False)
 async def version() -> Response:
     return json_response({"version": kvserve.__version__})
 

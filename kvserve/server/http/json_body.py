@@ -24,6 +24,14 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_value"):
+            coding = self.headers.get("content-encoding", "identity")
+            if coding != "identity":
+                raise ApiError(
+                    415,
+                    f"Content-Encoding: {coding[:40]} is not read; send the body as it is",
+                    param="Content-Encoding",
+                    code="unsupported_encoding",
+                )
             self._value = read_json(await self.body())
         return self._value
 

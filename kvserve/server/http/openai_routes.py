@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from kvserve.log import RequestError
+from kvserve.outputs import RequestOutput
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import (
     ChatCompletion,
@@ -20,13 +21,13 @@ from kvserve.server.http.schemas import (
     answers,
     streamed,
 )
-from kvserve.server.openai.chat import plan_chat
+from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.logprobs import Echo, prompt_logprobs
 from kvserve.server.openai.prompts import check_lengths, check_limit, decode, encode, truncate
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter, response_head
 from kvserve.server.openai.responses import (
-    Echo,
     Json,
     chat_choice,
     chat_completion,
@@ -34,11 +35,11 @@ from kvserve.server.openai.responses import (
     completion_choice,
     json_response,
     model_card,
-    prompt_logprobs,
 )
 from kvserve.server.openai.responses_protocol import ResponsesRequest
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
+from kvserve.server.state.clients import in_turn
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
@@ -49,7 +50,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     state, model = _admit(body, request)
-    params = body.sampling_params(state.default_sampling)
+    params = in_turn(body.sampling_params(state.default_sampling), request)
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
@@ -63,22 +64,16 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
-    outputs = await generation.finish(request.receive)
-    choices = []
-    for i, output in enumerate(outputs):
-        echo = echoes[i] if echoes else None
-        for choice in output.outputs:
-            index = i * params.n + choice.index
-            part = completion_choice(index, choice, params.logprobs or 0, echo, output)
-            if body.return_token_ids:
-                part["token_ids"] = choice.token_ids
-                part["prompt_token_ids"] = output.prompt_token_ids
-            if body.prompt_logprobs is not None:
-                part["prompt_logprobs"] = prompt_logprobs(output)
-            if body.kv_trace:
-                part["kv_trace"] = choice.kv_trace
-            choices.append(part)
-    return json_response(completion(_head(request_id, model, fingerprint), outputs, choices))
+    head = _head(request_id, model, fingerprint)
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        choices = []
+        for i, output in enumerate(outputs):
+            echo = echoes[i] if echoes else None
+            choices += _completion_choices(body, i * params.n, params.logprobs or 0, echo, output)
+        return json_response(completion(head, outputs, choices))
+
+    return await generation.finish(request.receive, answer)
 
 
 @router.post("/chat/completions", responses=streamed(ChatCompletion))
@@ -88,30 +83,17 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    params = in_turn(plan.params, request)
+    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
-    [output] = await generation.finish(request.receive)
-    choices = []
-    for choice in output.outputs:
-        message, reason = read_message(choice, plan.parser())
-        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
-        if body.return_token_ids:
-            part["token_ids"] = choice.token_ids
-        if body.kv_trace:
-            part["kv_trace"] = choice.kv_trace
-        choices.append(part)
-    answer = chat_completion(
-        _head(request_id, model, fingerprint), output, choices, plan.reasoning_tokens(output)
+    head = _head(request_id, model, fingerprint)
+    return await generation.finish(
+        request.receive, lambda outputs: _chat_answer(body, plan, head, outputs[0])
     )
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = output.prompt_token_ids
-    if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(output)
-    return json_response(answer)
 
 
 @router.post("/responses", responses=streamed(ResponseBody))
@@ -129,16 +111,20 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     state, model = _admit(chat, request)
     request_id = name_request(chat, request, "resp")
     plan = await plan_chat(state, chat)
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    params = in_turn(plan.params, request)
+    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
     if body.stream:
         return await stream_response(
             generation, writer, request.receive, state.options.ping_interval
         )
-    [output] = await generation.finish(request.receive)
-    writer.advance(output)
-    return json_response(writer.body(output))
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        writer.advance(outputs[0])
+        return json_response(writer.body(outputs[0]))
+
+    return await generation.finish(request.receive, answer)
 
 
 @router.get("/models", responses=answers(ModelList))
@@ -192,6 +178,47 @@ def _echoes(
         first = "" if body.logprobs is None else decode(state, ids[:1], "prompt")
         echoes.append(Echo(text, first))
     return echoes
+
+
+def _completion_choices(
+    body: CompletionRequest, first: int, top: int, echo: Echo | None, output: RequestOutput
+) -> list[Json]:
+    """The choices of one prompt, numbered from ``first`` on."""
+    choices = []
+    if echo is not None:
+        echo.encode(output, top)
+    scored = prompt_logprobs(output) if body.prompt_logprobs is not None else None
+    for choice in output.outputs:
+        part = completion_choice(first + choice.index, choice, top, echo)
+        if body.return_token_ids:
+            part["token_ids"] = choice.token_ids
+            part["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            part["prompt_logprobs"] = scored
+        if body.kv_trace:
+            part["kv_trace"] = choice.kv_trace
+        choices.append(part)
+    return choices
+
+
+def _chat_answer(
+    body: ChatCompletionRequest, plan: ChatPlan, head: Json, output: RequestOutput
+) -> Response:
+    choices = []
+    for choice in output.outputs:
+        message, reason = read_message(choice, plan.parser())
+        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
+        if body.return_token_ids:
+            part["token_ids"] = choice.token_ids
+        if body.kv_trace:
+            part["kv_trace"] = choice.kv_trace
+        choices.append(part)
+    answer = chat_completion(head, output, choices, plan.reasoning_tokens(output))
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output)
+    return json_response(answer)
 
 
 def _head(request_id: str, model: str, fingerprint: str) -> Json:

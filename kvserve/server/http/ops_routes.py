@@ -34,7 +34,7 @@ async def health_generate(request: Request) -> Response:
     state.check_health()
     generation = Generation(state, [[0]], _PROBE, f"health-{request.state.request_id}")
     try:
-        await asyncio.wait_for(generation.finish(request.receive), _PROBE_SECONDS)
+        await asyncio.wait_for(generation.finish(request.receive, len), _PROBE_SECONDS)
     except asyncio.TimeoutError:
         raise unavailable(f"no token within {_PROBE_SECONDS:g} s", "engine_stuck") from None
     return json_response({"status": "ok"})

@@ -111,6 +111,9 @@ class ResponseWriter:
         self._items = ResponseItems()
         self._seen = self._sequence = 0
 
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        """Nothing takes long."""
+
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         events = []
         if not self._sequence:

@@ -6,6 +6,7 @@ Every chunk of a stream has the same id and creation time. An error after the fi
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
+from kvserve.server.openai.logprobs import Echo, chat_logprobs, completion_logprobs
 from kvserve.server.openai.protocol import GenerationRequest
-from kvserve.server.openai.responses import Echo, chat_logprobs, completion_logprobs, usage
+from kvserve.server.openai.responses import usage
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 from kvserve.server.state.generation import Generation
@@ -43,8 +45,9 @@ class _Cursor:
 
 
 class EventWriter(Protocol):
-    """Turns outputs into the bytes of a stream."""
+    """Turns outputs into the bytes of a stream; ``prepare`` comes before an output's chunks."""
 
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None: ...
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]: ...
     def end(self, outputs: Sequence[RequestOutput]) -> bytes: ...
     def failure(self, exc: Exception) -> bytes: ...
@@ -76,6 +79,9 @@ class ChunkWriter:
             "system_fingerprint": fingerprint,
         }
         self._cursors = [_Cursor() for _ in range(self._n * num_prompts)]
+
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        """Do beside the event loop what takes long."""
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         """Chunks for everything in ``output`` that the client has not seen."""
@@ -132,6 +138,12 @@ class CompletionChunks(ChunkWriter):
         super().__init__(*args, **kwargs)
         self._echoes = echoes
 
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        if self._echoes is not None:
+            echo = self._echoes[prompt_index]
+            if output.prompt_logprobs is not None and not echo.columns:
+                await asyncio.to_thread(echo.encode, output, self._top)
+
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
     ) -> list[Json]:
@@ -141,9 +153,9 @@ class CompletionChunks(ChunkWriter):
         if first and self._echoes is not None:
             echo = self._echoes[index // self._n]
             text = echo.text + text
-        logprobs = completion_logprobs(choice, self._top, start, cursor.text_offset, echo, output)
-        if logprobs is not None:
-            cursor.text_offset += sum(map(len, logprobs["tokens"]))
+        logprobs, cursor.text_offset = completion_logprobs(
+            choice, self._top, start, cursor.text_offset, echo
+        )
         if not (text or choice.finished or (tokens and (self._token_ids or logprobs))):
             return []
         part = {
@@ -225,9 +237,10 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     try:
         while changes is not None:
-            events = [
-                event for index, output in changes.items() for event in writer.chunks(index, output)
-            ]
+            events = []
+            for index, output in changes.items():
+                await writer.prepare(index, output)
+                events += writer.chunks(index, output)
             if events:
                 yield b"".join(events)
             elif not changes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
@@ -64,7 +64,7 @@ def _warn_once(name: str) -> None:
 
 def one_call(function: Mapping[str, Any]) -> StructuredOutput:
     """The arguments of one named function, and nothing else."""
-    return StructuredOutput("json", json.dumps(_parameters(function)), "tools")
+    return StructuredOutput("json", schema_text(_parameters(function), "tools", "tools"), "tools")
 
 
 def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> StructuredOutput:
@@ -90,7 +90,7 @@ def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> Struct
         schema["maxItems"] = 1
     if shared:
         schema["$defs"] = shared
-    return StructuredOutput("json", json.dumps(schema), "tools")
+    return StructuredOutput("json", schema_text(schema, "tools", "tools"), "tools")
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:

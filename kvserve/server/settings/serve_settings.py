@@ -61,12 +61,21 @@ class ServeSettings:
     allowed_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may call the server (CORS; '*' is any)"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names under which clients reach a server without --api-key, beside addresses, localhost "
+        "and its own name ('*': any, which lets web pages in by DNS rebinding)",
+    )
     allow_credentials: bool = setting(False, "let those pages send cookies")
     allowed_methods: tuple[str, ...] = setting(("*",), "HTTP methods that those pages may use")
     allowed_headers: tuple[str, ...] = setting(("*",), "headers that those pages may send")
     max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
     read_timeout: float = setting(
         30.0, "seconds in which a client must send a request's head, and again its body"
+    )
+    write_timeout: float = setting(
+        30.0,
+        "seconds after which a client that does not read its answer (1 KiB a second) is cut off",
     )
     max_connections: int = setting(
         4096,
@@ -99,6 +108,8 @@ class ServeSettings:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
         if not self.read_timeout > 0:
             raise ConfigError("--read-timeout must be above 0")
+        if not self.write_timeout > 0:
+            raise ConfigError("--write-timeout must be above 0")
         if self.max_connections < 1:
             raise ConfigError("--max-connections must be at least 1")
         if self.max_body_size < 1:

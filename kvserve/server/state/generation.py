@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect
@@ -17,6 +17,7 @@ from starlette.types import Receive
 from kvserve.log import RequestError, logger
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.state.logprob_bound import check_logprobs, prompt_numbers
 from kvserve.server.state.request_watch import RequestWatch
 from kvserve.server.state.server_state import ServerState
 
@@ -37,6 +38,8 @@ class Generation:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
         state.check_queue(self.num_sequences)
+        check_logprobs(params, prompts, state.engine.max_model_len, state.generations)
+        self._prompt_numbers = prompt_numbers(params, prompts)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._state = state
         self._params = params
@@ -85,13 +88,27 @@ class Generation:
             self.close()
             raise
 
-    async def finish(self, receive: Receive) -> list[RequestOutput]:
-        """All outputs, complete. If the client disconnects, the request ends."""
+    async def finish(self, receive: Receive, answer: Callable[[list[RequestOutput]], _T]) -> _T:
+        """What ``answer`` makes of all outputs. If the client disconnects, the request ends.
+
+        Log-probabilities are many: their answer is made in a thread.
+        """
         try:
             await _unless_disconnected(receive, self._settled())
+            if self._params.logprobs is None and self._params.prompt_logprobs is None:
+                return answer(self.finished_outputs())
+            return await asyncio.to_thread(answer, self.finished_outputs())
         finally:
             self.close()
-        return self.finished_outputs()
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities that it holds or will hold of its prompts, and has of its answers."""
+        each = 0 if self._params.logprobs is None else self._params.logprobs + 1
+        tokens = sum(
+            len(choice.token_ids) for output in self.finished_outputs() for choice in output.outputs
+        )
+        return self._prompt_numbers + tokens * each
 
     async def _settled(self) -> None:
         await asyncio.wait(self._tasks)

@@ -19,6 +19,8 @@ class ServerOptions:
     guard_metrics: bool = True
     vllm_metrics: bool = True
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ("*",)
+    """Names that ``Host`` may say of a server without keys, beside addresses and its own name."""
     allow_credentials: bool = False
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -45,6 +47,7 @@ def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptio
         guard_metrics=not settings.open_metrics,
         vllm_metrics=settings.vllm_metrics,
         allowed_origins=settings.allowed_origins,
+        allowed_hosts=("*",) if settings.uds else (settings.host, *settings.allowed_hosts),
         allow_credentials=settings.allow_credentials,
         allowed_methods=settings.allowed_methods,
         allowed_headers=settings.allowed_headers,

@@ -1,0 +1,125 @@
+"""What a grammar may take before the engine sees it: stack, time and memory of another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.sampling import grammar_helper
+from kvserve.engine.sampling.grammar_backends import BackendSource
+from kvserve.engine.sampling.grammar_trial import GrammarTrial
+from kvserve.log import RequestError
+from kvserve.sampling_params import StructuredOutput
+
+
+def rules(count: int, rule: str = "r{i}: r{next}") -> str:
+    """A Lark grammar of ``count`` rules, each of which names the next one."""
+    lines = [rule.format(i=i, next=i + 1) for i in range(count)]
+    first, last = rule[0] + "0", rule[0] + str(count)
+    return "\n".join([f"start: {first}", *lines, f'{last}: "x"', ""])
+
+
+def references(count: int) -> dict[str, Any]:
+    """A JSON schema of ``count`` definitions, each of which is a reference to the next one."""
+    names: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": {**names, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def nested(count: int, word: str) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(count):
+        schema = {word: [schema]}
+    return schema
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[GrammarTrial]:
+    path = str(find_model("kvserve/tiny"))
+    trial = GrammarTrial(BackendSource("llguidance", path, False, 512, [0]))
+    yield trial
+    trial.close()
+
+
+CHAINS = {
+    "rules": rules(3000),
+    "terminals": rules(3000, "T{i}: T{next}"),
+    "optional terminals": rules(3000, 'T{i}: ("a" T{next})?'),
+    "many rules": rules(20_000),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_rules_overflows_another_stack(trial: GrammarTrial, name: str) -> None:
+    """3,000 rules overflowed the engine's."""
+    with pytest.raises(RequestError, match=r"structured_outputs.*refer to one another") as refused:
+        trial.check(StructuredOutput("grammar", CHAINS[name]))
+    assert refused.value.param == "structured_outputs" and refused.value.code == "invalid_grammar"
+    trial.check(StructuredOutput("grammar", 'start: "a" | "b"'))
+
+
+def test_a_chain_of_references_overflows_another_stack(trial: GrammarTrial) -> None:
+    """Even one whose depth nobody has counted."""
+    with pytest.raises(RequestError, match="refer to one another"):
+        trial.check(StructuredOutput("json", json.dumps(references(3000))))
+
+
+def test_what_people_write_passes(trial: GrammarTrial) -> None:
+    trial.check(StructuredOutput("grammar", rules(100, 'r{i}: "y"? r{next}')))
+    trial.check(StructuredOutput.parse({"json": references(60)}))
+    trial.check(StructuredOutput.parse({"json": nested(25, "anyOf")}))
+    trial.check(StructuredOutput.parse({"choice": [f"option number {i}" for i in range(10_000)]}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [references(1000), nested(1000, "anyOf"), nested(1000, "allOf"), nested(100_000, "items")],
+    ids=["$ref", "anyOf", "allOf", "items"],
+)
+def test_a_deep_schema_is_refused_before(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"guided_json.*128 levels") as refused:
+        StructuredOutput.parse({"json": schema}, "guided_json")
+    assert refused.value.param == "guided_json"
+
+
+def test_a_schema_may_refer_to_itself(trial: GrammarTrial) -> None:
+    node = {
+        "type": "object",
+        "properties": {"next": {"$ref": "#/$defs/node"}, "all": {"$ref": "#"}},
+    }
+    trial.check(StructuredOutput.parse({"json": {"$defs": {"node": node}, **node}}))
+
+
+def test_limits_of_time_and_memory() -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    started = time.monotonic()
+    assert "1 s" in grammar_helper.tried(spin)
+    assert "memory" in grammar_helper.tried(lambda: bytearray(grammar_helper.MEMORY_BYTES).clear())
+    assert grammar_helper.tried(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert grammar_helper.tried(lambda: None) == ""
+    assert time.monotonic() - started < 15
+
+
+def test_a_refusal_is_remembered(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = StructuredOutput("grammar", rules(2999), "guided_grammar")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="guided_grammar"):
+            trial.check(wanted)
+        monkeypatch.setattr(GrammarTrial, "_ask", None)
+
+
+def test_a_helper_that_was_killed_is_started_again(trial: GrammarTrial) -> None:
+    trial.check(StructuredOutput("regex", "a+"))
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    trial.check(StructuredOutput("regex", "b+"))

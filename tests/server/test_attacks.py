@@ -1,0 +1,145 @@
+"""Requests that once ended the server, filled its memory or made others wait, beside a stream."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.engine.sampling.test_grammar_trial import CHAINS, nested, references
+from tests.server.bystander import Bystander
+from tests.server.conftest import wait_until
+from tests.server.real_server import Server
+
+GAP = 3.0
+"""Seconds that a stream may wait beside an attack: a sixth of it on a machine that is not busy."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    pool = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
+    running = Server(*pool, "--write-timeout", "1.5")
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def _the_server_is_well(server: Server) -> Iterator[None]:
+    yield
+    assert server.process.poll() is None, server.text
+    wait_until(server.idle, 20)
+    assert "Traceback" not in server.text, server.text
+
+
+def test_grammars_that_overflow_a_stack(server: Server) -> None:
+    """Ten of ten ended the server."""
+    bombs: list[dict[str, Any]] = [
+        {"guided_json": references(1000)},
+        {"guided_json": references(120)},
+        {"response_format": _format(nested(80, "anyOf"))},
+        {"response_format": _format(nested(80, "allOf"))},
+        *({"structured_outputs": {"grammar": chain}} for chain in CHAINS.values()),
+    ]
+    server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
+    with Bystander(server.url) as other, ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
+        started = time.monotonic()
+        assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
+        assert time.monotonic() - started < 5
+    for answer, bomb in zip(answers, bombs * 3, strict=True):
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] == next(iter(bomb))
+    assert sum(answer.status_code == 400 for answer in answers) >= 3 * len(CHAINS)
+    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_log_probabilities_of_many_prompts(server: Server) -> None:
+    """An answer of 580 MB took 4.9 GiB."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(100)]
+    for body in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        answer = server.complete(prompts, max_tokens=1, **body)
+        assert answer.status_code == 400, answer.text[:300]
+        error = answer.json()["error"]
+        assert error["param"] in body and "at most 524288" in error["message"]
+    assert server.complete("a", n=128, max_tokens=4000, logprobs=20).status_code == 400
+    assert server.complete("a", max_tokens=2, logprobs=20).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: bool) -> None:
+    """Their encoding stopped the loop for 6.6 s; the largest answer that is allowed is a 16th."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
+    body = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
+    with Bystander(server.url) as other:
+        answer = server.complete(prompts, **body)
+    assert answer.status_code == 200
+    choices = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
+    found = [choice for text in choices for choice in json.loads(text)["choices"]]
+    for choice in sorted(found, key=lambda choice: choice["index"]):
+        scored = choice["logprobs"]
+        assert scored["token_logprobs"][0] is None and len(scored["text_offset"]) == 4001
+        assert all(len(lists) == 4001 for lists in scored.values())
+        assert scored["text_offset"][-1] == sum(map(len, scored["tokens"][:-1]))
+    assert len(found) == 3
+    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_streams_that_nobody_reads(server: Server) -> None:
+    """They stayed for ever, with all that they had to say."""
+    body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+    text = json.dumps(body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}"
+    request = f"{head}\r\nContent-Type: application/json\r\n\r\n{text}".encode()
+    sockets = [deaf(server) for _ in range(24)]
+    with Bystander(server.url) as other:
+        for each in sockets:
+            each.sendall(request)
+        wait_until(lambda: len(server.stats()["requests"]) > 20, 20)
+        wait_until(lambda: len(server.stats()["requests"]) <= 1, 40)
+    assert "did not read its answer" in server.text
+    for each in sockets:
+        each.settimeout(5)
+        with suppress(ConnectionError):
+            while piece := each.recv(2**20):
+                assert b"[DONE]" not in piece
+        each.close()
+    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+
+
+def test_who_reads_slowly_gets_everything(server: Server) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 2500, "logprobs": 20, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = []
+        for piece in answer.iter_bytes(2**16):
+            pieces.append(piece)
+            time.sleep(0.05)
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((str(where.hostname), int(where.port or 80)), 5) as each:
+        filler = b"X-Filler: " + b"a" * 69_900
+        each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + filler + b"\r\n\r\n")
+        assert each.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def deaf(server: Server) -> socket.socket:
+    """A connection whose client has next to no room for an answer."""
+    where = urlsplit(server.url)
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.connect((str(where.hostname), int(where.port or 80)))
+    return made
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
