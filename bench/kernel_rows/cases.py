@@ -25,6 +25,7 @@ from kvserve.kernels.paged_attention import (
     paged_attention_triton,
 )
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
@@ -107,6 +108,16 @@ class Setting:
         return cache.normal_(), tables
 
 
+def remainder_of(setting: Setting) -> Remainder:
+    """What an engine always has beside its rows' entries; every third lane has none."""
+    _, kv_heads, dim = SHAPES[setting.shape]
+    lanes = setting.rows, kv_heads
+    bias = torch.rand(lanes, device=setting.device) * 5
+    nothing = torch.arange(bias.numel(), device=setting.device).view(lanes) % 3 == 0
+    keys, values = setting.random(*lanes, dim), setting.random(*lanes, dim)
+    return Remainder(keys, values, bias.masked_fill(nothing, -torch.inf))
+
+
 def cases(setting: Setting) -> Iterator[Case]:
     """The kernels' work in a step and in an event of Kara."""
     cache, tables = setting.cache()
@@ -139,10 +150,11 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         chunks = QuerySegments(own, last, setting.context, starts, chunk)
         inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
+        left = remainder_of(setting)
         yield Case(
             kernel,
-            partial(paged_attention_triton, *inputs),
-            partial(paged_attention_torch, *inputs),
+            partial(paged_attention_triton, *inputs, remainder=left),
+            partial(paged_attention_torch, *inputs, remainder=left),
             read * q.itemsize,
             4 * q_heads * dim * int((last[0] + 1).sum()),
         )
@@ -192,11 +204,12 @@ def coded_case(setting: Setting) -> Case:
         QuerySegments(own, last, setting.context),
         dim**-0.5,
     )
+    left = remainder_of(setting)
     vectors = (coded + 2 * (setting.context - coded)) * dim * q.itemsize
     return Case(
         "decode of codes",
-        partial(paged_attention_triton, *inputs, codes=codes),
-        partial(paged_attention_torch, *inputs, codes=codes),
+        partial(paged_attention_triton, *inputs, codes=codes, remainder=left),
+        partial(paged_attention_torch, *inputs, codes=codes, remainder=left),
         rows * kv_heads * (vectors + 2 * CODE_WORDS * coded) + 2 * q.numel() * q.itemsize,
         4 * q_heads * dim * rows * setting.context,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernel_rows.cases import SHAPES, Case, Setting, cases
+from bench.kernel_rows.cases import SHAPES, Case, Setting, cases, remainder_of
 from kvserve.kernels import elementwise
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.entry_format import FORMATS
@@ -26,7 +26,7 @@ from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedK
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
-from kvserve.kernels.shares import Seen, Shares
+from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
 
 
@@ -62,17 +62,20 @@ def share_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
     for kernel, chunk in (("decode with shares", 1), ("prefill with shares", 5)):
         q, chunks = chunks_of(setting, chunk)
         inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-        yield attention_case(kernel, inputs, 2 * setting.rows * setting.context * dim * q.itemsize)
+        yield attention_case(
+            setting, kernel, inputs, 2 * setting.rows * setting.context * dim * q.itemsize
+        )
 
 
-def attention_case(kernel: str, inputs: tuple[Any, ...], num_bytes: int) -> Case:
+def attention_case(setting: Setting, kernel: str, inputs: tuple[Any, ...], num_bytes: int) -> Case:
     """Attention, and beside it the shares that a log in 4 bits takes."""
+    left = remainder_of(setting)
     q = inputs[0]
     recent = torch.arange(len(q), device=q.device) % 7 + 1
     told = Shares(torch.empty(q.shape[:2], device=q.device), recent)
 
     def attend(kernel: Callable[..., Tensor]) -> Tensor:
-        out = kernel(*inputs, shares=told)
+        out = kernel(*inputs, shares=told, remainder=left)
         return torch.cat([out, told.out[..., None].to(out.dtype)], dim=-1)
 
     return _pair(kernel, attend, paged_attention_triton, paged_attention_torch, num_bytes)
@@ -105,11 +108,17 @@ def log_cases(setting: Setting) -> Iterator[Case]:
     span = sizes.window - sizes.buffer
     seen = Seen(queries.shares, span, later=sizes.buffer)
     inputs = queries, keys, dim**-0.5, "sum_squares", "rms", seen
-    yield Case(
-        "absolute scores of 4 bits",
-        partial(window_scores_triton, *inputs),
-        partial(window_scores_torch, *inputs),
-        keys.nbytes,
+
+    def score(kernel: Callable[..., Tensor]) -> Tensor:
+        lead = *queries.shape[:2], -1
+        given = Given(
+            torch.empty(window, device=device), torch.empty(*keys.shape[:3], span, device=device)
+        )
+        found = kernel(*inputs, given)
+        return torch.cat([x.reshape(lead) for x in (found, *given)], dim=-1)
+
+    yield _pair(
+        "absolute scores of 4 bits", score, window_scores_triton, window_scores_torch, keys.nbytes
     )
 
 
@@ -131,7 +140,7 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     for kind, chunk in (("decode", 1), ("prefill", 5)):
         q, chunks = chunks_of(setting, chunk)
         inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
-        yield attention_case(f"{kind} of {name}", inputs, 2 * key.numel())
+        yield attention_case(setting, f"{kind} of {name}", inputs, 2 * key.numel())
 
     def store(kernels: QuantizedKernels) -> Tensor:
         kernels.store(blocks, 0, slots, value, key)

@@ -35,10 +35,43 @@ EQUAL_BYTES_GRADED = (
     "streaming_llm:budget=1312,period=32",
 )
 
+EARLIER = " (Kara of 2026-11-22)"
+# Kara as it was until 2026-11-22.
+KARA_BEFORE = "kara:ratio=0.3,remainder=off"
+TURNS = ("none", KARA_BEFORE, "kara")
+
+REMAINDERS = (
+    Measurement(
+        "remainders-graded",
+        "Long traces, graded: a pool of a quarter",
+        "64 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
+        "on the model that is trained for them, in turns. Between `none` and Kara stands Kara as "
+        "it was before it left remainders.",
+        f"bench throughput {GRADED} --num-prompts 64 --repeat 3 {flags(TURNS)}",
+        minutes=14,
+    ),
+    Measurement(
+        "remainders-3000",
+        "Answers of 3,000 tokens",
+        "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
+        "a sequence takes of it is the mean over the run, logged queries and remainders included.",
+        f"bench throughput {long_answers(3000, 24)} --repeat 3 {flags(TURNS)}",
+        minutes=14,
+    ),
+    Measurement(
+        "remainders-12000",
+        "Answers of 12,000 tokens",
+        "",
+        f"bench throughput {long_answers(12_000, 12, sigma=0.35)} --repeat 1 {flags(TURNS)}",
+        minutes=14,
+    ),
+)
+
+# Measured with Kara's default until 2026-11-22: a ratio of 0.3, and nothing left behind.
 LONG = (
     Measurement(
         "long-graded",
-        "Long traces, graded: a pool of a quarter",
+        f"Long traces, graded: a pool of a quarter{EARLIER}",
         "200 chains of 44 lines, whose traces have 2,000 tokens of sums, checks, recaps and talk, "
         "on the model that is trained for them. Budgets are such that the others hold about as "
         "many entries as Kara's default; its logged queries come on top.",
@@ -50,7 +83,7 @@ LONG = (
     ),
     Measurement(
         "long-graded-turns",
-        "The same, `none` and Kara in turns",
+        f"The same, `none` and Kara in turns{EARLIER}",
         "",
         f"bench throughput {GRADED} --num-prompts 100 --repeat 2 {flags(('none', 'kara'))}",
         minutes=10,
@@ -58,7 +91,7 @@ LONG = (
     ),
     Measurement(
         "long-3000",
-        "Answers of 3,000 tokens",
+        f"Answers of 3,000 tokens{EARLIER}",
         "Log-normal lengths, as reasoning models answer. Everybody's pool has as many bytes; what "
         "a sequence takes of it is the mean over the run, logged queries included.",
         f"bench throughput {long_answers(3000, 48)} --repeat 1 {flags(LONG_POLICIES[:3])}",
@@ -68,7 +101,7 @@ LONG = (
     ),
     Measurement(
         "long-uniform",
-        "Answers of 1,500 to 4,500 tokens",
+        f"Answers of 1,500 to 4,500 tokens{EARLIER}",
         "Without the few very long answers of the log-normal ones, which run alone at the end.",
         "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random "
         "--input-len 128 --output-len 3000 --random-range-ratio 0.5 --num-prompts 48 "
@@ -78,7 +111,7 @@ LONG = (
     ),
     Measurement(
         "long-12000",
-        "Answers of 12,000 tokens",
+        f"Answers of 12,000 tokens{EARLIER}",
         "",
         f"bench throughput {long_answers(12_000, 32, sigma=0.35)} --repeat 1 "
         f"{flags(LONG_POLICIES[:2])}",
@@ -87,7 +120,7 @@ LONG = (
     ),
     Measurement(
         "long-cache-dtypes",
-        "Answers of 3,000 tokens, the cache held in fewer bits",
+        f"Answers of 3,000 tokens, the cache held in fewer bits{EARLIER}",
         "As many bytes hold more entries: what rounding gives without a policy, and beside one.",
         f"bench throughput {long_answers(3000, 24)} --repeat 2 "
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
@@ -96,7 +129,7 @@ LONG = (
     ),
     Measurement(
         "long-pools",
-        "Which pools pay, with answers of 3,000 tokens",
+        f"Which pools pay, with answers of 3,000 tokens{EARLIER}",
         "The same requests on pools from a seventh of the demand to all of it.",
         f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')}"
         f"--pool-shares 0.15 0.25 0.5 0.75 1.0 --repeat 1 {flags(LONG_POLICIES[1:3])}",
@@ -106,7 +139,7 @@ LONG = (
     ),
     Measurement(
         "long-lengths",
-        "From which length on it pays",
+        f"From which length on it pays{EARLIER}",
         "The mean length of answers, on a pool of a quarter of each length's own demand and on one "
         "with room for everybody. A test ran beside Kara's row of 500 tokens on the quarter: "
         "alone it reached 0.96 (0.81 to 1.38, three turns; "
@@ -121,7 +154,7 @@ LONG = (
     ),
     Measurement(
         "long-79m",
-        "Answers of 3,000 tokens from a model of 79 M parameters",
+        f"Answers of 3,000 tokens from a model of 79 M parameters{EARLIER}",
         "",
         f"bench throughput {long_answers(3000, 12, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
         minutes=6,
@@ -129,7 +162,7 @@ LONG = (
     ),
     Measurement(
         "cpu-peers-long",
-        "vLLM's CPU build on the same long answers",
+        f"vLLM's CPU build on the same long answers{EARLIER}",
         "As many bytes for keys and values, the same prompts and lengths, in turns.",
         "--traffic long --shapes 4m --dtypes bfloat16 --kv-cache-dtypes auto fp8 "
         "--num-prompts 10 --repeat 1",

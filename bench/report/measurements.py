@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bench.report.long_traces import EQUAL_BYTES_GRADED, LONG
+from bench.report.long_traces import EQUAL_BYTES_GRADED, LONG, REMAINDERS
 from bench.report.measurement import Measurement, flags
 from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
@@ -38,6 +38,7 @@ def paper(retention: float) -> str:
 
 
 SUITE = (
+    *REMAINDERS,
     *LONG,
     Measurement(
         "long-equal-bytes",

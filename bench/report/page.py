@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
-from bench.report.long_traces import LONG
+from bench.report.long_traces import LONG, REMAINDERS
 from bench.report.measurement import PLOTS, ROOT, Measurement
 from bench.report.measurements import SUITE
 from kvserve.benchmarks.reports.policy_names import short_names
@@ -52,6 +52,9 @@ Written by `python -m bench.suite document` from [bench/results](../bench/result
 `python -m bench.suite run` fills. The shipped model is small and its tasks are synthetic: these
 figures show what the machinery gives and costs, not how the methods rank on large models.
 
+Kara's default changed on 2026-11-23: it keeps a tenth of a window instead of three, and leaves a
+[remainder](remainders.md). What is dated before that was measured with the default of then.
+
 Every throughput is output tokens over wall time. Rows of one table took turns; a ratio is the
 median of those within each turn. A pool that is a share of the demand has as many *bytes* for every
 row, whatever its layout, its policy's log or the type that its cache is held in.
@@ -89,10 +92,8 @@ def readme() -> str:
     text = README.read_text()
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    graded, *others = LONG
+    graded, *others = REMAINDERS
     parts = [markdown_table(_GRADED, _rows(graded))]
-    plot = PLOTS / graded.name / "accuracy-throughput.png"
-    parts.append(f"![throughput against accuracy]({plot.relative_to(ROOT)})")
     parts.append("\n".join(line for each in others if (line := _ratios(each))))
     lead = "\n\n".join(parts)
     return f"{before}{_BEGIN}{lead}\n{_END}{after}"
@@ -117,7 +118,7 @@ def _name(row: Row) -> str:
 def summary() -> list[str]:
     """One table of all long traces, their plots, and what the sweeps found."""
     rows, plots, notes = [], [], []
-    for measurement in LONG:
+    for measurement in (*REMAINDERS, *LONG):
         result = measurement.newest()
         if result is None:
             continue
@@ -170,6 +171,6 @@ def section(measurement: Measurement) -> str:
     parts += [f"- {note}" for note in result["notes"]]
     if measurement.equal_bytes and (table := equal_bytes_table(result["rows"])):
         parts += [_EQUAL_BYTES, table]
-    if measurement not in LONG:  # their plots stand before all tables
+    if measurement not in (*REMAINDERS, *LONG):  # their plots stand before all tables
         parts += pictures(measurement)
     return "\n\n".join(parts)

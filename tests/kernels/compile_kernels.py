@@ -47,6 +47,7 @@ from kvserve.kernels.quantized_triton import (
     store_quantized_triton,
 )
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
@@ -101,10 +102,12 @@ def attend(
     codes: bool = False,
     form: str | None = None,
     shares: bool = False,
+    remainder: bool = False,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
     hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
-    newest entries got is handed out too, for a log in 4 bits."""
+    newest entries got is handed out too, for a log in 4 bits. ``remainder``: rows may have one, as
+    an engine's always may."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
@@ -123,7 +126,11 @@ def attend(
         )
     keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
     told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
-    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded, told)
+    left = None
+    if remainder:
+        vectors = new(256, 8, dim, dtype=dtype)
+        left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
+    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded, told, left)
 
 
 def score(
@@ -195,6 +202,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
         int4_queries(4096, 32, 256, 32), slots(32, 32, 4096)
     ),
     "decode": attend,
+    "decode/remainder": lambda: attend(remainder=True),
+    "decode/remainder_split": lambda: attend(splits=8, shares=True, remainder=True),
+    "decode/int8_remainder": lambda: attend(form="int8", remainder=True),
+    "decode/k8v4_remainder": lambda: attend(form="k8v4", remainder=True),
+    "decode/fp8_remainder": lambda: attend(form="fp8", remainder=True),
+    "prefill/remainder": lambda: attend(chunk=512, remainder=True),
     "decode/shares": lambda: attend(shares=True),
     "decode/shares_split": lambda: attend(splits=8, shares=True),
     "prefill/shares": lambda: attend(chunk=512, shares=True),
