@@ -66,4 +66,5 @@ def peer_case(module: str, setting: Setting) -> Case | None:
     assert isinstance(own.triton, partial)
     q, keys, values, table, *_ = own.triton.args
     attend = PEERS[module](setting, q, keys, values, table[:, 0])
-    return replace(own, kernel=f"decode by {module}", triton=attend, torch=own.triton)
+    ours = partial(own.triton.func, *own.triton.args)  # without a remainder, which no peer has
+    return replace(own, kernel=f"decode by {module}", triton=attend, torch=ours)

@@ -108,7 +108,11 @@ def test_events_that_depend_on_others_leave_what_a_dense_replay_has(
     """Early events and the paper's engine-wide ones: the logits of the recorded kept sets."""
     recorder = Recorder(
         make_llm(
-            llama_dir, {**KARA, **fields}, block_size=4, num_gpu_blocks_override=60, swap_space=0
+            llama_dir,
+            {**KARA, "remainder": "off", **fields},
+            block_size=4,
+            num_gpu_blocks_override=60,
+            swap_space=0,
         )
     )
     tokens = generate(recorder.llm)

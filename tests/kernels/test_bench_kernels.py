@@ -97,8 +97,8 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     def fail(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    def off(*args: Any) -> Tensor:
-        return paged_attention_torch(*args) * 1.1
+    def off(*args: Any, **beside: Any) -> Tensor:
+        return paged_attention_torch(*args, **beside) * 1.1
 
     monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
     monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)

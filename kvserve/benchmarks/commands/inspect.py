@@ -109,6 +109,13 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
     ]
     if found.details.coded_entries:
         lines += [_codes(found), ""]
+    if found.details.remainder_entries:
+        weights = np.exp(found.remainder)
+        lines += [
+            f"remainders: an entry in each of {found.remainder.size} heads stands for what it "
+            f"dropped, with a weight of {weights.min():.1f} to {weights.max():.1f} entries",
+            "",
+        ]
     if not found.events:
         return [*lines, f"{spec.label}: no event; its budget was never reached"]
     shown = found.events[:_MOST_EVENTS]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvserve.engine.compression.lane_positions import LanePositions
@@ -39,24 +41,29 @@ class Event:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Positions ``held [L, Hkv, n]`` (-1: none) after all tokens and all events that were due."""
+    """Positions ``held [L, Hkv, n]`` (-1: none) after all tokens and all events that were due.
+
+    ``remainder`` float32 [L, Hkv] is the logarithm of the weight of what stands for dropped ones.
+    """
 
     input_ids: IntArray
     held: IntArray
     events: list[Event]
     details: KVCacheDetails
+    remainder: NDArray[np.float32]
 
     def holders(self) -> IntArray:
         """KV heads of each layer that hold each position: [L, tokens]."""
         tokens = np.arange(len(self.input_ids))
         return np.asarray((self.held[..., None] == tokens).sum(axis=(1, 2)))
 
-    def arrays(self) -> dict[str, IntArray]:
+    def arrays(self) -> dict[str, NDArray[Any]]:
         """Sorted positions by layer and KV head, at the end and after each event, by name."""
-        found = {
+        found: dict[str, NDArray[Any]] = {
             "input_ids": self.input_ids,
             "counts": (self.held >= 0).sum(axis=2, dtype=np.int32),
             "event_len": np.array([event.seen for event in self.events], np.int32),
+            "remainder": self.remainder,
             **_by_lane("kept", self.held),
         }
         for number, event in enumerate(self.events):
@@ -110,7 +117,12 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
     if len(output.outputs[0].token_ids) < count:
         raise RequestError("the KV pool cannot hold these tokens; raise --num-gpu-blocks-override")
     ids = np.array([*prompt, *continuation], np.int32)
-    return Inspection(ids, kept.held_at(total), kept.events, output.kv_cache_details)
+    weights = np.full((layout.num_layers, layout.num_kv_heads), -np.inf, np.float32)
+    remainders = runner.batch.remainders
+    if remainders is not None and output.kv_cache_details.remainder_entries:
+        weights = remainders.whole.bias[:, 0].cpu().numpy()  # its row is nobody's yet
+    details = output.kv_cache_details
+    return Inspection(ids, kept.held_at(total), kept.events, details, weights)
 
 
 def _check(llm: LLM, continuation: Sequence[int], total: int) -> None:

@@ -139,6 +139,7 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "coded_entries": 0,
         "codebook_entries": 0,
         "resumed_tokens": 0,
+        "remainder_entries": 0,
     }
     batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4

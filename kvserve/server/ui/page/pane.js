@@ -116,6 +116,7 @@ class Answer {
       `${kv.compactions} compactions, ${kv.blocks_released} blocks released`,
       `${bytes(kv.held_bytes)} at the end`,
     ];
+    if (kv.remainder_entries) parts.push("one entry in each head stands for what it dropped");
     if (this.held.lanes) {
       const all = this.held.lanes * kv.logical_tokens;
       const grey = 1 - this.held.entries(kv.logical_tokens) / all;
