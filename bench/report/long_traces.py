@@ -59,6 +59,14 @@ REMAINDERS = (
         minutes=14,
     ),
     Measurement(
+        "remainders-uniform",
+        "Answers of exactly 3,000 tokens",
+        "Without the few very long answers of the log-normal ones, which run alone at the end.",
+        "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
+        f"--output-len 3000 --num-prompts 48 --pool-share 0.25 --repeat 1 {flags(TURNS)}",
+        minutes=8,
+    ),
+    Measurement(
         "remainders-12000",
         "Answers of 12,000 tokens",
         "",
