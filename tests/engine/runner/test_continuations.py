@@ -31,7 +31,16 @@ from tests.scheduler.traffic import preempt_now_and_then
 TURNS = (37, 23, 5, 31)
 """New tokens in each turn's prompt."""
 ANSWERS = (30, 21, 26, 24)
-SPECS = [*(case.spec for case in CASES if case.policy != "longest_keys"), *UNEVEN_CASES.values()]
+LEAVING = [
+    {"name": "kara", "window": 16, "buffer": 4, "ratio": 0.25, "period": 4, "query_dtype": "model"},
+    {"name": "streaming_llm", "budget": 24, "period": 4, "remainder": "mean"},
+]
+"""These leave remainders, which the next turn begins with."""
+SPECS = [
+    *(case.spec for case in CASES if case.policy != "longest_keys"),
+    *UNEVEN_CASES.values(),
+    *LEAVING,
+]
 DEFAULT = {"name": "snapkv", "budget": 64}
 """All heads' queries are logged, so that requests may choose any of the cases."""
 
