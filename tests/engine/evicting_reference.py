@@ -63,8 +63,8 @@ def mean(lane: Lane, event: int, dropped: list[int]) -> tuple[Tensor, Tensor, fl
     return lane.keys[dropped].mean(0), lane.values[dropped].mean(0), float(len(dropped))
 
 
-def fitted(queries_of: Callable[[int], tuple[list[int], list[int] | None]]) -> Fit:
-    """By the attention of an event's queries, query by query.
+def fitted(queries_of: Callable[[int], tuple[list[int], list[int] | None]], first: int = 0) -> Fit:
+    """By the attention of an event's queries, query by query, to positions from ``first`` on.
 
     ``queries_of`` gives their positions and the places of the entries, in order, over which their
     softmax runs without a mask; ``None``: over all that each query held, and the remainder.
@@ -77,7 +77,11 @@ def fitted(queries_of: Callable[[int], tuple[list[int], list[int] | None]]) -> F
         sums: list[tuple[Tensor, Tensor]] = []
         for query in (lane.queries[g, t] for g in range(len(lane.queries)) for t in asking):
             t = asking[len(sums) % len(asking)]
-            seen = [p for p in held if p <= t] if places is None else [held[i] for i in places]
+            seen = (
+                [p for p in held if first <= p <= t]
+                if places is None
+                else [held[i] for i in places]
+            )
             total = (lane.keys[seen] @ query).exp().sum()
             if places is None and lane.lost.weight:
                 total += lane.lost.weight * (lane.lost.key @ query).exp()

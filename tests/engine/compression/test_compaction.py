@@ -39,10 +39,16 @@ TOKENS = 90
 
 
 def run_one(
-    directory: Path, policy: dict[str, Any], prompt: list[int]
+    directory: Path,
+    policy: dict[str, Any],
+    prompt: list[int],
+    least: int = 3,
+    block_size: int = 4,
 ) -> tuple[list[int], list[Tensor], KeptPositions]:
-    """Generate greedily with Kara; returns tokens, each step's logits, and the kept sets."""
-    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4}
+    """Generate greedily; returns tokens, each step's logits, and the kept sets of ``least`` or more
+    events."""
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+    settings["block_size"] = block_size
     llm = LLM(str(directory), policy=policy, **settings)
     runner = llm.engine.core.runner
     kept = KeptPositions(runner.cache.layout.num_layers, runner.cache.layout.num_kv_heads)
@@ -52,7 +58,7 @@ def run_one(
     runner.model.logits = lambda hidden: logits.append(original(hidden)) or logits[-1]  # type: ignore[func-returns-value,method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert output.kv_cache_details.compactions == len(kept.events) >= 3
+    assert output.kv_cache_details.compactions == len(kept.events) >= least
     return output.outputs[0].token_ids, logits, kept
 
 

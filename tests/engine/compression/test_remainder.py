@@ -17,6 +17,7 @@ from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.kernels.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
+from tests.engine.compression.test_compaction import run_one
 from tests.engine.evicting_reference import (
     EvictingPass,
     Fit,
@@ -26,7 +27,7 @@ from tests.engine.evicting_reference import (
     load_exact,
     mean,
 )
-from tests.engine.policies.cases import PROMPT, Case
+from tests.engine.policies.cases import PROMPT, UNEVEN_BLOCK, UNEVEN_CASES, Case
 from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
 
 _KARA: dict[str, Any] = {"window": 16, "buffer": 4, "ratio": 0.25, "period": 4}
@@ -208,6 +209,29 @@ def test_several_windows_of_an_event_leave_one_remainder(tmp_path: Path) -> None
         (run,) = generate(recorder, [(IDS, {**spec, "remainder": kind})])
         bias = left_in_row(recorder.llm, 0)[2]
         assert bias.isfinite().all() and np.diff([event.seen for event in run.events]).min() > 0
+
+
+LEAVING = [
+    *("pyramidkv-threshold", "adakv", "adakv-threshold", "adakv-keydiff"),
+    *("dynamickv", "chunkkv-blocks", "windowkv"),
+]
+
+
+@pytest.mark.parametrize("kind", ["mean", "fitted"])
+@pytest.mark.parametrize("name", LEAVING)
+def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
+    """Lanes that drop differently many, and blocks that are dropped where they lie."""
+    directory, spec = write_checkpoint("llama", tmp_path), {**UNEVEN_CASES[name], "remainder": kind}
+    tokens, logits, kept = run_one(directory, spec, IDS, least=1, block_size=UNEVEN_BLOCK)
+    policy = make_policy(spec).for_model(2, UNEVEN_BLOCK)
+    fit: Fit = mean
+    if policy.leaves == "fitted":
+        ends = [event.seen for event in kept.events]
+        first = 0 if "threshold" not in name or not policy.protect_prompt else PROMPT  # type: ignore[attr-defined]
+        fit = fitted(lambda e: (list(range(ends[e] - policy.protected, ends[e])), None), first)
+    found = evicting_pass(load_exact(directory), IDS + tokens[:-1], kept.events, fit)
+    expected = found.logits[PROMPT - 1 :].float()
+    torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("backend", ["torch"])
