@@ -184,7 +184,9 @@ class Compressor:
             owners = [found[owner] for owner in part.seq_ids.tolist()]
             kept = torch.stack([each.entries for each in owners])
             fitted = [each.left for each in owners if each.left is not None]
-            left = Remainder(*map(torch.stack, zip(*fitted, strict=True))) if fitted else None
+            left = None
+            if len(fitted) == len(owners):
+                left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
             held = lanes_of(part.new_lens, self._cache.layout)
             yield part, kept, held - part.plan.region_start[:, None, None], left
 
@@ -372,7 +374,7 @@ class Compressor:
             scores = _led(scores, at)
         missing = part.missing(keys.device)
         left = None
-        if policy.leaves != "off" and self._remainders is not None and self._remainders.used:
+        if policy.leaves != "off" and self._remainders is not None:
             left = self._remainders.of(_long(part.rows, keys), at)
         how = self._scale, scores, missing, self._gather, policy.later_entries, values, left
         return Observation(queries, keys, *how)
