@@ -23,13 +23,13 @@ from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.sequence import Sequence as Request
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence as Request
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import Never, Trigger
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.trigger import Never, Trigger
 from kvserve.server.replicas.routing import HeldTokenRouter
 
 SHAPE, DEVICE = "llama-3.1-8b", "h100"

@@ -24,13 +24,13 @@ from tqdm import tqdm
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.scheduler.event import EventKind, KeptCounts
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.output import ObservationTask
-from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.event import EventKind, KeptCounts
+from kvserve.scheduler.messages.output import ObservationTask
+from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Never, Trigger
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}

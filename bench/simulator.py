@@ -24,11 +24,11 @@ from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.models.spec import parse_spec
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.periodic import EngineWide, Periodic
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import Never, RowState, Trigger, WhenOver
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.trigger import Never, RowState, Trigger, WhenOver
 
 POOL_TOKENS, PROMPT, MEAN, SIGMA, CAP = 335_000, 250, 3000, 0.7, 8192
 HEADS, KV_HEADS = 32, 8  # of both models

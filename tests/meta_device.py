@@ -40,8 +40,8 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_triton
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from kvserve.outputs import KVTraceEvent
-from kvserve.scheduler.event import answer
-from kvserve.scheduler.output import ObservationTask
+from kvserve.scheduler.messages.event import answer
+from kvserve.scheduler.messages.output import ObservationTask
 from tests.checkpoints import write_checkpoint
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.4, "period": 5}

@@ -39,10 +39,10 @@ ENGINE_EXPORTS = {"LLM", "AsyncEngine"}
 
 POLICY_IMPORTS = (
     "torch",
-    "kvserve.scheduler.trigger",
-    "kvserve.scheduler.code_trigger",
-    "kvserve.scheduler.periodic",
-    "kvserve.scheduler.pruning",
+    "kvserve.scheduler.triggers.trigger",
+    "kvserve.scheduler.triggers.code_trigger",
+    "kvserve.scheduler.triggers.periodic",
+    "kvserve.scheduler.triggers.pruning",
     "kvserve.scheduler.layout",
 )
 # Below these paths nothing else may be imported, the standard library and the package itself aside.
@@ -249,7 +249,7 @@ GOOD = [
     ("kvserve/engine/a.py", "from ..config import EngineConfig\nfrom .policies import registry"),
     ("kvserve/engine/frontend/client.py", "import msgspec, zmq.asyncio"),
     ("kvserve/engine/policies/a.py", "import math, torch\nfrom .scoring import mass"),
-    ("kvserve/engine/policies/a.py", "from kvserve.scheduler.trigger import AtPrefillEnd"),
+    ("kvserve/engine/policies/a.py", "from kvserve.scheduler.triggers.trigger import AtPrefillEnd"),
     ("kvserve/engine/policies/scoring.py", "from kvserve.kernels.scores.window_scores import mass"),
     ("kvserve/engine/policies/selection.py", "from kvserve.kernels.scores.token_to_chunk import x"),
     ("kvserve/engine/attention/flash.py", "import flash_attn"),

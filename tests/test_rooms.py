@@ -38,10 +38,12 @@ FLOORS = {
         ("commands",),
     ),
     "scheduler": (
-        ("",),  # triggers, layout, messages
+        ("",),  # arrays, layout
+        ("triggers",),
+        ("messages",),
         ("blocks",),
         ("rows",),
-        ("compression",),
+        ("compression", "offload"),
         ("step",),
     ),
     "kernels": (("",), ("cpu",), ("scores",)),

@@ -43,7 +43,7 @@ from kvserve.kernels.elementwise import quantize_rows
 from kvserve.kernels.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 CUDA = torch.cuda.is_available()
 POLICIES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from bench.gpu_runs.row import build
 from bench.machine import ROOT, write_json
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 _ROWS, _KERNELS = 40, 30
 _SKIPPED = 2  # the first steps of a kind set things up

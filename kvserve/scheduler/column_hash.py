@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 SEED = b"kvserve"
 

@@ -21,10 +21,10 @@ from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask
-from kvserve.scheduler.periodic import EngineWide, Periodic
+from kvserve.scheduler.messages.output import CompactionTask
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import EvictionSpec, Never, Trigger, WhenOver
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
 LLAMA, QWEN = LARGE_SHAPES

@@ -15,7 +15,7 @@ from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_toke
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
-from kvserve.scheduler.periodic import Periodic
+from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.server.cli import commands as cli
 
 LLAMA = parse_spec(LARGE_SHAPES["llama-3.1-8b"], "llama-3.1-8b")

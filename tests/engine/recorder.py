@@ -20,8 +20,8 @@ from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.quantized_entries import places_of
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 
 @dataclass(frozen=True)

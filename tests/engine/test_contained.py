@@ -24,8 +24,8 @@ from kvserve.engine.policies.streaming_llm import StreamingLLM
 from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import EvictionSpec, RowState, Trigger
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
 

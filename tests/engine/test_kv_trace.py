@@ -13,7 +13,7 @@ from kvserve.engine.core import kv_trace
 from kvserve.engine.frontend.inspect import inspect
 from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent, RequestOutput
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import UNEVEN_BLOCK, UNEVEN_CASES
 

@@ -11,7 +11,7 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.recorder import Recorder

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.remainder_places import num_places
-from kvserve.scheduler.continuation import Continuation, Resumption
-from kvserve.scheduler.event import EventKind, Scores, answer
-from kvserve.scheduler.output import (
+from kvserve.scheduler.messages.continuation import Continuation, Resumption
+from kvserve.scheduler.messages.event import EventKind, Scores, answer
+from kvserve.scheduler.messages.output import (
     NO_PLACE,
     CompactionTask,
     ObservationTask,
@@ -28,10 +28,10 @@ from kvserve.scheduler.output import (
     SchedulerOutput,
     TableUpdate,
 )
-from kvserve.scheduler.rows.conversations import Conversations, NextTurn
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import NOT_LOGGING
+from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]

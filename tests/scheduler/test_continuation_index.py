@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, common
 from kvserve.scheduler.column_hash import SEED, column_hashes
-from kvserve.scheduler.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation, Place
+from kvserve.scheduler.messages.continuation import (
+    EVICTED,
+    NEW,
+    POLICY,
+    TOKENS,
+    Continuation,
+    Place,
+)
+from kvserve.scheduler.offload.continuation_index import ContinuationIndex, common
 
 SIZE = 4
 

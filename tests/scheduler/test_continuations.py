@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import salted_seed
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.test_traffic import what_happened
 from tests.scheduler.traffic import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.compression.lives import OpenEvent
-from kvserve.scheduler.event import (
+from kvserve.scheduler.messages.event import (
     NEXT_STATES,
     CodeCounts,
     EventKind,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import Never, RowState, WhenOver
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     CODES,

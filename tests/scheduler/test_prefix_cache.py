@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 
 

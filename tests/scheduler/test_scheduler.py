@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.pruning import Pruned
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     LAYOUT,

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.code_trigger import QuantizeTrigger
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.event import EventKind, EventState, Scores
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.pruning import Pruned, Taper
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.messages.event import EventKind, EventState, Scores
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import (
+from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.pruning import Pruned, Taper
+from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
     Budget,

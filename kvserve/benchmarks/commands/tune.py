@@ -26,8 +26,8 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.periodic import Periodic
-from kvserve.scheduler.pruning import Pruned
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.pruning import Pruned
 
 _WORTH_IT = 1.03  # the smallest gain for which a setting is recommended
 _SETTINGS = (

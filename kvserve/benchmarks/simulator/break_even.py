@@ -13,8 +13,8 @@ from math import exp
 import numpy as np
 
 from kvserve.benchmarks.simulator.cost_model import CostModel, Queries
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.periodic import Periodic
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.periodic import Periodic
 
 
 @dataclass(frozen=True)

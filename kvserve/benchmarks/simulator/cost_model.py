@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvserve.kernels.entry_format import entry_format
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.messages.output import CompactionTask
 
 if TYPE_CHECKING:  # not imported at run time, because the module loads torch
     from kvserve.engine.models.spec import ModelSpec

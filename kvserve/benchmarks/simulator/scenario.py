@@ -15,7 +15,7 @@ from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostM
 from kvserve.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, read_size
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 

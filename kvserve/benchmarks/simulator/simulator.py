@@ -12,11 +12,11 @@ import numpy as np
 from tqdm import tqdm
 
 from kvserve.benchmarks.simulator.cost_model import CostModel, Queries
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
 
 
 class Simulation:

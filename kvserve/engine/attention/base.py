@@ -16,7 +16,7 @@ from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 Entries = Tensor | QuantizedVectors
 """Keys or values of one layer's blocks, ``[num_blocks, B, Hkv/R, D]``: numbers, or levels."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.device.transfer import to_device
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import (
+from kvserve.scheduler.messages.output import (
     NO_PLACE,
     BegunTurns,
     CompactionTask,

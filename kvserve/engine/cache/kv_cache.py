@@ -30,7 +30,7 @@ from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_COPIES, BlockCopies, SwapTask
+from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import RemainderMoves
+from kvserve.scheduler.messages.output import RemainderMoves
 
 
 def remainder_bytes(layout: KVLayout, dtype: torch.dtype) -> int:

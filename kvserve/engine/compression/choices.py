@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.remainder import Remainder
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)

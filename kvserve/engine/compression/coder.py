@@ -25,8 +25,8 @@ from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import ALL_HEADS, Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.scores.codebook import extend, scales
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
 
 _SCRATCH_BYTES = 256 * 1024 * 1024
 _HALF_MAX = torch.finfo(torch.float16).max

@@ -34,9 +34,9 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
 
 SCRATCH_BYTES = 256 * 1024 * 1024
 _SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot

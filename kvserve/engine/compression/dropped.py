@@ -11,8 +11,8 @@ from kvserve.engine.compression.moves import MovePlan, lanes_of
 from kvserve.engine.compression.windows import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.remainder import Remainder
-from kvserve.scheduler.block_pool import IntArray, ragged_arange
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.arrays import IntArray, ragged_arange
+from kvserve.scheduler.messages.output import CompactionTask
 
 
 def mean_of_dropped(

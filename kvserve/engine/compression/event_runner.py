@@ -24,9 +24,9 @@ from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import Stopwatch
 from kvserve.engine.policies.base import Policy
 from kvserve.log import EngineDeadError, SequenceError
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import EventKind
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 
 ScoredEvents = list[tuple[EventKind, Tensor]]
 """For each of ``SchedulerOutput.observations``, its kind and what goes to the host."""

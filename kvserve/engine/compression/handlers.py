@@ -20,7 +20,7 @@ from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
 
 
 class EvenEvents:
@@ -34,7 +34,7 @@ class EvenEvents:
         """Drop the scores of earlier steps that no event has used; even events have none."""
 
     def score(self, task: ObservationTask, policy: Policy) -> Tensor:
-        """What the host needs to know of the events (``kvserve.scheduler.event.answer``)."""
+        """What the host needs to know of the events (``messages.event.answer``)."""
         raise AssertionError("their lengths are known beforehand")
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:

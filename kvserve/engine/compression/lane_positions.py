@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 
 class LanePositions:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.messages.output import CompactionTask
 
 
 @dataclass(frozen=True, slots=True)

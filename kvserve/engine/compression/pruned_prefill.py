@@ -22,7 +22,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.messages.output import CompactionTask
 
 
 class PrunedPrefill:

@@ -15,10 +15,10 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.block_pool import IntArray, ragged_arange
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 Task = TypeVar("Task", bound=ObservationTask)
 

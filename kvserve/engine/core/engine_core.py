@@ -29,8 +29,8 @@ from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats, KVCacheDetails
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over
 
 _STATS_INTERVAL = 0.05

@@ -8,8 +8,8 @@ from typing import Any
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.policies.base import Policy
 from kvserve.outputs import EngineStats, RequestStats
-from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.continuation import MISSES
+from kvserve.scheduler.messages.continuation import MISSES
+from kvserve.scheduler.offload.conversations import Conversations
 from kvserve.scheduler.step.scheduler import Scheduler
 
 
@@ -73,14 +73,15 @@ def engine_stats(
         iterations=counts.iterations,
         iteration_tokens_total=counts.num_tokens,
         requests=requests,
-        **_of_continuations(scheduler.blocks.idle.continuations),
+        **_of_continuations(scheduler.conversations),
     )
 
 
-def _of_continuations(store: Continuations | None) -> dict[str, Any]:
+def _of_continuations(conversations: Conversations | None) -> dict[str, Any]:
     """The fields of ``EngineStats`` about continuations; empty if these are off."""
-    if store is None:
+    if conversations is None:
         return {}
+    store = conversations.store
     return {
         "continuations": len(store),
         "continuation_blocks": store.num_blocks,

@@ -18,14 +18,14 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGr
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
-from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.column_hash import salted_seed
-from kvserve.scheduler.continuation import REFUSED, UNSUPPORTED
-from kvserve.scheduler.event import EventKind
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.trigger import RowState
 
 
 class Intake:

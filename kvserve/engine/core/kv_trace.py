@@ -17,8 +17,8 @@ from kvserve.engine.device.transfer import HostCopy
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 
 MOST_POSITIONS = 2**21
 """Limit on positions x layers x KV heads, summed over an engine's traced sequences."""

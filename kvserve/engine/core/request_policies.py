@@ -16,7 +16,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.log import RequestError
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.sequence import Sequence
 
 REMEMBERED = 32
 

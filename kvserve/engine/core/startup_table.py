@@ -21,8 +21,8 @@ from kvserve.engine.policies.registry import make_policy, policy_class, policy_n
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
 from kvserve.kernels.entry_format import entry_format
-from kvserve.scheduler.held import most_held
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.triggers.held import most_held
 
 Row = tuple[str, str, str]
 """Feature, state, why."""

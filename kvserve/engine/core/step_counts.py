@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from kvserve.engine.policies.base import Policy
 from kvserve.outputs import ITERATION_TOKENS, Compaction, CompactionCounts
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 
 
 class StepCounts:

@@ -20,8 +20,8 @@ from kvserve.engine.frontend.llm import LLM
 from kvserve.log import RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.sampling_params import SamplingParams
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import CompactionTask
 
 _MORE_TOKENS = 2
 """Tokens sampled behind the continuation: events due at its end run as the first is computed."""

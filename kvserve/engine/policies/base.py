@@ -25,7 +25,7 @@ from kvserve.engine.policies.parts.arguments import (
 from kvserve.engine.policies.scoring import Observation, Remainder
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
 
 __all__ = [
     "Policy",

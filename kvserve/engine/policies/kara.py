@@ -19,8 +19,8 @@ from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation, Remainder
 from kvserve.engine.policies.selection import token_to_chunk
-from kvserve.scheduler.periodic import EngineWide, Periodic
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.trigger import Trigger
 
 _LEAST_QUERIES = 8
 _USUAL_KEEP = 32

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve.engine.policies.base import argument, require
 from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.trigger import Bounded, Trigger
+from kvserve.scheduler.triggers.trigger import Bounded, Trigger
 
 
 @dataclass(frozen=True)

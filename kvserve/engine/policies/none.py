@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvserve.engine.policies.base import Policy
-from kvserve.scheduler.trigger import Never, Trigger
+from kvserve.scheduler.triggers.trigger import Never, Trigger
 
 
 @dataclass(frozen=True)

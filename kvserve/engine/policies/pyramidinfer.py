@@ -19,7 +19,7 @@ from kvserve.engine.policies.parts.budgets import layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest, uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.pruning import Pruned, Taper
+from kvserve.scheduler.triggers.pruning import Pruned, Taper
 
 
 @dataclass(frozen=True)

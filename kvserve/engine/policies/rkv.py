@@ -17,7 +17,7 @@ from kvserve.engine.policies.base import Policy, argument
 from kvserve.engine.policies.budgeted import Bound
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
-from kvserve.scheduler.trigger import Bounded, Trigger, WhenOver
+from kvserve.scheduler.triggers.trigger import Bounded, Trigger, WhenOver
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from kvserve.engine.policies.selection import (
     uneven_best_and_newest,
     union_and_newest,
 )
-from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import AtPrefillEnd, Budget, Trigger
+from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Trigger
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kvserve.engine.runner.rank import (
 )
 from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0

@@ -28,9 +28,9 @@ from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_l
 from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import Scores, answer
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import Scores, answer
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 TokenLogprobs = dict[int, Logprob]
 _SCORED_AT_ONCE = 256

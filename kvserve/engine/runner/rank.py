@@ -45,7 +45,7 @@ from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""

@@ -17,11 +17,11 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.trigger import NO_EVENT, RowState
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
 """Chunk lengths for each of attention's tiles, for GQA groups of up to 64 heads."""

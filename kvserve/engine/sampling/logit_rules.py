@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import NewRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
 from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.kernels import elementwise
 from kvserve.kernels.sample_tokens import sample_tokens
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import NewRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
+from kvserve.scheduler.arrays import IntArray, ragged_arange
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import NO_UPDATE, BlockTable, Rows
 from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
-from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
+from kvserve.scheduler.blocks.idle_blocks import IdleBlocks, SavedRows
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CodeBlocks, TableUpdate
+from kvserve.scheduler.messages.output import CodeBlocks, TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
-from kvserve.scheduler.trigger import NOT_LOGGING
+from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 
 
 class BlockManager(RowArrays):
@@ -39,7 +39,7 @@ class BlockManager(RowArrays):
         max_model_len: int,
         log_block_tokens: int,
         prefix_cache: PrefixCache | None = None,
-        continuations: Continuations | None = None,
+        continuations: SavedRows | None = None,
         code_slots: int = 0,
         code_scratch: bool = True,
         remainders: RemainderPlaces | None = None,

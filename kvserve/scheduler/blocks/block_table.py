@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray, ragged_arange
-from kvserve.scheduler.continuation import SavedTable
+from kvserve.scheduler.arrays import IntArray, ragged_arange
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import TableUpdate
+from kvserve.scheduler.messages.continuation import SavedTable
+from kvserve.scheduler.messages.output import TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group
 
 Rows = IntArray | slice

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CodeBlocks
+from kvserve.scheduler.messages.output import CodeBlocks
 from kvserve.scheduler.row_schema import RowArrays, per_group
 
 SLOT_BYTES = 16

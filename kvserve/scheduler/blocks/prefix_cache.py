@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 
 
 class PrefixCache:

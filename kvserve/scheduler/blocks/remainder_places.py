@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import NO_MOVES, RemainderMoves
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import NO_MOVES, RemainderMoves
 
 NOTHING = -1
 """The place of a row that has no remainder."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import EventKind
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_TURNS, BegunTurns, CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import EvictionSpec, Trigger
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, CompactionTask, ObservationTask
+from kvserve.scheduler.triggers.trigger import EvictionSpec, Trigger
 
 Choices = np.ndarray[Any, np.dtype[np.object_]]
 

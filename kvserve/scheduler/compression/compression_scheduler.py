@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
 from kvserve.scheduler.compression.engine_wide import EngineWideDates
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
 from kvserve.scheduler.compression.lives import EventLives, OpenEvent
-from kvserve.scheduler.event import EventKind, Scores
-from kvserve.scheduler.output import (
+from kvserve.scheduler.messages.event import EventKind, Scores
+from kvserve.scheduler.messages.output import (
     NO_TURNS,
     BegunTurns,
     CompactionTask,
     ObservationTask,
     SchedulerOutput,
 )
+from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
 
 
 class CompressionScheduler:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.periodic import EngineWide
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.periodic import EngineWide
+from kvserve.scheduler.triggers.trigger import Trigger
 
 
 class EngineWideDates:

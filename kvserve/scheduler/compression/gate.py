@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 _FORGET = 0.99
 _STEPS_NEEDED = 32

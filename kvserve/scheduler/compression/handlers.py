@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.code_trigger import QuantizeTrigger
 from kvserve.scheduler.compression.candidates import Choices, EventCandidates
 from kvserve.scheduler.compression.lives import OpenEvent
-from kvserve.scheduler.event import CodeCounts, EventKind, KeptColumns, KeptCounts
-from kvserve.scheduler.output import CodeBlocks
-from kvserve.scheduler.pruning import Pruned
-from kvserve.scheduler.trigger import NO_EVENT, RowState
+from kvserve.scheduler.messages.event import CodeCounts, EventKind, KeptColumns, KeptCounts
+from kvserve.scheduler.messages.output import CodeBlocks
+from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
 Scored = Callable[[EventCandidates], list[OpenEvent | None]]
 

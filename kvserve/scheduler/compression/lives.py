@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvserve.scheduler.event import NEXT_STATES, EventState, Scores
-from kvserve.scheduler.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.event import NEXT_STATES, EventState, Scores
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.column_hash import column_hashes
+from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.sequence import Sequence
 
 
 class Prefixes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.sequence import Sequence
 
 
 class WaitingQueue:

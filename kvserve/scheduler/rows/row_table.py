@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.row_schema import RowArrays, per_row
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.trigger import RowState
 
 _OF_THIS_RUN = {"next_event", "caught_up", "peak_blocks", "num_unknown"}
 """Fields that a resumed row does not take over from the saved one."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.output import NewRequest, NewRows
-from kvserve.scheduler.rows.conversations import Conversations, NextTurn
+from kvserve.scheduler.messages.output import NewRequest, NewRows
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.offload.conversations import Conversations, NextTurn
+from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.rows.swap_space import SwapSpace
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
 
 
 class Admission:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
+from kvserve.scheduler.messages.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable

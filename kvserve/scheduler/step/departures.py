@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.rows.conversations import Conversations
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.offload.conversations import Conversations
+from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.rows.swap_space import SwapSpace
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.trigger import NO_EVENT
+from kvserve.scheduler.triggers.trigger import NO_EVENT
 
 
 class Departures:

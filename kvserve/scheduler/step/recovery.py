@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.output import SchedulerOutput
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.trigger import RowState
 
 _EVENT_COUNTERS = (
     *("compactions", "early_compactions", "skipped"),

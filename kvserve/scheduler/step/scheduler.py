@@ -13,28 +13,29 @@ from itertools import compress
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.event import Scores
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import NO_COPIES, SchedulerOutput
-from kvserve.scheduler.rows.conversations import Conversations
+from kvserve.scheduler.messages.event import Scores
+from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
+from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.offload.continuations import Continuations
+from kvserve.scheduler.offload.conversations import Conversations
+from kvserve.scheduler.offload.hosted_rows import HostedRows
+from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.rows.swap_space import SwapSpace
-from kvserve.scheduler.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.admission import Admission
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
-from kvserve.scheduler.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
 
 
 class Scheduler:
@@ -74,6 +75,9 @@ class Scheduler:
         places = num_places(max_num_seqs, continuations=continuations)
         remainders = RemainderPlaces(max_num_seqs, places)
         hosted = HostedRows(BlockPool(num_host_blocks + 1), remainders)
+        store = None
+        if continuations:
+            store = Continuations(self.pool, hosted, max_continuation_blocks)
         self.blocks = BlockManager(
             layout,
             self.pool,
@@ -81,7 +85,7 @@ class Scheduler:
             max_model_len,
             log_block_tokens,
             PrefixCache(self.pool) if prefix_caching else None,
-            Continuations(self.pool, hosted, max_continuation_blocks) if continuations else None,
+            store,
             code_slots,
             code_scratch,
             remainders,
@@ -90,15 +94,13 @@ class Scheduler:
         self.events = CompressionScheduler(
             self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
         )
-        self.swap = SwapSpace(hosted, self.rows, self.blocks)
+        self.swap = SwapSpace(hosted, self.rows, self.blocks, store)
         self.waiting = WaitingQueue()
         self.num_steps = 0
         prefixes = Prefixes(self.rows, self.blocks)
         self.conversations: Conversations | None = None
-        if self.blocks.idle.continuations is not None:
-            self.conversations = Conversations(
-                self.rows, self.blocks, prefixes, self.blocks.idle.continuations
-            )
+        if store is not None:
+            self.conversations = Conversations(self.rows, self.blocks, prefixes, store)
         self.departures = Departures(
             self.rows, self.blocks, self.waiting, self.swap, prefixes, self.conversations
         )

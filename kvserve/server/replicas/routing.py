@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import column_hashes
 
 _COLUMN = 64

@@ -22,7 +22,7 @@ from kvserve.kernels.coded_entries import Codes, Slots, read_codes
 from kvserve.kernels.scores.codebook import Cover, extend
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
-from kvserve.scheduler.sequence import Sequence
+from kvserve.scheduler.messages.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.scheduler.traffic import preempt_now_and_then

@@ -19,8 +19,8 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.output import CompactionTask, ObservationTask
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.triggers.trigger import EvictionSpec
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.trigger import RowState
 
 
 def observe(queries: Tensor, keys: Tensor, scale: float = 1.0) -> Observation:

@@ -9,7 +9,7 @@ import pytest
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.registry import describe_policies, make_policy, policy_names
-from kvserve.scheduler.periodic import EngineWide
+from kvserve.scheduler.triggers.periodic import EngineWide
 
 
 @pytest.mark.parametrize(

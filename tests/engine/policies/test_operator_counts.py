@@ -18,9 +18,9 @@ from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import CompactionTask
+from kvserve.scheduler.messages.output import CompactionTask
 from tests.engine.policies.cases import CASES, PROMPT, Case
 
 BLOCK, COLUMNS = 8, 16

@@ -16,7 +16,7 @@ from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
-from kvserve.scheduler.trigger import AtPrefillEnd, WhenOver
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.engine.policies.one_row import choose, observe
 
 

@@ -15,7 +15,7 @@ from kvserve.engine.frontend.inspect import inspect
 from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.scoring import Observation
 from kvserve.log import RequestError
-from kvserve.scheduler.pruning import Taper
+from kvserve.scheduler.triggers.pruning import Taper
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import DensePass, dense_pass, load_dense
 

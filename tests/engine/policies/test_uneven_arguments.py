@@ -9,7 +9,7 @@ import pytest
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import AtPrefillEnd, WhenOver
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.engine.policies.uneven import UNEVEN
 
 NAN = float("nan")

@@ -18,7 +18,7 @@ from kvserve.engine.policies.registry import policy_class, policy_names
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK

@@ -21,7 +21,7 @@ from kvserve.engine.sampling.sampler import SampledTokens
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.trigger import RowState
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain

@@ -17,7 +17,7 @@ from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.test_pressure import watch

@@ -16,7 +16,7 @@ from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core import startup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.output import SwapTask
+from kvserve.scheduler.messages.output import SwapTask
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda

@@ -13,7 +13,7 @@ import torch
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
 from tests.engine.test_pressure import POISON

@@ -17,7 +17,7 @@ from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.output import SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import (

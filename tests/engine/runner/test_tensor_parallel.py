@@ -26,7 +26,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
-from kvserve.scheduler.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
 

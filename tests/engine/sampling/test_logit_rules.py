@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
-from kvserve.scheduler.output import NewRequest
+from kvserve.scheduler.messages.output import NewRequest
 
 VOCAB = 12
 NOTHING = RowRules(0.0, 0.0, 1.0, {}, (), ())

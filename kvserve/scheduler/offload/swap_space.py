@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.remainder_places import NOTHING
-from kvserve.scheduler.output import SwapTask
+from kvserve.scheduler.messages.output import SwapTask
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.offload.continuations import Continuations
+from kvserve.scheduler.offload.hosted_rows import HostedRows
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +37,18 @@ class ParkedRow:
 class SwapSpace:
     """Blocks of host memory for parked rows, which come before the continuations there."""
 
-    def __init__(self, hosted: HostedRows, rows: RowTable, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        hosted: HostedRows,
+        rows: RowTable,
+        blocks: BlockManager,
+        continuations: Continuations | None,
+    ) -> None:
         self.pool = hosted.pool
         self._hosted = hosted
         self._rows = rows
         self._blocks = blocks
+        self._continuations = continuations
         self._parked: dict[int, ParkedRow] = {}
         self._outs: list[SwapTask] = []
         self._ins: list[SwapTask] = []
@@ -125,6 +133,7 @@ class SwapSpace:
         held = [parked.host_blocks for parked in self._parked.values()]
         self.pool.check_integrity(np.concatenate([self._hosted.held(), *held]))
         away = [parked.remainder for parked in self._parked.values()]
-        if (saved := self._blocks.idle.continuations) is not None:
-            away += [known.row.remainder for known in saved.all if known.row is not None]
+        if self._continuations is not None:
+            saved = self._continuations.all
+            away += [known.row.remainder for known in saved if known.row is not None]
         self._blocks.remainders.check_integrity(away)

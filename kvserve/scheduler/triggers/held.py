@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import RowState, Trigger
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.trigger import RowState, Trigger
 
 _EVENTS = 256
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.trigger import NO_EVENT, NOT_LOGGING, EvictionSpec, OnDate, RowState
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.trigger import NO_EVENT, NOT_LOGGING, EvictionSpec, OnDate, RowState
 
 
 @dataclass(frozen=True)

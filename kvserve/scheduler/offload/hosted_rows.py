@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
-from kvserve.scheduler.continuation import Continuation, named_by
-from kvserve.scheduler.output import NO_PLACE, SwapTask
+from kvserve.scheduler.messages.continuation import Continuation, named_by
+from kvserve.scheduler.messages.output import NO_PLACE, SwapTask
 
 
 class HostedRows:

@@ -14,8 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation, Place
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.continuation import (
+    EVICTED,
+    NEW,
+    POLICY,
+    TOKENS,
+    Continuation,
+    Place,
+)
 
 _LOOKED_AT = 8
 """Continuations of other answers to a prompt that are asked whether they explain a miss."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_table import BlockTable
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
-from kvserve.scheduler.continuation import SavedRow, SavedTable
-from kvserve.scheduler.output import NO_COPIES, BlockCopies
+from kvserve.scheduler.messages.continuation import SavedRow, SavedTable
+from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies
+from kvserve.scheduler.offload.hosted_rows import HostedRows
 
 
 class SavedRows:

@@ -11,15 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.remainder_places import NOTHING
-from kvserve.scheduler.blocks.saved_rows import SavedRows
-from kvserve.scheduler.continuation import MEMORY, Continuation, Place, Resumption, SavedRow, Turn
-from kvserve.scheduler.output import BlockCopies
+from kvserve.scheduler.messages.continuation import (
+    MEMORY,
+    Continuation,
+    Place,
+    Resumption,
+    SavedRow,
+    Turn,
+)
+from kvserve.scheduler.messages.output import BlockCopies
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.offload.continuations import Continuations
+from kvserve.scheduler.offload.saved_rows import SavedRows
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import RowState
+from kvserve.scheduler.triggers.trigger import RowState
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import IntArray
-from kvserve.scheduler.event import EventKind
-from kvserve.scheduler.sequence import Sequence
-from kvserve.scheduler.trigger import EvictionSpec
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 
 NEW, TOKENS, POLICY, EVICTED = "new", "tokens", "policy", "evicted"
 REFUSED, UNSUPPORTED, MEMORY = "refused", "unsupported", "memory"

@@ -13,15 +13,16 @@ from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from kvserve.scheduler.block_pool import BlockPool, IntArray
-from kvserve.scheduler.blocks.continuation_index import ContinuationIndex
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.remainder_places import NOTHING
-from kvserve.scheduler.continuation import (
+from kvserve.scheduler.messages.continuation import (
     Continuation,
     Resumption,
     named_by,
 )
+from kvserve.scheduler.offload.continuation_index import ContinuationIndex
+from kvserve.scheduler.offload.hosted_rows import HostedRows
 
 _REMEMBERED = 256
 """How many evicted continuations are still known by their tokens."""
@@ -126,8 +127,9 @@ class Continuations:
             else:
                 self._by_use.move_to_end(id(known), last=False)
 
-    def evict(self, known: Continuation, *, may_park: bool) -> None:
-        """Free the blocks of ``known``: it moves to host memory, or is dropped."""
+    def evict_oldest(self, *, may_park: bool) -> None:
+        """Free the blocks of the oldest one: it moves to host memory, or is dropped."""
+        known = next(iter(self._by_use.values()))
         device = self.host.park(known) if may_park and known.used else None
         if device is None:
             self.drop(known)

@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.scheduler.block_pool import IntArray
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
-from kvserve.scheduler.continuation import Resumption, Turn
-from kvserve.scheduler.event import EventKind
-from kvserve.scheduler.trigger import NO_EVENT, Trigger
+from kvserve.scheduler.messages.continuation import Resumption, Turn
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 
 class SequenceStatus(enum.Enum):

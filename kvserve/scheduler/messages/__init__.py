@@ -1,0 +1,1 @@
+"""What scheduler, engine and runner tell each other."""

@@ -1,0 +1,1 @@
+"""When events are due, and what each takes of a row."""
