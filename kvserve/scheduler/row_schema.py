@@ -45,7 +45,8 @@ class RowArrays:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.fields = {name: x for name, x in vars(cls).items() if isinstance(x, RowField)}
+        own = {name: x for name, x in vars(cls).items() if isinstance(x, RowField)}
+        cls.fields = {**cls.fields, **own}
 
     def make_by_row(self, zeros: Callable[[int], Any]) -> None:
         """Make the fields by row: lines of ``zeros(n)``, an array ``[n, rows]``."""

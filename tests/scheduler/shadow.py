@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.messages.continuation import Continuation, Resumption
 from kvserve.scheduler.messages.event import EventKind, Scores, answer
@@ -57,7 +58,8 @@ class ShadowRunner:
         layout = scheduler.layout
         self.scheduler = scheduler
         self.size = layout.block_size
-        self.log_size = scheduler.blocks.log_block_tokens
+        self.log_size = scheduler.blocks.log.block_tokens
+        self.codes = scheduler.blocks.find(CodeGroup)
         self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
         self.tables: IntArray = np.zeros_like(scheduler.blocks.kv.blocks)
         self.log_tables: IntArray = np.zeros_like(scheduler.blocks.log.blocks)
@@ -117,8 +119,8 @@ class ShadowRunner:
         self._admit(output)
         self._move_remainders(output.remainder_loads)
         self.resuming.clear()
-        _scatter(self.tables, output.table_update)
-        _scatter(self.log_tables, output.log_update)
+        _scatter(self.tables, output.table_updates[0])
+        _scatter(self.log_tables, output.table_updates[1])
         for row in range(output.num_decoding):
             self._store(row, [int(self.last_token[row])])
         first = 0
@@ -159,14 +161,12 @@ class ShadowRunner:
     def _check_held(self, row: int) -> None:
         """What a row is said to hold is the number of blocks that it names."""
         blocks = self.scheduler.blocks
-        codes = [] if blocks.codes is None else [blocks.codes.index, blocks.codes.vectors]
-        named = [table.row_entries(row)[0] for table in (blocks.kv, blocks.log, *codes)]
-        assert blocks.held(row + 1)[row] == len(np.unique(np.concatenate(named)))
+        assert blocks.held(row + 1)[row] == len(np.unique(blocks.named(row)))
 
     def _check_codes(self, row: int, lane: Lane) -> None:
         """Codes are where the tables say; a lane's table begins behind them, or names its head's
         scratch for them."""
-        codes, coded = self.scheduler.blocks.codes, self.coded[row][lane]
+        codes, coded = self.codes, self.coded[row][lane]
         if codes is None:
             return
         at, (group, head) = (lane[0], row, lane[1]), lane
@@ -188,7 +188,7 @@ class ShadowRunner:
 
     def _observe_codes(self, task: ObservationTask) -> IntArray:
         """Entries kept, or coded in addition, and a number of vectors up to the worst case."""
-        codes, found = self.scheduler.blocks.codes, np.zeros((*task.old_lens.shape, 2), np.int32)
+        codes, found = self.codes, np.zeros((*task.old_lens.shape, 2), np.int32)
         assert codes is not None
         for e, row in enumerate(task.rows):
             self._check_queries(task, e)
@@ -205,7 +205,7 @@ class ShadowRunner:
 
     def _code(self, task: CompactionTask, e: int, row: int, lane: Lane) -> None:
         """Write codes, and a row that begins afresh."""
-        codes, tables, at = task.codes, self.scheduler.blocks.codes, (lane[0], e, lane[1])
+        codes, tables, at = task.codes, self.codes, (lane[0], e, lane[1])
         assert codes is not None and tables is not None
         held, coded = self.held[row][lane], int(codes.coded[at])
         if task.plan.window_len[e]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.event import EventKind, EventState, Scores
@@ -114,10 +115,13 @@ def make_scheduler(
         "max_model_len": 128,
         "log_block_tokens": 8,
         "admission_reserve": 4,
-        "code_slots": 24 if layout.granularity is Granularity.HEAD else 0,
+        "code_scratch": True,
     }
     merged: dict[str, Any] = {**defaults, **settings}
     host = merged.pop("num_host_blocks", 0) * layout.groups
+    codes = CodeSpec(24, scratch=merged.pop("code_scratch"))
+    if layout.granularity is Granularity.HEAD:
+        merged["further_groups"] = codes, *merged.get("further_groups", ())
     return Scheduler(layout, num_blocks * layout.groups, num_host_blocks=host, **merged)
 
 

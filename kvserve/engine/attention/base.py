@@ -56,7 +56,8 @@ class ForwardBatch:
     Rows held as codes are read by attention itself (``codes``, by layer group, of all
     ``num_rows``), or rebuilt before a layer attends (``rebuilt``). ``recent [T]`` counts the newest
     entries whose share of attention is logged with a token's queries, at least one. ``remainders``
-    are what tokens see beside entries.
+    are what tokens see beside entries. ``further``, each ``[LG, R, T]``, are where other cache
+    groups write what they hold of the tokens.
     """
 
     positions: Tensor
@@ -73,6 +74,7 @@ class ForwardBatch:
     rebuilt: CodedRows | None = None
     recent: Tensor | None = None
     remainders: RowRemainders | None = None
+    further: tuple[Tensor, ...] = ()
 
     @property
     def num_decoding(self) -> int:
@@ -89,6 +91,7 @@ class ForwardBatch:
             prompt_lens=self.prompt_lens[tokens],
             slots=self.slots[..., :0],
             query_slots=None,
+            further=(),
             last=self.last[..., tokens],
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],

@@ -19,7 +19,7 @@ from kvserve.kernels.coded_entries import (
     turns_of,
 )
 from kvserve.log import ConfigError
-from kvserve.scheduler.blocks.code_tables import MAX_VECTORS, SLOT_BYTES
+from kvserve.scheduler.blocks.code_group import MAX_VECTORS, SLOT_BYTES
 
 assert SLOT_BYTES == 2 * CODE_WORDS
 

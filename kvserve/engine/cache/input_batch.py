@@ -7,19 +7,19 @@ known to the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
 from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.cache.row_groups import RowGroup, scatter
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -29,7 +29,6 @@ from kvserve.scheduler.messages.output import (
     CompactionTask,
     NewRequest,
     SchedulerOutput,
-    TableUpdate,
 )
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
@@ -38,13 +37,9 @@ class InputBatch(RowArrays):
     """Persistent rows. ``apply`` takes in a message, ``build`` makes the forward's arguments."""
 
     kv_lens: Tensor = per_group("kv_lens")
-    coded: Tensor = per_group()
-    num_vectors: Tensor = per_group()
     block_tables: Tensor = per_group(None)
-    """Entries of this table and the next three come as updates."""
+    """Entries of this table and the next come as updates."""
     log_tables: Tensor = per_group(None)
-    index_tables: Tensor = per_group(None)
-    vector_tables: Tensor = per_group(None)
     num_computed: Tensor = per_row("num_computed")
     prompt_lens: Tensor = per_row("prompt_lens")
     last_token: Tensor = per_row("last_token")
@@ -60,27 +55,27 @@ class InputBatch(RowArrays):
         log_block_tokens: int,
         vocab_size: int,
         device: str,
-        code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        groups: Sequence[RowGroup] = (),
         remainders: Remainders | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
         self.log_block_tokens = log_block_tokens
-        # Index and vector tables are empty where nothing is coded.
-        none = (*table_shape[:3], 0)
-        index, vectors = code_shapes or (none, none)
+        self.groups = groups
+        """Those beside keys and values and logged queries."""
+        self._writers = [group for group in groups if group.writes]
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.block_tables, self.log_tables, self.index_tables, self.vector_tables = (
-            zeros(shape, torch.int32) for shape in (table_shape, log_shape, index, vectors)
+        self.block_tables, self.log_tables = (
+            zeros(shape, torch.int32) for shape in (table_shape, log_shape)
         )
+        tables = [table for group in groups for table in group.tables]
+        self._tables = [self.block_tables, self.log_tables, *tables]
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
         self.log_span.fill_(1)  # padded rows divide by it, too
-        self.codes: tuple[Codes, ...] | None = None
-        """By layer group, what attention reads if it reads codes itself; else ``None``."""
         self.remainders = remainders
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
@@ -98,15 +93,15 @@ class InputBatch(RowArrays):
         if new.requests:
             rows = self._long([request.row for request in new.requests])
             self.begin_rows(rows, new, self._long)
+            for group in self.groups:
+                group.begin(rows)
             if self.remainders is not None:
                 self.remainders.begin(rows)
             self.sampling.set_rows(new.requests)
         if self.remainders is not None:
             self.remainders.carry_out(output.remainder_loads)
-        _scatter(self.block_tables, output.table_update)
-        _scatter(self.log_tables, output.log_update)
-        _scatter(self.index_tables, output.index_update)
-        _scatter(self.vector_tables, output.vector_update)
+        for table, update in zip(self._tables, output.table_updates, strict=True):
+            scatter(table, update)
 
     def begin_turns(self, turns: BegunTurns) -> None:
         """Set from which position rows log queries; called before a step's events."""
@@ -150,15 +145,8 @@ class InputBatch(RowArrays):
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
-        if task.codes is not None:
-            self.coded[:, rows] = self._long(task.codes.coded)
-            self.num_vectors[:, rows] = self._long(task.codes.num_vectors)
-
-    @property
-    def code_tables(self) -> CodeTables:
-        """What ``Coder.observe`` reads: four tables, entries coded, vectors held."""
-        tables = self.block_tables, self.log_tables, self.index_tables, self.vector_tables
-        return CodeTables(*tables, self.coded, self.num_vectors)
+        for group in self.groups:
+            group.after_compaction(task, rows)
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare these rows' lengths, positions and last tokens."""
@@ -197,10 +185,10 @@ class InputBatch(RowArrays):
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
-            codes=self.codes,
-            rebuilt=self._rebuilt(chunk_rows, output.num_coded),
             recent=self._recent(by_token, positions) if output.logs_queries else None,
             remainders=self.remainders,
+            further=self._further_slots(by_token, positions),
+            **self._of_groups(output, chunk_rows),
         )
         return input_ids, batch
 
@@ -219,9 +207,10 @@ class InputBatch(RowArrays):
             rows=np.arange(size, dtype=np.int32),
             starts=np.arange(size + 1),
             columns=np.full(size, self.block_tables.shape[3]),
-            codes=self.codes,
             recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
             remainders=self.remainders,
+            further=self._null_slots(size),
+            **self._of_groups(),
         )
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -239,9 +228,10 @@ class InputBatch(RowArrays):
             rows=np.zeros(1, np.int32),
             starts=np.array([0, tokens]),
             columns=np.array([self.block_tables.shape[3]]),
-            codes=self.codes,
             recent=zeros + 1,
             remainders=self.remainders,
+            further=self._null_slots(tokens),
+            **self._of_groups(),
         )
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
@@ -262,12 +252,15 @@ class InputBatch(RowArrays):
             batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
         if batch.recent is not None:
             batch.recent.copy_(self._recent(places, positions))
+        for buffer, new in zip(batch.further, self._further_slots(places, positions), strict=True):
+            buffer.copy_(torch.where(real, new, 0))
         self.kv_lens[:, :size] += real[:, None]
         self.num_computed[:size] += real
         return self.last_token[:size]
 
     def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
+        assert not self._writers, "layers that drop tokens write nothing of them"
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.after_compaction(task)
         self.num_computed[rows] = count
@@ -310,10 +303,26 @@ class InputBatch(RowArrays):
             remainders=self.remainders,
         )
 
-    def _rebuilt(self, rows: Tensor | slice, num_coded: tuple[int, ...]) -> CodedRows | None:
-        if not num_coded:
-            return None
-        return CodedRows(num_coded, CodeTables(*(table[:, rows] for table in self.code_tables)))
+    def _of_groups(
+        self, output: SchedulerOutput | None = None, rows: Tensor | slice = slice(0)
+    ) -> dict[str, Any]:
+        """What further groups add to a batch: to every one, or to that of a step with ``rows``."""
+        added: dict[str, Any] = {}
+        for group in self.groups:
+            added |= group.of_batch()
+            if output is not None:
+                added |= group.of_step(output, rows, self.block_tables, self.log_tables)
+        return added
+
+    def _further_slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Where each writing group stores the tokens at ``positions [T]`` of ``rows [T]``."""
+        return tuple(group.slots(rows, positions) for group in self._writers)
+
+    def _null_slots(self, tokens: int) -> tuple[Tensor, ...]:
+        """The same in the null block."""
+        lanes = [group.tables[0].shape for group in self._writers]
+        shapes = [(shape[0], shape[2], tokens) for shape in lanes]
+        return tuple(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes)
 
     def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Log slots of queries; the null block for queries that no event needs."""
@@ -352,6 +361,8 @@ class InputBatch(RowArrays):
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         self.move_rows(to, source)
+        for group in self.groups:
+            group.move(to, source)
         if self._scores.numel():
             self._scores[to] = self._scores[source]
         if self.remainders is not None:
@@ -360,12 +371,6 @@ class InputBatch(RowArrays):
 
     def _long(self, array: IntArray | list[int]) -> Tensor:
         return to_device(array, self.device)
-
-
-def _scatter(tables: Tensor, update: TableUpdate) -> None:
-    if len(update.indices):
-        where = to_device(update.indices, tables.device)
-        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
 
 
 def _starts(lengths: IntArray) -> IntArray:

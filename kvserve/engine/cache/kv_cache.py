@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
+
+
+class Writer(Protocol):
+    """A cache group that takes something of every token from its layers."""
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take one layer's new keys and values, both [T, Hkv, D], at ``slots [LG, R, T]``."""
+        ...
 
 
 class KVCache:
@@ -81,6 +90,8 @@ class KVCache:
         blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
         self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
         self.logs_shares = self.query_log.holds_shares
+        self.writers: list[Writer] = []
+        """In the order of ``ForwardBatch.further``."""
 
     @property
     def codes(self) -> CodeStore | None:
@@ -103,6 +114,8 @@ class KVCache:
         self.entries.prepare(layer, batch)
         group, place = divmod(layer, self.layout.layers_per_block)
         self.entries.write(place, batch.slots[group], k, v)
+        for writer, slots in zip(self.writers, batch.further, strict=False):
+            writer.write(layer, slots, k, v)
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.code_rows import CodeRows
 from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.coder import Coder
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.handlers import (
     BlockEvents,
@@ -37,7 +36,6 @@ class EventRunner:
 
     def __init__(
         self,
-        cache: KVCache,
         batch: InputBatch,
         compressor: Compressor,
         prefill: PrunedPrefill,
@@ -56,10 +54,10 @@ class EventRunner:
             EventKind.BLOCKS: BlockEvents(compressor, batch, overlaps=overlaps),
             EventKind.PRUNED: self._pruned,
         }
-        if cache.codes is not None:
-            coder = Coder(cache, cache.codes, compressor)
-            coded = CodedEvents(compressor, batch, coder, overlaps=overlaps)
-            self._handlers[EventKind.CODED] = coded
+        for rows in batch.groups:
+            if isinstance(rows, CodeRows):
+                coded = CodedEvents(compressor, batch, rows, overlaps=overlaps)
+                self._handlers[EventKind.CODED] = coded
 
     def run(self, output: SchedulerOutput) -> tuple[ScoredEvents, Stopwatch | None]:
         """Carry out compactions, then score what later ones will keep."""

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.code_rows import CodeRows
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.compression.choices import Kept
 from kvserve.engine.compression.coder import Coder, Found
@@ -89,10 +90,10 @@ class CodedEvents(EvenEvents):
     """Events that turn entries into codes, in a step after the one that scored them."""
 
     def __init__(
-        self, compressor: Compressor, batch: InputBatch, coder: Coder, *, overlaps: bool
+        self, compressor: Compressor, batch: InputBatch, codes: CodeRows, *, overlaps: bool
     ) -> None:
         super().__init__(compressor, batch)
-        self._coder = coder
+        self._codes, self._coder = codes, Coder(codes.cache, codes.store, compressor)
         self._pending: PendingSelections[tuple[Found, int]] = PendingSelections(overlaps=overlaps)
         self._found: dict[int, tuple[Found, int]] = {}
 
@@ -101,8 +102,8 @@ class CodedEvents(EvenEvents):
 
     def score(self, task: ObservationTask, policy: Policy) -> Tensor:
         """Entries kept and the vectors they need: [LG, E, R, 2]."""
-        codes = cast(SpindleKV, policy)
-        counts, found = self._coder.observe(task, codes, self._batch.code_tables)
+        tables = self._codes.code_tables(self._batch.block_tables, self._batch.log_tables)
+        counts, found = self._coder.observe(task, cast(SpindleKV, policy), tables)
         self._pending.add(found)
         return counts
 

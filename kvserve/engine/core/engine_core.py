@@ -339,10 +339,9 @@ class EngineCore:
             held_bytes=seq.held_blocks * self._block_bytes
             + bool(seq.remainder_entries) * self._remainder_bytes,
             log_bytes=seq.log_blocks * self._block_bytes,
-            coded_entries=seq.coded_entries,
-            codebook_entries=seq.codebook_entries,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
             remainder_entries=seq.remainder_entries,
+            **seq.held_counts,
         )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued

@@ -23,7 +23,7 @@ def engine_stats(
     workspace_bytes: int,
 ) -> EngineStats:
     """Counters and the state of every running request; ``request_ids`` are by sequence id."""
-    rows, n, codes = scheduler.rows, scheduler.rows.num_rows, scheduler.blocks.codes
+    rows, n = scheduler.rows, scheduler.rows.num_rows
     blocks = scheduler.blocks.held(n).tolist()
     entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
     held = (-(-entries // scheduler.layout.groups)).tolist()
@@ -66,15 +66,19 @@ def engine_stats(
         tokens_evicted_total=scheduler.events.tokens_evicted,
         compaction_seconds_total=counts.compaction_seconds,
         steps_total=scheduler.num_steps,
-        coded_entries=0 if codes is None else int(codes.coded[:, :n].sum()),
-        codebook_entries=0 if codes is None else int(codes.num_vectors[:, :n].sum()),
         scoring_workspace_bytes=workspace_bytes,
         compaction_counts=counts.compactions,
         iterations=counts.iterations,
         iteration_tokens_total=counts.num_tokens,
         requests=requests,
+        **_of_groups(scheduler),
         **_of_continuations(scheduler.conversations),
     )
+
+
+def _of_groups(scheduler: Scheduler) -> dict[str, Any]:
+    """What cache groups say of the running rows' entries."""
+    return dict(scheduler.blocks.counts(slice(scheduler.rows.num_rows)))
 
 
 def _of_continuations(conversations: Conversations | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.log import RequestError
+from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.messages.sequence import Sequence
 
 REMEMBERED = 32
@@ -89,7 +90,7 @@ class RequestPolicies:
 
     def _check_codes(self, policy: Policy) -> None:
         """Code blocks, and how attention reads them, are fixed at start."""
-        codes = self._built.scheduler.blocks.codes
+        codes = self._built.scheduler.blocks.find(CodeGroup)
         if codes is None:
             if writes_codes(policy):
                 raise RequestError(

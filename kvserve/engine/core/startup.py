@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice
+from kvserve.engine.attention.select import Choice, reads_codes
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.row_groups import wanted_groups
 from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
@@ -44,10 +45,12 @@ from kvserve.engine.runner.memory import (
     count_host_blocks,
     free_memory,
 )
-from kvserve.engine.runner.rank import Pool, RankPlan
+from kvserve.engine.runner.rank import Pool, RankPlan, table_shapes
 from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
+from kvserve.scheduler.blocks.code_group import CodeSpec
+from kvserve.scheduler.blocks.groups import GroupSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -110,8 +113,8 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     if device == "cpu":
         check_pool(config, plan.block_bytes, free_memory(device, 1.0), ranks)
     attention = plan.attention(config.attention_backend)
-    codes = codes_rows(plan, attention)
-    direct, _ = plan.code_attention(attention)
+    direct, reason = reads_codes(config.code_attention, attention)
+    plan = replace(plan, groups=tuple(_read_by_attention(group, direct) for group in plan.groups))
     if (refusal := mask_refusal(policy, spec, direct=direct)) is not None:
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
@@ -138,7 +141,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             memory_row(profile),
             remainders_row(executor.runner.batch.remainders, policy),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            *codes,
+            *codes_rows(plan.groups, reason),
             graphs_row(*plan.graphs(attention)),
             linear_layers_row(dtype, device),
             ("operators", operators.name, operators.reason),
@@ -184,7 +187,7 @@ def _plan(
         log.block_tokens(layout, form, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
-    code_slots = 0
+    groups = wanted_groups(layout, block_bytes(layout, form))
     if not writes_codes(policy) and config.code_attention != "auto":
         raise ConfigError(
             f"--code-attention {config.code_attention}: policy {policy.name} holds no codes; "
@@ -196,8 +199,8 @@ def _plan(
                 f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
                 "use auto, or --policy.codebook false"
             )
-        code_slots = check_codes(spec.rope, max_len, block_bytes(layout, form))
-    shared = config, directory, spec, dtype, device, layout, log, code_slots
+        groups += (CodeSpec(check_codes(spec.rope, max_len, block_bytes(layout, form))),)
+    shared = config, directory, spec, dtype, device, layout, log, groups
     return RankPlan(*shared, max_len, policy)
 
 
@@ -236,17 +239,18 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         gate=BreakEvenGate() if config.compression.gate == "on" else None,
-        code_slots=plan.code_slots,
-        code_scratch=not plan.code_attention(attention)[0],
+        further_groups=plan.groups,
     )
     scheduler = new_scheduler()
-    tables = scheduler.blocks.kv.blocks.shape, scheduler.blocks.log.blocks.shape
-    codes = scheduler.blocks.codes
-    code_shapes = None if codes is None else (codes.index.blocks.shape, codes.vectors.blocks.shape)
-    pool = Pool(num_blocks, num_host_blocks, *tables, code_shapes)
+    pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)
     executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return scheduler, new_scheduler, executor, pool, profile
+
+
+def _read_by_attention(group: GroupSpec, direct: bool) -> GroupSpec:
+    """The group, with scratch for codes unless attention reads these itself."""
+    return replace(group, scratch=not direct) if isinstance(group, CodeSpec) else group
 
 
 def _blocks_of(memory: int | None, block_bytes: int) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.core.continuing import continuation_refusal
@@ -21,6 +21,8 @@ from kvserve.engine.policies.registry import make_policy, policy_class, policy_n
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
 from kvserve.kernels.entry_format import entry_format
+from kvserve.scheduler.blocks.code_group import CodeSpec
+from kvserve.scheduler.blocks.groups import GroupSpec
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.held import most_held
 
@@ -135,12 +137,10 @@ def remainders_row(remainders: Remainders | None, policy: Policy) -> Row:
     return "remainders", state, "what stands for dropped entries; --policy.remainder"
 
 
-def codes_rows(plan: RankPlan, attention: Choice) -> list[Row]:
-    """How attention reads coded entries; no row if the engine has none."""
-    if not plan.code_slots:
-        return []
-    direct, reason = plan.code_attention(attention)
-    return [("codes", "read" if direct else "rebuilt", reason)]
+def codes_rows(groups: Iterable[GroupSpec], reason: str) -> list[Row]:
+    """How attention reads coded entries, and why; no row if the engine has none."""
+    codes = (group for group in groups if isinstance(group, CodeSpec))
+    return [("codes", "rebuilt" if spec.scratch else "read", reason) for spec in codes]
 
 
 def graphs_row(sizes: list[int], reason: str) -> Row:

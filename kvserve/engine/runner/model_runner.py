@@ -151,7 +151,7 @@ class ModelRunner:
         )
         prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._events = EventRunner(
-            cache, batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
+            batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
         )
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None

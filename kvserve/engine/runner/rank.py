@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice, Needs, reads_codes, select_backend
-from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.compression.compressor import event_bytes
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
@@ -43,6 +44,8 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
+from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.groups import CacheGroup, GroupSpec, make_groups
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import SchedulerOutput
@@ -56,7 +59,7 @@ class RankPlan:
     """What was decided before anything is loaded; equal on all ranks.
 
     ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
-    ``code_slots`` is the number of slots in an index block, 0 if no rows are held as codes.
+    ``groups`` are the cache groups beside keys and values and logged queries.
     """
 
     config: EngineConfig
@@ -66,7 +69,7 @@ class RankPlan:
     device: str
     layout: KVLayout
     log: LogForm
-    code_slots: int
+    groups: tuple[GroupSpec, ...]
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
@@ -143,24 +146,25 @@ class RankPlan:
         remainders = None
         if attention.backend.reads_remainders:
             remainders = Remainders(self.layout, rows, self.dtype, self.device, places)
+        (kv_shape,), (log_shape,), *shapes = pool.table_shapes
+        groups = [
+            make_row_group(spec, shape, self.device)
+            for spec, shape in zip(self.groups, shapes, strict=True)
+        ]
+        for made in groups:
+            made.attach(cache, model, self.max_len)
+        cache.writers += [made for made in groups if made.writes]
         batch = InputBatch(
             self.layout,
-            self.config.scheduler.max_num_seqs,
-            pool.table_shape,
-            pool.log_shape,
+            rows,
+            kv_shape,
+            log_shape,
             cache.query_log.block_tokens,
             self.spec.vocab_size,
             self.device,
-            pool.code_shapes,
+            groups,
             remainders,
         )
-        if self.code_slots:
-            assert model.rotary.inv_freq is not None
-            codes = CodeStore(cache.kv, model.rotary.inv_freq, self.max_len)
-            cache.hold_codes(codes)
-            if self.code_attention(attention)[0]:
-                tables = batch.coded, batch.index_tables, batch.vector_tables
-                batch.codes = tuple(map(codes.codes, *tables))
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
@@ -177,12 +181,8 @@ class RankPlan:
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        rebuilds = self.code_slots > 0 and not self.code_attention(attention)[0]
+        rebuilds = any(group.rebuilds for group in self.groups)
         return capture_sizes(self.config, self.device, attention, rebuilds_codes=rebuilds)
-
-    def code_attention(self, attention: Choice) -> tuple[bool, str]:
-        """Whether attention reads codes itself, and why."""
-        return reads_codes(self.config.code_attention, attention)
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
@@ -212,33 +212,24 @@ class RankPlan:
 
     def _smallest_pool(self) -> Pool:
         """A pool of two blocks, with tables of their final size."""
-        layout, rows = self.layout, self.config.scheduler.max_num_seqs
-        logged = self.log_block_tokens
-        kv, log = (
-            (layout.layer_groups, rows, layout.rows, -(-self.max_len // tokens))
-            for tokens in (layout.block_size, logged)
-        )
-        if not self.code_slots:
-            return Pool(2, 0, kv, log, None)
-        index, vectors = (
-            (layout.layer_groups, rows, layout.rows, -(-tokens // per_block))
-            for tokens, per_block in (
-                (self.max_len, self.code_slots),
-                (2 * self.max_len, 2 * layout.block_size),
-            )
-        )
-        return Pool(2, 0, kv, log, (index, vectors))
+        rows, logged = self.config.scheduler.max_num_seqs, self.log_block_tokens
+        made = BlockPool(2), self.layout, rows, self.max_len, logged, self.groups
+        return Pool(2, 0, table_shapes(make_groups(*made)))
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Numbers of blocks (``num_blocks`` counts the null block), and the shapes of the tables."""
+    """Numbers of blocks (``num_blocks`` counts the null block), and the shapes of the tables of
+    each cache group."""
 
     num_blocks: int
     num_host_blocks: int
-    table_shape: tuple[int, ...]
-    log_shape: tuple[int, ...]
-    code_shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
+    table_shapes: tuple[Shapes, ...]
+
+
+def table_shapes(groups: Iterable[CacheGroup]) -> tuple[Shapes, ...]:
+    """Of the tables of each group."""
+    return tuple(tuple(table.blocks.shape for table in group.tables) for group in groups)
 
 
 @dataclass(frozen=True)

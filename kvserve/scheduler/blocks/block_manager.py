@@ -1,4 +1,4 @@
-"""Which blocks and how many entries each row holds: keys and values, and logged queries.
+"""Which blocks and how many entries each row holds, in all cache groups (``groups.py``).
 
 A row has two lengths: the logical position (``positions`` arguments) addresses the query log, the
 physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are arrays.
@@ -6,80 +6,72 @@ physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are ar
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.block_table import NO_UPDATE, BlockTable, Rows
-from kvserve.scheduler.blocks.code_tables import CodeTables, Coding
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks, SavedRows
+from kvserve.scheduler.blocks.block_table import Rows
+from kvserve.scheduler.blocks.groups import CacheGroup, EntryGroup, LogGroup
+from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CodeBlocks, TableUpdate
-from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
-from kvserve.scheduler.triggers.trigger import NOT_LOGGING
+from kvserve.scheduler.messages.continuation import GroupRow
+from kvserve.scheduler.messages.output import TableUpdate
+
+G = TypeVar("G", bound=CacheGroup)
 
 
-class BlockManager(RowArrays):
-    """Block tables over one pool; rows hold ``kv_lens [LG, max_rows, R]`` entries.
-
-    ``code_slots`` slots fit an index block (0: entries are never coded). With ``code_scratch``
-    codes are rebuilt in blocks of the pool before a layer attends.
-    """
-
-    kv_lens: IntArray = per_group()
-    _log_from: IntArray = per_row()
+class BlockManager:
+    """The groups of one pool. The first is that of keys and values, whose rows hold ``kv_lens [LG,
+    max_rows, R]`` entries; the second that of logged queries."""
 
     def __init__(
         self,
         layout: KVLayout,
         pool: BlockPool,
         max_rows: int,
-        max_model_len: int,
-        log_block_tokens: int,
-        prefix_cache: PrefixCache | None = None,
-        continuations: SavedRows | None = None,
-        code_slots: int = 0,
-        code_scratch: bool = True,
+        groups: tuple[CacheGroup, ...],
+        idle: IdleBlocks,
         remainders: RemainderPlaces | None = None,
     ) -> None:
-        self.remainders = remainders or RemainderPlaces(max_rows, 0)
+        entries, log = groups[:2]
+        assert isinstance(entries, EntryGroup) and isinstance(log, LogGroup)
         self.layout = layout
         self.pool = pool
-        self.idle = IdleBlocks(pool, prefix_cache, continuations)
-        self.log_block_tokens = log_block_tokens
-        self.kv = BlockTable(pool, layout, max_rows, layout.block_size, max_model_len)
-        self.log = BlockTable(pool, layout, max_rows, log_block_tokens, max_model_len)
-        self.make_by_group(lambda: np.zeros((layout.layer_groups, max_rows, layout.rows), np.int32))
-        self.make_by_row(lambda fields: np.full((fields, max_rows), NOT_LOGGING, np.int32))
-        self.codes: CodeTables | None = None
-        if code_slots:
-            self.codes = CodeTables(
-                pool, layout, max_rows, max_model_len, code_slots, scratch=code_scratch
-            )
+        self.idle = idle
+        self.remainders = remainders or RemainderPlaces(max_rows, 0)
+        self.groups = groups
+        self.kv, self.kv_lens = entries.tables[0], entries.kv_lens
+        self.log, self.queries = log.tables[0], log
+        self._cached = [group for group in groups if group.cached_with_prefixes]
+        self._column_ends = np.cumsum([group.tables[0].num_lanes for group in self._cached])
+        self.num_lanes = sum(table.num_lanes for group in groups for table in group.tables)
+        """Tables of a row, of all groups."""
+
+    def find(self, kind: type[G]) -> G | None:
+        """The group of this kind, if there is one."""
+        return next((group for group in self.groups if isinstance(group, kind)), None)
 
     def start_row(self, row: int) -> None:
         """Begin an empty row that logs no queries."""
-        self.kv.start(row, 0)
-        self.log.start(row, 0)
-        if self.codes is not None:
-            self.codes.start_row(row)
-        self.kv_lens[:, row] = 0
-        self._log_from[row] = NOT_LOGGING
+        for group in self.groups:
+            group.start_row(row)
 
     def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
-        wanted = self.kv.wanted(rows, self.kv_lens[:, rows] + new[:, None])
-        logged = self._logged(rows, positions + new)
-        return wanted + self.log.wanted(rows, logged) if logged.any() else wanted
+        return sum(group.wanted(rows, new, positions) for group in self.groups)
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         """Allocate the blocks that ``wanted`` counts."""
-        self.kv.extend(rows, self.kv_lens[:, rows] + new[:, None])
-        logged = self._logged(rows, positions + new)
-        if logged.any():
-            self.log.extend(rows, logged)
+        for group in self.groups:
+            group.grow(rows, new, positions)
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
+        return sum(group.blocks_alone(num_tokens, log_from) for group in self.groups)
 
     def advance(self, rows: IntArray, new: IntArray) -> None:
         """Count ``new`` stored entries per row."""
@@ -143,22 +135,23 @@ class BlockManager(RowArrays):
         return count <= self.pool.num_free or self.idle.have_free(count, may_park=not for_event)
 
     def match(self, hashes: list[bytes]) -> IntArray:
-        """Columns ``[n, LG, R]`` of the longest cached prefix."""
+        """Columns ``[n, .]`` of the longest cached prefix: all groups' blocks, side by side."""
         prefixes = self.idle.prefixes
         found = [] if prefixes is None else prefixes.match(hashes)
-        shape = (len(found), self.layout.layer_groups, self.layout.rows)
-        return np.array(found, np.int32).reshape(shape)
+        return np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
 
     def adopt(self, row: int, columns: IntArray) -> None:
-        """Begin an empty row with the entries of shared ``columns [n, LG, R]``."""
-        self.kv.adopt(row, columns)
-        self.kv_lens[:, row] = len(columns) * self.layout.block_size
+        """Begin an empty row with the entries of shared ``columns [n, .]``."""
+        parts = np.split(columns, self._column_ends[:-1], axis=1)
+        for group, part in zip(self._cached, parts, strict=True):
+            group.adopt(row, part)
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
         if self.idle.prefixes is not None:
-            columns = self.kv.blocks[:, row, :, first : first + len(hashes)]
-            self.idle.prefixes.publish(hashes, columns.transpose(2, 0, 1))
+            end = first + len(hashes)
+            columns = [group.columns(row, first, end) for group in self._cached]
+            self.idle.prefixes.publish(hashes, np.concatenate(columns, axis=1))
 
     # ---- lengths -----------------------------------------------------------------------------
 
@@ -175,122 +168,84 @@ class BlockManager(RowArrays):
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
-    def code(self, rows: IntArray, codings: IntArray) -> tuple[IntArray, CodeBlocks | None]:
-        """Change rows to what ``codings`` say, in order, until one finds no blocks.
-
-        Returns how many blocks each gives back (0 if it takes more), and where to write codes.
-        """
-        assert self.codes is not None
-        before = self.codes.coded[:, rows].copy(), self.codes.num_vectors[:, rows].copy()
-        released = list[int]()
-        for row, coding in zip(rows.tolist(), codings, strict=True):
-            if not self._codable(self.codes, row, coding):
-                break
-            held = int(self.held(row + 1)[row])
-            self.codes.book(row, self.kv, coding)
-            self.kv_lens[:, row] = coding.kv_lens
-            released.append(max(held - int(self.held(row + 1)[row]), 0))
-        done = len(released)
-        if not done:
-            return np.zeros(0, np.int32), None
-        coded, vectors = (held[:, :done] for held in before)
-        return np.array(released, np.int32), self.codes.blocks_of(rows[:done], (coded, vectors))
-
-    def num_coded(self, row: int) -> tuple[int, int]:
-        """Entries that a row's lanes hold as codes, and the vectors of their codebooks."""
-        if self.codes is None:
-            return 0, 0
-        return int(self.codes.coded[:, row].sum()), int(self.codes.num_vectors[:, row].sum())
-
-    def take_code_updates(
-        self, num_rows: int, scheduled: IntArray
-    ) -> tuple[TableUpdate, TableUpdate, tuple[int, ...]]:
-        """Updates of the index and vector tables; entries of scheduled rows to rebuild, by layer.
-
-        The last is empty if there are none.
-        """
-        if self.codes is None:
-            return NO_UPDATE, NO_UPDATE, ()
-        index, vectors = self.codes.index, self.codes.vectors
-        updates = index.take_update(num_rows), vectors.take_update(num_rows)
-        if not self.codes.scratch:
-            return *updates, ()
-        coded = self.codes.coded[:, scheduled].sum(axis=(1, 2))
-        return *updates, tuple(coded.tolist()) if coded.any() else ()
-
-    def log_from(self, rows: IntArray, positions: IntArray) -> None:
-        """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
-        if (self._log_from[rows] == positions).all():
-            return
-        self.log.move_front(rows, positions[:, None] // self.log_block_tokens)
-        self._log_from[rows] = positions
-
-    def logged_from(self, rows: list[int]) -> IntArray:
-        """Logical positions from which rows log queries."""
-        logged: IntArray = self._log_from[rows]
-        return logged
-
-    def logs_queries(self, num_rows: int) -> bool:
-        """Whether any of the first ``num_rows`` rows logs queries."""
-        return bool((self._log_from[:num_rows] < NOT_LOGGING).any())
-
     def columns_in_use(self, num_rows: int) -> IntArray:
         """Columns in use by each of the first rows, in the longest of its groups."""
         longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
         return -(-longest // self.layout.block_size)
 
+    # ---- rows --------------------------------------------------------------------------------
+
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
-        if self.codes is not None:
-            self.codes.release_row(row)
-        self.kv.release_row(row)
-        self.log.release_row(row)
-        self.start_row(row)
+        for group in self.groups:
+            group.release_row(row)
 
     def give_back_unused(self, row: int, computed: int) -> None:
         """Give back blocks reserved for entries behind the last one held."""
-        at, size = np.array([row]), self.log_block_tokens
-        self.kv.truncate(at, -(-self.kv_lens[:, at] // self.layout.block_size))
-        self.log.truncate(at, np.maximum(-(-computed // size), self.log.first[:, at]))
+        for group in self.groups:
+            group.give_back_unused(row, computed)
 
-    def restore_row(
-        self,
-        row: int,
-        lengths: dict[str, IntArray],
-        columns: IntArray,
-        log_first: int,
-        log_end: int,
-    ) -> None:
+    def can_leave(self, row: int) -> bool:
+        """Whether a row can be moved to host memory as it is."""
+        return all(group.can_leave(row) for group in self.groups)
+
+    def save(self, row: int) -> tuple[GroupRow, ...]:
+        """What a row holds, group by group."""
+        return tuple(group.save(row) for group in self.groups)
+
+    def named(self, row: int) -> IntArray:
+        """Every block that a row names, group by group."""
+        return np.concatenate([group.named(row) for group in self.groups])
+
+    def wanted_to_return(self, saved: tuple[GroupRow, ...], reserve: int) -> int:
+        """Blocks that a parked row needs to come back and grow by ``reserve`` tokens."""
+        each = zip(self.groups, saved, strict=True)
+        return sum(group.wanted_to_return(row, reserve) for group, row in each)
+
+    def come_back(
+        self, row: int, saved: tuple[GroupRow, ...], columns: IntArray
+    ) -> tuple[IntArray, IntArray]:
         """Begin an empty row with shared ``columns`` and fresh blocks for the rest it held.
 
-        ``lengths`` are what ``park_row`` has returned.
+        Returns the fresh blocks, and a mask of them among all that the row names.
         """
-        at = np.array([row])
         self.start_row(row)
-        self.kv.adopt(row, columns)
-        self.kv.extend(at, lengths["kv_lens"][:, None])
-        self.log.start(row, log_first)
-        self.log.extend(at, np.array(log_end * self.log_block_tokens))
-        self.restore_fields(row, lengths)
+        self.adopt(row, columns)
+        both = [
+            group.come_back(row, held, len(columns))
+            for group, held in zip(self.groups, saved, strict=True)
+        ]
+        return np.concatenate([x for x, _ in both]), np.concatenate([fresh for _, fresh in both])
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
-        held = self.kv.held(num_rows) + self.log.held(num_rows)
-        return held if self.codes is None else held + self.codes.held(num_rows)
+        held = self.groups[0].held(num_rows)
+        for group in self.groups[1:]:
+            held = held + group.held(num_rows)
+        return held
 
     def held_by(self, row: int) -> tuple[int, int]:
-        """Blocks that a row names for its entries, and for its logged queries."""
+        """Blocks that a row names, less those of its logged queries; and these."""
         log = int(self.log.held(row + 1)[row])
         return int(self.held(row + 1)[row]) - log, log
 
+    def counts(self, rows: Rows) -> dict[str, int]:
+        """What groups have to say of the entries of ``rows``, beside their number."""
+        return {name: n for group in self.groups for name, n in group.counts(rows).items()}
+
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
-        self.kv.swap(a, b)
-        self.log.swap(a, b)
-        if self.codes is not None:
-            self.codes.swap(a, b)
+        for group in self.groups:
+            group.swap(a, b)
         self.remainders.swap(a, b)
-        self.move_rows([a, b], [b, a])
+
+    def take_updates(self, num_rows: int) -> tuple[TableUpdate, ...]:
+        """Entries of all tables set since the last call, for the first rows."""
+        return tuple(update for group in self.groups for update in group.take_updates(num_rows))
+
+    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
+        """Entries of scheduled rows that a forward rebuilds, by layer; empty if there are none."""
+        return next(filter(None, (group.to_rebuild(scheduled) for group in self.groups)), ())
 
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
@@ -298,25 +253,12 @@ class BlockManager(RowArrays):
         if self.idle.continuations is not None:
             self.idle.continuations.check_integrity()
             others.append(self.idle.continuations.held())
-        if self.codes is not None:
-            others += [self.codes.index.all_held(), self.codes.vectors.all_held()]
-        held = np.concatenate([self.kv.all_held(), self.log.all_held(), *others])
+        tables = [table.all_held() for group in self.groups for table in group.tables]
+        held = np.concatenate([*tables, *others])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
-        assert (self.kv_lens <= self.kv.end * self.layout.block_size).all()
-
-    def _codable(self, codes: CodeTables, row: int, coding: Coding) -> bool:
-        """Whether a row would find the blocks that ``coding`` takes."""
-        wanted = codes.wanted(row, coding)
-        if not coding.afresh:
-            # It replaces generated entries, whose blocks are not shared.
-            return self.have_free(wanted - codes.replaced(row, coding), for_event=True)
-        named, _ = self.kv.row_entries(row)
-        own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        if not self.have_free(wanted - own, for_event=True):
-            self.idle.forget(named)
-            own = int(np.count_nonzero(self.pool.ref[named] == 1))
-        return self.have_free(wanted - own, for_event=True)
+        for group in self.groups:
+            group.check_integrity()
 
     def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Columns that hold entries ``[start [n], end [LG, n, R])`` of any group of n rows.
@@ -328,7 +270,3 @@ class BlockManager(RowArrays):
         counts = np.maximum(end_columns.max(axis=(0, 2)) - first, 0)
         owner = np.repeat(np.arange(len(start)), counts)
         return owner, np.repeat(first, counts) + ragged_arange(counts), end_columns[:, owner]
-
-    def _logged(self, rows: Rows, ends: IntArray) -> IntArray:
-        """Logical positions up to which rows log queries: ``[n, 1]``, 0 for those that do not."""
-        return np.where(ends > self._log_from[rows], ends, 0)[:, None]

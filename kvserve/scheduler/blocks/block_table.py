@@ -12,7 +12,6 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import SavedTable
 from kvserve.scheduler.messages.output import TableUpdate
 from kvserve.scheduler.row_schema import RowArrays, per_group
@@ -31,14 +30,17 @@ class BlockTable(RowArrays):
     """The runner has seen the entries before this column."""
 
     def __init__(
-        self, pool: BlockPool, layout: KVLayout, max_rows: int, block_tokens: int, max_tokens: int
+        self,
+        pool: BlockPool,
+        lanes: tuple[int, int],
+        max_rows: int,
+        block_tokens: int,
+        max_tokens: int,
     ) -> None:
-        self.pool = pool
-        self._block_tokens = block_tokens
-        shape, columns = (
-            (layout.layer_groups, max_rows, layout.rows),
-            -(-max_tokens // block_tokens),
-        )
+        """``lanes``: LG and R."""
+        self.pool, self.lanes, self.block_tokens = pool, lanes, block_tokens
+        self.num_lanes = lanes[0] * lanes[1]
+        shape, columns = (lanes[0], max_rows, lanes[1]), -(-max_tokens // block_tokens)
         self.blocks: IntArray = np.zeros((*shape, columns), np.int32)
         self.make_by_group(lambda: np.zeros(shape, np.int32))
         self._lanes: IntArray = np.arange(self.end.size).reshape(shape)
@@ -184,6 +186,14 @@ class BlockTable(RowArrays):
         tables[at] = own
         return host, own
 
+    def refill(self, row: int, first: IntArray, end: IntArray) -> None:
+        """Allocate the columns up to ``end [LG, R]`` of a row that has begun, from ``first`` on if
+        it is empty."""
+        self.first[:, row] = first
+        for array in (self.end, self._synced):
+            array[:, row] = np.maximum(array[:, row], first)
+        self.extend(np.array([row]), (end * self.block_tokens)[:, None])
+
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""
         first, end = self.first[:, row].ravel(), self.end[:, row].ravel()
@@ -228,12 +238,12 @@ class BlockTable(RowArrays):
 
     def _missing(self, rows: Rows, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Lanes that lack blocks for ``tokens``, and how many; all others cost one comparison."""
-        short = np.flatnonzero(tokens > self.end[:, rows] * self._block_tokens)
+        short = np.flatnonzero(tokens > self.end[:, rows] * self.block_tokens)
         lanes = self._lanes[:, rows].reshape(-1)[short]
         if not len(short):
             return lanes, lanes
         wanted = np.broadcast_to(tokens, self.end[:, rows].shape).reshape(-1)[short]
-        return lanes, -(-wanted // self._block_tokens) - self.end.reshape(-1)[lanes]
+        return lanes, -(-wanted // self.block_tokens) - self.end.reshape(-1)[lanes]
 
     def _named(self, rows: Rows, first: IntArray, counts: IntArray) -> IntArray:
         """Blocks in ``counts [LG, rows, R]`` columns (or none) from ``first`` on."""

@@ -7,8 +7,8 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 
-FREE, CACHED, LOGGED, CODED, FIRST_ROW = range(5)
-"""What a block is held for: nothing, later sequences alone, queries, codes; then rows."""
+FREE, CACHED, LOGGED, OTHER, FIRST_ROW = range(5)
+"""What a block is held for: nothing, later sequences alone, queries, another group; then rows."""
 
 
 def block_owners(blocks: BlockManager, numbers: IntArray) -> IntArray:
@@ -19,9 +19,9 @@ def block_owners(blocks: BlockManager, numbers: IntArray) -> IntArray:
     named, rows = blocks.kv.named_by_row(len(numbers))
     owners[named] = FIRST_ROW + numbers[rows]
     owners[blocks.log.named_by_row(len(numbers))[0]] = LOGGED
-    if blocks.codes is not None:
-        for table in (blocks.codes.index, blocks.codes.vectors):
-            owners[table.named_by_row(len(numbers))[0]] = CODED
+    for group in blocks.groups[2:]:
+        for table in group.tables:
+            owners[table.named_by_row(len(numbers))[0]] = OTHER
     return owners[1:]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.compression.candidates import Choices, EventCandidates
 from kvserve.scheduler.compression.lives import OpenEvent
 from kvserve.scheduler.messages.event import CodeCounts, EventKind, KeptColumns, KeptCounts
@@ -111,24 +112,29 @@ class CodedEvents(UnevenEvents):
 
     holds_back: ClassVar[bool] = True
 
+    def __init__(self, blocks: BlockManager) -> None:
+        super().__init__(blocks)
+        self._codes = blocks.find(CodeGroup)
+
     def rank(self, events: EventCandidates) -> IntArray:
         return np.full(len(events.at), NO_EVENT)
 
     def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
-        released, codes = self._blocks.code(events.at, _choices(events))
+        assert self._codes is not None
+        released, codes = self._codes.code(self._blocks, events.at, _choices(events))
         return None if codes is None else TakenBlocks(np.zeros_like(released), released, codes)
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """A row that stayed raw at its prompt's end has no more events."""
-        if self._blocks.codes is None:
+        if self._codes is None:
             return due
-        raw = ~self._blocks.codes.coded[:, at].any(axis=(0, 2)) & (state.first_uncompressed_pos > 0)
+        raw = ~self._codes.coded[:, at].any(axis=(0, 2)) & (state.first_uncompressed_pos > 0)
         return np.where(raw, NO_EVENT, due).astype(due.dtype)
 
     def _outcome(self, due: EventCandidates, i: int, event: OpenEvent) -> tuple[IntArray, Any]:
         assert isinstance(event.scores, CodeCounts) and isinstance(due.trigger, QuantizeTrigger)
-        assert self._blocks.codes is not None
-        coding = self._blocks.codes.plan(
+        assert self._codes is not None
+        coding = self._codes.plan(
             int(due.at[i]),
             due.old[:, i],
             event.scores.entries[:, event.place],

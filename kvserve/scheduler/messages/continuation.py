@@ -56,26 +56,47 @@ class SavedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedRow:
-    """Tables of keys and values and of logged queries, and the lengths from ``park_row``."""
+class GroupRow:
+    """What a row holds in one cache group: its tables, and its ``fields`` from ``park_row``."""
 
-    kv: SavedTable
-    log: SavedTable
-    lengths: dict[str, IntArray]
-    remainder: int
-    """Where its remainder lies (``remainder_places``)."""
+    tables: tuple[SavedTable, ...]
+    fields: dict[str, IntArray]
 
     @property
     def named(self) -> IntArray:
         """Every block, once per reference."""
-        return np.concatenate([self.kv.named, self.log.named])
+        return np.concatenate([table.named for table in self.tables])
+
+    def renamed(self, blocks: IntArray) -> GroupRow:
+        """The same in other blocks, given in the order of ``named``."""
+        ends = np.cumsum([table.named.size for table in self.tables])[:-1]
+        parts = zip(self.tables, np.split(blocks, ends), strict=True)
+        return replace(self, tables=tuple(table.renamed(part) for table, part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """What a row holds, group by group; that of keys and values comes first."""
+
+    groups: tuple[GroupRow, ...]
+    remainder: int
+    """Where its remainder lies (``remainder_places``)."""
+
+    @property
+    def kv_lens(self) -> IntArray:
+        """Entries of each lane: ``[LG, R]``."""
+        return self.groups[0].fields["kv_lens"]
+
+    @property
+    def named(self) -> IntArray:
+        """Every block, once per reference."""
+        return np.concatenate([group.named for group in self.groups])
 
     def renamed(self, blocks: IntArray) -> SavedRow:
         """The same row in other blocks, given in the order of ``named``."""
-        count = self.kv.named.size
-        return replace(
-            self, kv=self.kv.renamed(blocks[:count]), log=self.log.renamed(blocks[count:])
-        )
+        ends = np.cumsum([group.named.size for group in self.groups])[:-1]
+        parts = zip(self.groups, np.split(blocks, ends), strict=True)
+        return replace(self, groups=tuple(group.renamed(part) for group, part in parts))
 
 
 class Place(NamedTuple):

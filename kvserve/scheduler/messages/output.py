@@ -267,12 +267,10 @@ class SchedulerOutput:
     admitted: NewRows
     remainder_loads: RemainderMoves
     """Of rows that come back, from their places."""
-    table_update: TableUpdate
-    log_update: TableUpdate
-    index_update: TableUpdate
-    vector_update: TableUpdate
-    num_coded: tuple[int, ...]
-    """Entries of the scheduled rows to be rebuilt from codes, by layer; empty if there are none."""
+    table_updates: tuple[TableUpdate, ...]
+    """Of each table of each cache group, in the order of the groups."""
+    to_rebuild: tuple[int, ...]
+    """Entries of the scheduled rows to be rebuilt, by layer; empty if there are none."""
     num_decoding: int
     prefill: PrefillBatch
     columns: IntArray

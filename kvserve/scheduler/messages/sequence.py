@@ -77,8 +77,8 @@ class Sequence:
     held_entries: int = 0
     held_blocks: int = 0
     log_blocks: int = 0
-    coded_entries: int = 0
-    codebook_entries: int = 0
+    held_counts: dict[str, int] = field(default_factory=dict)
+    """What cache groups say of its entries (``CacheGroup.counts``)."""
     remainder_entries: int = 0
     compactions: int = 0
     blocks_released: int = 0

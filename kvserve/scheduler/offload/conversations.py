@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.groups import ResumeAt
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
@@ -31,17 +32,16 @@ from kvserve.scheduler.triggers.trigger import RowState
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """How a sequence resumes: it stops next at ``due``, gets blocks up to ``target`` tokens at once
-    (``blocks`` of them), and logs queries from ``log_from`` on. The store may have moved or dropped
-    the ``row`` by the time it is used; whether it was ``hosted`` is of now.
+    """How a sequence resumes: it stops next at ``due``, and gets all ``blocks`` up to its target at
+    once. The store may have moved or dropped the ``row`` by the time it is used; whether it was
+    ``hosted`` is of now.
     """
 
     resumption: Resumption
     row: SavedRow
     hosted: bool
     due: int
-    target: int
-    log_from: int
+    at: ResumeAt
     blocks: int
 
 
@@ -111,7 +111,7 @@ class Conversations:
         """How ``seq`` would resume from ``found`` now."""
         known, computed = found
         assert known.row is not None
-        dropped, lens = len(known.token_ids) - computed, known.row.lengths["kv_lens"]
+        dropped, lens = len(known.token_ids) - computed, known.row.kv_lens
         state = RowState(
             *(np.array([known.counters["num_prompt"]]), np.array([computed])),
             np.array([-(-int((lens - dropped).sum()) // lens.size)]),
@@ -129,8 +129,9 @@ class Conversations:
         target = max(min(seq.num_tokens, int(due[0])), computed)
         log_from = int(seq.trigger.log_from(state, due)[0])
         hosted = known.hosted
-        blocks = self._saved.blocks_wanted(known.row, hosted, dropped, computed, target, log_from)
-        return NextTurn(found, known.row, hosted, int(due[0]), target, log_from, blocks)
+        at = ResumeAt(dropped, computed, target, log_from)
+        blocks = self._saved.blocks_wanted(known.row, hosted, at)
+        return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
 
     def seat(self, seq: Sequence, turn: NextTurn) -> int:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
@@ -146,8 +147,7 @@ class Conversations:
         row = rows.resume(seq, known.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
         rows.num_published[row] = min(rows.num_published[row], computed // size)
-        dropped = len(known.token_ids) - computed
-        self._saved.resume(row, turn.row, turn.hosted, dropped, computed, turn.log_from)
+        self._saved.resume(row, turn.row, turn.hosted, turn.at)
         return row
 
     def count_miss(self, seq: Sequence) -> None:

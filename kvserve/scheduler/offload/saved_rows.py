@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.blocks.groups import Begun, ResumeAt
 from kvserve.scheduler.messages.continuation import SavedRow, SavedTable
 from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies
 from kvserve.scheduler.offload.hosted_rows import HostedRows
@@ -29,68 +29,36 @@ class SavedRows:
         """Save what a row of ``computed`` tokens holds; its remainder has gone to a place."""
         blocks = self._blocks
         blocks.give_back_unused(row, computed)
-        return SavedRow(blocks.kv.save(row), blocks.log.save(row), blocks.park_row(row), remainder)
+        return SavedRow(blocks.save(row), remainder)
 
-    def blocks_wanted(
-        self, saved: SavedRow, hosted: bool, dropped: int, computed: int, target: int, log_from: int
-    ) -> int:
-        """Blocks for ``resume``, and for the row's growth up to ``target`` tokens."""
-        size, log_size = self._blocks.layout.block_size, self._blocks.log_block_tokens
-        lens, groups = saved.lengths["kv_lens"] - dropped, self._blocks.layout.groups
-        wanted = int((-(-(lens + target - computed) // size)).sum())
-        wanted -= 0 if hosted else int((lens // size).sum())
-        if target > log_from:
-            columns = -(-target // log_size) - max(computed, log_from) // log_size
-            wanted += columns * groups
-        if hosted and log_from < computed:
-            logged = computed // log_size - saved.log.first
-            wanted += int(np.maximum(logged, 0).sum())
-        return wanted
+    def blocks_wanted(self, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
+        """Blocks for ``resume``, and for the row's growth up to its target."""
+        each = zip(self._blocks.groups, saved.groups, strict=True)
+        return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
 
-    def resume(
-        self,
-        row: int,
-        saved: SavedRow,
-        hosted: bool,
-        dropped: int,
-        computed: int,
-        log_from: int,
-    ) -> None:
-        """Begin a row as a saved one without its newest ``dropped`` tokens, at ``computed``.
-
-        It will log queries from ``log_from`` on; queries logged before that are left out. A
+    def resume(self, row: int, saved: SavedRow, hosted: bool, at: ResumeAt) -> None:
+        """Begin a row as a saved one. Queries logged before it begins to log are left out. A
         ``hosted`` row is copied from host memory to private blocks.
         """
         blocks = self._blocks
         blocks.start_row(row)
         blocks.remainders.load(saved.remainder, row)
-        lens, size = saved.lengths["kv_lens"] - dropped, blocks.layout.block_size
-        self._begin(blocks.kv, row, saved.kv, hosted, -(-lens // size), lens % size > 0)
-        fields = {**saved.lengths, "kv_lens": lens}
-        if log_from < computed:
-            assert saved.lengths["_log_from"] <= log_from, "queries are wanted that nobody logged"
-            size = blocks.log_block_tokens
-            end = np.full_like(lens, -(-computed // size))
-            partial = np.full_like(lens, computed % size > 0, bool)
-            self._begin(blocks.log, row, saved.log, hosted, end, partial)
-        else:
-            del fields["_log_from"]  # nothing is logged yet
-        blocks.restore_fields(row, fields)
+        for group, held in zip(blocks.groups, saved.groups, strict=True):
+            begun = group.begun(held, at)
+            if begun is None:
+                continue
+            for table, tokens in zip(group.tables, held.tables, strict=True):
+                self._begin(table, row, tokens, hosted, begun)
+            group.restore_fields(row, begun.fields)
 
     def _begin(
-        self,
-        table: BlockTable,
-        row: int,
-        saved: SavedTable,
-        hosted: bool,
-        end: IntArray,
-        partial: NDArray[np.bool_],
+        self, table: BlockTable, row: int, saved: SavedTable, hosted: bool, begun: Begun
     ) -> None:
         """A row of one table: shared blocks and copies, or private blocks with what is hosted."""
         if hosted:
-            self._hosted.load(*table.load(row, saved, end))
+            self._hosted.load(*table.load(row, saved, begun.end))
         else:
-            self._copies.append(table.resume(row, saved, end, partial))
+            self._copies.append(table.resume(row, saved, begun.end, begun.partial))
 
     def take_copies(self) -> BlockCopies:
         """Block copies that resumed rows need since the last call."""

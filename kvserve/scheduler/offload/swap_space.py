@@ -12,6 +12,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.remainder_places import NOTHING
+from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import SwapTask
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.continuations import Continuations
@@ -21,16 +22,15 @@ from kvserve.scheduler.rows.row_table import RowTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParkedRow:
-    """A row in host memory: its counters and lengths by field, its log columns ``[first, end)``.
+    """A row in host memory: its counters by field, and what it held in each cache group.
 
-    ``host_blocks`` are in the order of its table entries, logged queries behind keys and values.
+    ``host_blocks`` are in the order of its table entries, group by group.
     """
 
     counters: dict[str, IntArray]
-    lengths: dict[str, IntArray]
+    held: tuple[GroupRow, ...]
     num_unmodified_tokens: int
     remainder: int
-    log_columns: tuple[int, int]
     host_blocks: IntArray
 
 
@@ -64,22 +64,18 @@ class SwapSpace:
         if leaves and not blocks.remainders.have_free(preempted=True):
             return False
         blocks.give_back_unused(row, int(rows.num_computed[row]))
-        kv_blocks, _ = blocks.kv.row_entries(row)
-        log_blocks, _ = blocks.log.row_entries(row)
-        count = len(kv_blocks) + len(log_blocks)
-        if not self._hosted.have_free(count):
+        device = blocks.named(row)
+        if not self._hosted.have_free(len(device)):
             return False
-        host = self.pool.allocate(count)
+        host = self.pool.allocate(len(device))
         self._parked[seq.seq_id] = ParkedRow(
             rows.park_row(row),
-            blocks.park_row(row),
+            blocks.save(row),
             int(min(rows.num_unmodified_tokens[row], rows.num_computed[row])),
             blocks.remainders.save(row) if leaves else NOTHING,
-            (int(blocks.log.first[0, row, 0]), int(blocks.log.end[0, row, 0])),
             host,
         )
         # Freeing the row moves it behind all others; the runner will find it there.
-        device = np.concatenate([kv_blocks, log_blocks])
         self._outs.append(SwapTask(rows.num_rows - 1, int(host[0]), device, host))
         return True
 
@@ -89,27 +85,18 @@ class SwapSpace:
 
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
         """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""
-        parked = self._parked[seq.seq_id]
-        first, end = parked.log_columns
-        size = self._blocks.layout.block_size
-        kv_columns = int((-(-(parked.lengths["kv_lens"] + reserve) // size)).sum())
-        return kv_columns + (end - first) * self._blocks.layout.groups
+        return self._blocks.wanted_to_return(self._parked[seq.seq_id].held, reserve)
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
-        """Give a parked sequence a row; its first ``columns [n, LG, R]`` are cached prefixes."""
+        """Give a parked sequence a row; its first ``columns [n, .]`` are cached prefixes."""
         rows, blocks = self._rows, self._blocks
         parked = self._parked.pop(seq.seq_id)
         row = rows.restore(seq, parked.counters)
-        first, end = parked.log_columns
-        blocks.restore_row(row, parked.lengths, columns, first, end)
-        kv_blocks, kv_columns = blocks.kv.row_entries(row)
-        log_blocks, log_columns = blocks.log.row_entries(row)
-        missing = np.concatenate([kv_columns >= len(columns), log_columns >= 0])
-        device = np.concatenate([kv_blocks, log_blocks])[missing]
+        device, fresh = blocks.come_back(row, parked.held, columns)
         blocks.remainders.load(parked.remainder, row)
         blocks.remainders.release(parked.remainder)
         place = int(parked.host_blocks[0])
-        self._ins.append(SwapTask(row, place, device, parked.host_blocks[missing]))
+        self._ins.append(SwapTask(row, place, device, parked.host_blocks[fresh]))
         self._hosted.release_after_step(parked.host_blocks)
 
     def discard(self, seq: Sequence) -> None:

@@ -51,7 +51,7 @@ class Admission:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
         due, log_from = first_event(num_prompt, trigger)
         tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
-        return self._blocks_alone(tokens, log_from)
+        return self._blocks.blocks_alone(tokens, log_from)
 
     def admit(self, seq: Sequence, budget: int) -> bool:
         """Give ``seq`` a row and its blocks, if there is room beside the running sequences.
@@ -75,7 +75,7 @@ class Admission:
             target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
-            wanted = self._blocks_alone(target, log_from)
+            wanted = self._blocks.blocks_alone(target, log_from)
         columns = self._prefixes.cached(seq, limit)
         if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
             return False
@@ -97,17 +97,17 @@ class Admission:
     ) -> bool:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
-        length = self.chunk_length(seq, computed, turn.target, budget)
+        length = self.chunk_length(seq, computed, turn.at.target, budget)
         pinned, pool = turn.row.named, self._swap.pool if turn.hosted else self._blocks.pool
         pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
-        fits &= length > 0 or turn.target == computed  # an event comes first
+        fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
             at = np.array([conversations.seat(seq, turn)], np.int32)
             self._events.schedule_next_event(seq.policy_id, at)
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]
-            self._blocks.grow(at, turn.target - computed_at, computed_at)
+            self._blocks.grow(at, turn.at.target - computed_at, computed_at)
             self._admitted.append(seq)
         pool.release(pinned)
         return seq.status is SequenceStatus.RUNNING
@@ -135,7 +135,7 @@ class Admission:
             self._rows.num_prompt[at],
             self._rows.num_computed[at],
             self._blocks.kv_lens[:, at],
-            self._blocks.logged_from(at),
+            self._blocks.queries.logged_from(at),
             np.array([seq.trigger.log_span for seq in new], np.int64),
             known,
         )
@@ -155,14 +155,6 @@ class Admission:
         blocks.adopt(seq.row, columns)
         self._events.schedule_next_event(seq.policy_id, at)
         blocks.grow(at, target - rows.num_computed[at], rows.num_computed[at])
-
-    def _blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        """Blocks of a sequence that holds ``num_tokens`` and has logged from ``log_from`` on."""
-        layout, size = self._blocks.layout, self._blocks.log_block_tokens
-        blocks = layout.blocks_for(num_tokens)
-        if num_tokens > log_from:
-            blocks += (-(-num_tokens // size) - log_from // size) * layout.groups
-        return blocks
 
     def _expected_growth(self) -> int:
         """Blocks that running sequences need for the reserve, or up to an earlier event or end."""

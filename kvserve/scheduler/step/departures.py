@@ -18,7 +18,7 @@ class Departures:
     """The counterpart of ``Admission``. A sequence that ends frees its blocks at once;
     ``drop_finished`` frees its row, between two steps.
 
-    Preemption takes the newest sequence of the lowest priority. A compressed sequence without codes
+    Preemption takes the newest sequence of the lowest priority. A compressed sequence
     is swapped to host memory if its blocks fit there; any other is computed again.
     """
 
@@ -90,8 +90,8 @@ class Departures:
             self.finish_pool_exhausted(seq)
             self.drop_finished()
             return
-        coded, _ = self._blocks.num_coded(seq.row)
-        if rows.compactions[seq.row] and not coded and self._swap.park(seq):
+        leaves = rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
+        if leaves and self._swap.park(seq):
             self.num_swaps += 1
         self.begin_anew(seq)
 
@@ -119,6 +119,6 @@ class Departures:
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
         seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
-        seq.coded_entries, seq.codebook_entries = self._blocks.num_coded(seq.row)
+        seq.held_counts = self._blocks.counts(slice(seq.row, seq.row + 1))
         lanes = layout.num_layers * layout.num_kv_heads
         seq.remainder_entries = lanes * self._rows.has_remainder(seq.row)

@@ -16,6 +16,8 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.groups import GroupSpec, make_groups
+from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
 from kvserve.scheduler.compression.candidates import ScheduledEvents
@@ -67,8 +69,7 @@ class Scheduler:
         max_observed_tokens: int | None = None,
         gate: BreakEvenGate | None = None,
         admission_reserve: int = 32,
-        code_slots: int = 0,
-        code_scratch: bool = True,
+        further_groups: Iterable[GroupSpec] = (),
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(num_blocks)
@@ -78,16 +79,13 @@ class Scheduler:
         store = None
         if continuations:
             store = Continuations(self.pool, hosted, max_continuation_blocks)
+        made = self.pool, layout, max_num_seqs, max_model_len
         self.blocks = BlockManager(
             layout,
             self.pool,
             max_num_seqs,
-            max_model_len,
-            log_block_tokens,
-            PrefixCache(self.pool) if prefix_caching else None,
-            store,
-            code_slots,
-            code_scratch,
+            make_groups(*made, log_block_tokens, further_groups),
+            IdleBlocks(self.pool, PrefixCache(self.pool) if prefix_caching else None, store),
             remainders,
         )
         self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
@@ -222,7 +220,6 @@ class Scheduler:
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
         remainder_saves, remainder_loads = self.blocks.remainders.take()
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
-        index_update, vector_update, num_coded = self.blocks.take_code_updates(n, scheduled)
         self.num_steps += 1
         return SchedulerOutput(
             turns=events.turns,
@@ -236,15 +233,12 @@ class Scheduler:
             remainder_saves=remainder_saves,
             admitted=caught_up.admitted,
             remainder_loads=remainder_loads,
-            table_update=self.blocks.kv.take_update(n),
-            log_update=self.blocks.log.take_update(n),
-            index_update=index_update,
-            vector_update=vector_update,
-            num_coded=num_coded,
+            table_updates=self.blocks.take_updates(n),
+            to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
             prefill=caught_up.prefill,
             columns=self.blocks.columns_in_use(n)[scheduled],
-            logs_queries=self.blocks.logs_queries(n),
+            logs_queries=self.blocks.queries.is_used(n),
             pruned=caught_up.pruned,
             sampled_chunks=caught_up.sampled,
             sampled=tuple(map(rows.owner, sampled.tolist())),
@@ -253,8 +247,8 @@ class Scheduler:
 
     def _missing(self, at: IntArray) -> int:
         """Blocks that are missing for one more token in each of the rows ``at``."""
-        if 2 * len(at) * self.layout.groups <= self.pool.num_free:
-            return 0  # a token needs at most a block of entries and one of logged queries
+        if len(at) * self.blocks.num_lanes <= self.pool.num_free:
+            return 0  # a token needs at most a block in each table
         wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
         return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 

@@ -13,6 +13,7 @@ from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import StructuredOutput
+from kvserve.scheduler.blocks.code_group import CodeGroup
 
 _INTRO = """\
 # Compatibility
@@ -113,8 +114,8 @@ def _when_preempted(core: EngineCore) -> str:
     """What happens to a preempted sequence; one that had no events is always computed again."""
     if core.info.policy_name == "none":
         return "computed again"
-    codes = core.scheduler.blocks.codes is not None
-    return "computed again (holds codes)" if codes else "swapped, once compacted"
+    codes = core.scheduler.blocks.find(CodeGroup)
+    return "computed again (holds codes)" if codes is not None else "swapped, once compacted"
 
 
 def _ask(core: EngineCore, fields: Mapping[str, Any], reasons: dict[str, int]) -> str:

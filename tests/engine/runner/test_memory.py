@@ -95,12 +95,12 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
     assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
     pool = plan._smallest_pool()
     tables = llm.engine.core.runner.batch
-    assert pool.table_shape == tables.block_tables.shape
-    assert pool.log_shape == tables.log_tables.shape
+    assert pool.table_shapes == ((tables.block_tables.shape,), (tables.log_tables.shape,))
     spindlekv = {"name": "spindlekv", "flush_every": 4}
     tables = make_llm(llama_dir, policy=spindlekv).engine.core.runner.batch
     pool = given[0]._smallest_pool()
-    assert pool.code_shapes == (tables.index_tables.shape, tables.vector_tables.shape)
+    (codes,) = tables.groups
+    assert pool.table_shapes[2] == tuple(table.shape for table in codes.tables)
 
 
 def test_memory_that_torch_gave_back_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.blocks.block_table import BlockTable, Rows
+from kvserve.scheduler.blocks.groups import CacheGroup, GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CodeBlocks
-from kvserve.scheduler.row_schema import RowArrays, per_group
+from kvserve.scheduler.row_schema import per_group
 
 SLOT_BYTES = 16
 """Two references, two scales, a position, a distance, and which query heads attend."""
@@ -40,7 +42,7 @@ class Coding:
     afresh: bool
 
 
-class CodeTables(RowArrays):
+class CodeGroup(CacheGroup):
     """Index and vector tables of all rows; ``coded`` entries and ``num_vectors`` of each lane.
 
     Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block. ``scratch``: whether
@@ -65,32 +67,33 @@ class CodeTables(RowArrays):
         self.vectors_per_block = 2 * layout.block_size
         self._pool = pool
         self._size = layout.block_size
-        self.index = BlockTable(pool, layout, max_rows, slots_per_block, max_model_len)
-        self.vectors = BlockTable(pool, layout, max_rows, self.vectors_per_block, 2 * max_model_len)
-        shape = (layout.layer_groups, max_rows, layout.rows)
-        self.make_by_group(lambda: np.zeros(shape, np.int32))
+        lanes = layout.layer_groups, layout.rows
+        self.index = BlockTable(pool, lanes, max_rows, slots_per_block, max_model_len)
+        self.vectors = BlockTable(pool, lanes, max_rows, self.vectors_per_block, 2 * max_model_len)
+        super().__init__(self.index, self.vectors)
+        self.make_by_group(lambda: np.zeros_like(self.index.end))
 
     def start_row(self, row: int) -> None:
-        """Begin an empty row."""
-        self.index.start(row, 0)
-        self.vectors.start(row, 0)
+        super().start_row(row)
         self.coded[:, row] = self.num_vectors[:, row] = 0
 
-    def release_row(self, row: int) -> None:
-        """Give back a row's codes; its KV table gives back the scratch blocks."""
-        self.index.release_row(row)
-        self.vectors.release_row(row)
-        self.start_row(row)
+    def can_leave(self, row: int) -> bool:
+        """Scratch blocks are shared by lanes, so only rows that are still raw can leave."""
+        return not self.coded[:, row].any()
 
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
-        self.index.swap(a, b)
-        self.vectors.swap(a, b)
-        self.move_rows([a, b], [b, a])
+    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
+        if not self.scratch:
+            return ()
+        coded = self.coded[:, scheduled].sum(axis=(1, 2))
+        return tuple(coded.tolist()) if coded.any() else ()
+
+    def counts(self, rows: Rows) -> dict[str, int]:
+        coded, vectors = self.coded[:, rows].sum(), self.num_vectors[:, rows].sum()
+        return {"coded_entries": int(coded), "codebook_entries": int(vectors)}
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks of each row's codes, less scratch blocks that its KV table counts repeatedly."""
-        held = self.index.held(num_rows) + self.vectors.held(num_rows)
+        held = super().held(num_rows)
         if not self.scratch:
             return held
         shared = self.coded[:, :num_rows] // self._size
@@ -127,7 +130,43 @@ class CodeTables(RowArrays):
                 coded = np.where(worth, coded, 0)
         return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
 
-    def wanted(self, row: int, coding: Coding) -> int:
+    def code(
+        self, blocks: BlockManager, rows: IntArray, codings: IntArray
+    ) -> tuple[IntArray, CodeBlocks | None]:
+        """Change rows to what ``codings`` say, in order, until one finds no blocks.
+
+        Returns how many blocks each gives back (0 if it takes more), and where to write codes.
+        """
+        before = self.coded[:, rows].copy(), self.num_vectors[:, rows].copy()
+        released = list[int]()
+        for row, coding in zip(rows.tolist(), codings, strict=True):
+            if not self._finds_blocks(blocks, row, coding):
+                break
+            held = int(blocks.held(row + 1)[row])
+            self._book(row, blocks.kv, coding)
+            blocks.kv_lens[:, row] = coding.kv_lens
+            released.append(max(held - int(blocks.held(row + 1)[row]), 0))
+        done = len(released)
+        if not done:
+            return np.zeros(0, np.int32), None
+        coded, vectors = (held[:, :done] for held in before)
+        return np.array(released, np.int32), self._blocks_of(rows[:done], (coded, vectors))
+
+    def _finds_blocks(self, blocks: BlockManager, row: int, coding: Coding) -> bool:
+        """Whether a row would find the blocks that ``coding`` takes."""
+        wanted = self._wanted_by(row, coding)
+        if not coding.afresh:
+            # It replaces generated entries, whose blocks are not shared.
+            replaced = int(((coding.coded - self.coded[:, row]) // self._size).sum())
+            return blocks.have_free(wanted - replaced, for_event=True)
+        named, _ = blocks.kv.row_entries(row)
+        own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
+        if not blocks.have_free(wanted - own, for_event=True):
+            blocks.idle.forget(named)
+            own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
+        return blocks.have_free(wanted - own, for_event=True)
+
+    def _wanted_by(self, row: int, coding: Coding) -> int:
         """Blocks that an event takes before it gives any back."""
         at, size = np.array([row]), self._size
         codes = self.index.wanted(at, coding.coded[:, None])
@@ -140,11 +179,7 @@ class CodeTables(RowArrays):
         raw = -(-coding.kv_lens // size) - coding.coded // size
         return codes + int(raw.sum())
 
-    def replaced(self, row: int, coding: Coding) -> int:
-        """Raw blocks whose entries become codes, if the row is not written afresh."""
-        return int(((coding.coded - self.coded[:, row]) // self._size).sum())
-
-    def book(self, row: int, kv: BlockTable, coding: Coding) -> None:
+    def _book(self, row: int, kv: BlockTable, coding: Coding) -> None:
         """Exchange blocks as an event needs; the caller has checked that they are free."""
         at, first = np.array([row]), coding.coded // self._size
         if coding.afresh:
@@ -173,7 +208,7 @@ class CodeTables(RowArrays):
         kv.name(row, before, after, scratch)
         self._pool.release(fresh)
 
-    def blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
+    def _blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
         """Where newly booked events write; ``before``: coded entries and vectors before them."""
         columns = self.index.end[:, rows].max(initial=0), self.vectors.end[:, rows].max(initial=0)
         index, vectors = (
@@ -182,3 +217,21 @@ class CodeTables(RowArrays):
         )
         now = self.coded[:, rows], self.num_vectors[:, rows]
         return CodeBlocks(before[0], now[0], before[1], now[1], index, vectors)
+
+
+@dataclass(frozen=True)
+class CodeSpec(GroupSpec):
+    """Codes: ``block_tokens`` slots fit an index block. With ``scratch`` they are rebuilt in blocks
+    of the pool before a layer attends."""
+
+    scratch: bool = True
+
+    @property
+    def rebuilds(self) -> bool:
+        return self.scratch
+
+    def make(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
+    ) -> CodeGroup:
+        slots = self.block_tokens
+        return CodeGroup(pool, layout, max_rows, max_model_len, slots, scratch=self.scratch)

@@ -1,0 +1,103 @@
+"""The rows' tables of cache groups beside keys, values and logged queries, on the device.
+
+A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/groups.py``) and a
+``RowGroup`` here, in a file of its own, and one line: ``KINDS.append(...)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.transformer import Transformer
+from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.blocks.groups import GroupSpec
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.row_schema import RowArrays
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of a group's tables ``[LG, rows, R, M]``, in its order."""
+
+
+class RowGroup(RowArrays):
+    """Tables of one group, and the fields that a subclass declares."""
+
+    spec_type: ClassVar[type[GroupSpec]]
+    writes: ClassVar[bool] = False
+    """Whether each layer writes something of every token (``write``)."""
+
+    def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
+        self.spec = spec
+        self.tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
+        lanes = shapes[0][:3]
+        self.make_by_group(lambda: torch.zeros(lanes, dtype=torch.int64, device=device))
+
+    @classmethod
+    def wanted(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
+        """The group of an engine with this layout; ``None`` if it has none."""
+        return None
+
+    def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
+        """View the blocks of ``cache`` as this group's."""
+
+    def begin(self, rows: Tensor) -> None:
+        """Begin rows that hold nothing in this group."""
+        self.begin_rows(rows, None, int)
+
+    def move(self, to: Tensor, source: Tensor) -> None:
+        """Put the rows ``source`` in the place of the rows ``to``, all at once."""
+        for table in self.tables:
+            table[:, to] = table[:, source]
+        self.move_rows(to, source)
+
+    def after_compaction(self, task: CompactionTask, rows: Tensor) -> None:
+        """Set what ``task`` leaves of ``rows``."""
+
+    def of_batch(self) -> dict[str, Any]:
+        """Fields of ``ForwardBatch`` that every forward gets."""
+        return {}
+
+    def of_step(
+        self, output: SchedulerOutput, rows: Tensor | slice, kv: Tensor, log: Tensor
+    ) -> dict[str, Any]:
+        """Fields of ``ForwardBatch`` that a step gets beside those of ``of_batch``; ``kv`` and
+        ``log`` are the tables of the first two groups."""
+        return {}
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where the tokens at ``positions [T]`` of ``rows [T]`` write: int64 [LG, R, T]."""
+        (table,) = self.tables
+        lanes = positions.expand(table.shape[0], table.shape[2], -1)
+        return slot_mapping(table, rows, lanes, self.spec.block_tokens)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take one layer's new keys and values, both [T, Hkv, D], at ``slots [LG, R, T]``."""
+        raise AssertionError("only groups that say so write")
+
+
+KINDS: list[type[RowGroup]] = []
+"""Every kind of further group that an engine may have."""
+
+
+def wanted_groups(layout: KVLayout, block_bytes: int) -> tuple[GroupSpec, ...]:
+    """The further groups of an engine."""
+    found = (kind.wanted(layout, block_bytes) for kind in KINDS)
+    return tuple(spec for spec in found if spec is not None)
+
+
+def make_row_group(spec: GroupSpec, shapes: Shapes, device: str) -> RowGroup:
+    """The device's side of a group."""
+    kind = next(kind for kind in KINDS if kind.spec_type is type(spec))
+    return kind(spec, shapes, device)
+
+
+def scatter(tables: Tensor, update: TableUpdate) -> None:
+    """Write new table entries."""
+    if len(update.indices):
+        where = to_device(update.indices, tables.device)
+        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)
