@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
+from kvserve.scheduler.blocks.groups import TokenGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.messages.continuation import Continuation, Resumption
 from kvserve.scheduler.messages.event import EventKind, Scores, answer
@@ -36,8 +37,8 @@ from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]
-Contents = tuple[dict[int, int], dict[int, tuple[int, int]]]
-"""Entries and logged queries of a block, by slot."""
+Contents = list[dict[int, Any]]
+"""Entries, logged queries and what a further group holds of a block, by slot."""
 
 
 class LeftRow(NamedTuple):
@@ -60,6 +61,10 @@ class ShadowRunner:
         self.size = layout.block_size
         self.log_size = scheduler.blocks.log.block_tokens
         self.codes = scheduler.blocks.find(CodeGroup)
+        self.further = [group for group in scheduler.blocks.groups if type(group) is TokenGroup]
+        """At most one: something of every token, which no event evicts."""
+        self.further_tables = [np.zeros_like(group.tables[0].blocks) for group in self.further]
+        self.further_memory: dict[Slot, tuple[int, int]] = {}
         self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
         self.tables: IntArray = np.zeros_like(scheduler.blocks.kv.blocks)
         self.log_tables: IntArray = np.zeros_like(scheduler.blocks.log.blocks)
@@ -111,7 +116,8 @@ class ShadowRunner:
             self.loggers[a], self.loggers[b] = self.loggers[b], self.loggers[a]
             self.coded[a], self.coded[b] = self.coded[b], self.coded[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
-            self.log_tables[:, [a, b]] = self.log_tables[:, [b, a]]
+            for tables in (self.log_tables, *self.further_tables):
+                tables[:, [a, b]] = tables[:, [b, a]]
         self._swap(output)
         self._move_remainders(output.remainder_saves)
         for new in output.admitted.requests:
@@ -121,6 +127,8 @@ class ShadowRunner:
         self.resuming.clear()
         _scatter(self.tables, output.table_updates[0])
         _scatter(self.log_tables, output.table_updates[1])
+        for tables in self.further_tables:
+            _scatter(tables, output.table_updates[-1])
         for row in range(output.num_decoding):
             self._store(row, [int(self.last_token[row])])
         first = 0
@@ -145,12 +153,14 @@ class ShadowRunner:
                 self._check_codes(row, lane)
                 assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
             self._check_held(row)
+            self._check_further(row)
             if self.scheduler.rows.leaves_remainder[row]:
                 assert self.remainders[row] == self.lost[row][0], "a remainder was lost or mixed up"
         assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache.columns.items() if cache is not None else ():
-            now = [self.memory[int(b), i] for b in column.ravel() for i in range(self.size)]
+            blocks = column.ravel()[: len(self.lanes)]
+            now = [self.memory[int(b), i] for b in blocks for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
 
     def _move_remainders(self, moves: RemainderMoves) -> None:
@@ -162,6 +172,19 @@ class ShadowRunner:
         """What a row is said to hold is the number of blocks that it names."""
         blocks = self.scheduler.blocks
         assert blocks.held(row + 1)[row] == len(np.unique(blocks.named(row)))
+
+    def _check_further(self, row: int) -> None:
+        """A further group holds something of every token so far."""
+        rows = self.scheduler.rows
+        known = rows.num_tokens[row] - rows.num_unknown[row]
+        for position in range(min(int(self.computed[row]), int(known))) if self.further else ():
+            held = self.further_memory[self._further_slot(row, position)]
+            assert held == (position, rows.token_ids[row, position])
+
+    def _further_slot(self, row: int, position: int) -> Slot:
+        (tables,), (group,) = self.further_tables, self.further
+        column, place = divmod(position, group.block_tokens)
+        return int(tables[0, row, 0, column]), place
 
     def _check_codes(self, row: int, lane: Lane) -> None:
         """Codes are where the tables say; a lane's table begins behind them, or names its head's
@@ -267,14 +290,16 @@ class ShadowRunner:
                 self._put(device, self.host[host])
 
     def _contents(self, block: int) -> Contents:
-        entries = {i: self.memory[block, i] for i in self._filled(self.memory, block)}
-        queries = self._filled(self.log_memory, block)
-        return entries, {i: self.log_memory[block, i] for i in queries}
+        filled = [(memory, self._filled(memory, block)) for memory in self._memories]
+        return [{i: memory[block, i] for i in slots} for memory, slots in filled]
 
     def _put(self, block: int, contents: Contents) -> None:
-        entries, logged = contents
-        self.memory.update({(block, i): entry for i, entry in entries.items()})
-        self.log_memory.update({(block, i): query for i, query in logged.items()})
+        for memory, held in zip(self._memories, contents, strict=True):
+            memory.update({(block, i): entry for i, entry in held.items()})
+
+    @property
+    def _memories(self) -> list[dict[Slot, Any]]:
+        return [self.memory, self.log_memory, self.further_memory]
 
     def _follow(self, conversations: Conversations) -> None:
         """Remember what rows hold as they are left, and who goes on from which."""
@@ -322,6 +347,10 @@ class ShadowRunner:
         """Keys and values in all lanes, or those of ``stored``; queries in all."""
         for token in tokens:
             position = int(self.computed[row])
+            if self.further:
+                slot = self._further_slot(row, position)
+                assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
+                self.further_memory[slot] = position, token
             for lane in self.lanes:
                 held = self.held[row][lane]
                 if stored is None or lane in stored:

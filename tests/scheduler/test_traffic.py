@@ -64,6 +64,16 @@ def test_steps_that_are_scheduled_before_tokens_are_known() -> None:
     assert len(seen) == 10, seen
 
 
+def test_a_further_group_goes_where_rows_go() -> None:
+    """A group that only this test knows: through growth, prefixes, swaps, copies, turns, aborts."""
+    seen: Counter[str] = Counter()
+    for seed in range(8):
+        traffic = Traffic(seed, continuations=bool(seed % 2), further=True)
+        traffic.run(250)
+        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+    assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "pruned")), seen
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("seed", range(100, 200))

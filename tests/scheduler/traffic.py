@@ -11,6 +11,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
+from kvserve.scheduler.blocks.groups import GroupSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.event import EventKind, EventState, Scores
@@ -252,7 +253,9 @@ class Traffic:
         *,
         overlaps: bool = False,
         continuations: bool = False,
+        further: bool = False,
     ) -> None:
+        """``further``: rows also hold something of every token in a cache group of its own."""
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
@@ -270,6 +273,7 @@ class Traffic:
             code_scratch=bool(seed % 2),
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
+            further_groups=(GroupSpec(layout.block_size),) if further else (),
         )
         self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
         self.alive: list[Sequence] = []
