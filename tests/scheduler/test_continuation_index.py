@@ -57,7 +57,7 @@ def test_it_finds_what_a_walk_finds() -> None:
     index = ContinuationIndex()
     here: list[Continuation] = []
     gone: list[Continuation] = []
-    found_any = set()
+    missed: set[str] = set()
     for _ in range(3000):
         tokens = rng.integers(0, 2, rng.integers(2, 14)).astype(np.int32)
         prompt = int(rng.integers(1, len(tokens)))
@@ -79,13 +79,15 @@ def test_it_finds_what_a_walk_finds() -> None:
         if len(gone) > 5:
             index.remove(gone.pop(0), here=False)
         asked = rng.integers(0, 2, rng.integers(2, 14)).astype(np.int32)
-        known, shared, cause = index.longest(asked, keys_of(asked), "a")
-        most, why = walked(here, gone, asked, "a")
-        assert shared == most and (known is not None) == (most > 0)
+        known, evicted, cause = index.longest(asked, keys_of(asked), "a")
+        for looked_up, listed in ((known, here), (evicted, gone)):
+            most, _ = walked(listed, [], asked, "a")
+            assert (0 if looked_up is None else looked_up.num_tokens) == most
+        _, why = walked(here, gone, asked, "a")
         if known is None:
             assert cause == why
-            found_any.add(cause)
-    assert found_any == {NEW, TOKENS, POLICY, EVICTED}
+            missed.add(cause)
+    assert missed == {NEW, TOKENS, POLICY, EVICTED}
     assert {id(known) for known in index} == {*map(id, here), *map(id, gone)}
     for known in here:
         index.remove(known, here=True)
@@ -107,8 +109,8 @@ def test_a_look_up_among_30_000() -> None:
     times = []
     for _ in range(200):
         before = time.perf_counter()
-        found, shared, _ = index.longest(asked, keys, "a")
+        found = index.longest(asked, keys, "a").live
         times.append(time.perf_counter() - before)
-    assert found is not None and shared == 17
-    assert np.array_equal(found.token_ids[5:], answers[777])
+    assert found is not None and found.num_tokens == 17
+    assert np.array_equal(found.continuation.token_ids[5:], answers[777])
     assert min(times) < 100e-6, min(times)

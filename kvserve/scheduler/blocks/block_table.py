@@ -117,13 +117,14 @@ class BlockTable(RowArrays):
 
     def move_front(self, rows: IntArray, first: IntArray) -> None:
         """Give back the columns before ``first [LG, rows, R]`` (or what broadcasts to it); a row
-        without later columns continues there."""
+        without later columns continues there, even if it was empty further on."""
         first = np.minimum(first, self.blocks.shape[3])
-        surplus = np.clip(first, self.first[:, rows], self.end[:, rows]) - self.first[:, rows]
-        self.pool.release(self._named(rows, self.first[:, rows], surplus))
+        before, empty = self.first[:, rows], self.first[:, rows] >= self.end[:, rows]
+        surplus = np.clip(first, before, self.end[:, rows]) - before
+        self.pool.release(self._named(rows, before, surplus))
         self.first[:, rows] = first
         for array in (self.end, self._synced):
-            array[:, rows] = np.maximum(array[:, rows], first)
+            array[:, rows] = np.where(empty, first, np.maximum(array[:, rows], first))
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""

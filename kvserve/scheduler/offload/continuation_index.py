@@ -22,6 +22,7 @@ from kvserve.scheduler.messages.continuation import (
     TOKENS,
     Continuation,
     Place,
+    Resumption,
 )
 
 _LOOKED_AT = 8
@@ -66,6 +67,15 @@ class _Tails(NamedTuple):
 
     start: int
     by_length: dict[int, dict[bytes, _Bucket]]
+
+
+class LookedUp(NamedTuple):
+    """What a prompt begins with: the longest continuation that is here, the longest of those that
+    were evicted, and the cause if none is here."""
+
+    live: Resumption | None
+    gone: Resumption | None
+    cause: str
 
 
 class ContinuationIndex:
@@ -120,27 +130,29 @@ class ContinuationIndex:
                         return known
         return None
 
-    def longest(
-        self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable
-    ) -> tuple[Continuation | None, int, str]:
-        """The continuation that has most in common with ``token_ids``, how many tokens, and why
-        there is none. ``keys`` are the seed and the column hashes of ``token_ids``."""
+    def longest(self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable) -> LookedUp:
+        """The continuation that has most in common with ``token_ids``, or why there is none.
+
+        ``keys`` are the seed and the column hashes of ``token_ids``."""
         text, usable = _text(token_ids), len(token_ids) - 1
-        best, most, gone, other = None, 0, False, False
+        best: dict[bool, Resumption | None] = {True: None, False: None}
+        other = False
         keys = list(keys)
         for bucket in _buckets(self._floors, text, keys):
             if bucket.length > usable:
                 continue
-            gone |= (shared_by, False) in bucket.lists
             other = other or bucket.has_other(shared_by)
-            live = bucket.lists.get((shared_by, True))
-            for known in live.near(text) if live is not None else ():
-                shared = min(common(known.token_ids, token_ids), usable)
-                if shared > most:
-                    best, most = known, shared
-        if gone or other:
-            return best, most, EVICTED if gone else POLICY
-        return best, most, TOKENS if best is None and self._answered(token_ids, keys) else NEW
+            for here, most in best.items():
+                listed = bucket.lists.get((shared_by, here))
+                for known in listed.near(text) if listed is not None else ():
+                    shared = min(common(known.token_ids, token_ids), usable)
+                    if most is None or shared > most.num_tokens:
+                        best[here] = most = Resumption(known, shared)
+        live, gone = best[True], best[False]
+        if gone is not None or other:
+            return LookedUp(live, gone, EVICTED if gone is not None else POLICY)
+        answered = live is None and self._answered(token_ids, keys)
+        return LookedUp(live, None, TOKENS if answered else NEW)
 
     def _answered(self, token_ids: IntArray, keys: list[bytes]) -> bool:
         """Whether a prompt of a continuation begins ``token_ids``, which then go another way."""

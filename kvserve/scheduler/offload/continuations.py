@@ -21,7 +21,7 @@ from kvserve.scheduler.messages.continuation import (
     Resumption,
     named_by,
 )
-from kvserve.scheduler.offload.continuation_index import ContinuationIndex
+from kvserve.scheduler.offload.continuation_index import ContinuationIndex, LookedUp
 from kvserve.scheduler.offload.hosted_rows import HostedRows
 
 _REMEMBERED = 256
@@ -75,16 +75,13 @@ class Continuations:
         """The next to be evicted."""
         return next(iter(self._by_use.values()), None)
 
-    def find(
-        self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable
-    ) -> tuple[Resumption | None, str]:
-        """The longest continuation that these tokens begin with, or why there is none.
+    def find(self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable) -> LookedUp:
+        """The longest continuations that these tokens begin with.
 
         ``keys`` are the seed and the column hashes of ``token_ids``. The last token is always left
         to be computed.
         """
-        known, shared, cause = self._index.longest(token_ids, keys, shared_by)
-        return (None if known is None else Resumption(known, shared)), cause
+        return self._index.longest(token_ids, keys, shared_by)
 
     def add(self, new: Continuation) -> None:
         """Store a continuation while its row still holds its blocks."""

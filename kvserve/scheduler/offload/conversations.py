@@ -23,6 +23,7 @@ from kvserve.scheduler.messages.continuation import (
 )
 from kvserve.scheduler.messages.output import BlockCopies
 from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.offload.continuation_index import LookedUp
 from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.offload.saved_rows import SavedRows
 from kvserve.scheduler.rows.prefixes import Prefixes
@@ -57,7 +58,7 @@ class Conversations:
         self._blocks = blocks
         self._prefixes = prefixes
         self._saved = SavedRows(blocks, store.host)
-        self._known: tuple[int, int, Resumption | None, str] = (-1, -1, None, "")
+        self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
 
     def leave(self, seq: Sequence) -> None:
         """Save the row of a sequence that ends now, if it has got past its prompt."""
@@ -105,7 +106,7 @@ class Conversations:
         if seq.resumed is not None or seq.replay_until:
             found = seq.resumed
             return found if found is not None and found.continuation in self.store else None
-        return self._look_up(seq)[0]
+        return self._look_up(seq).live
 
     def plan(self, seq: Sequence, found: Resumption) -> NextTurn:
         """How ``seq`` would resume from ``found`` now."""
@@ -137,10 +138,8 @@ class Conversations:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
         known, computed = turn.resumption
         if seq.resumed is None:
-            seq.resumed, seq.first_prompt_tokens = turn.resumption, known.first_prompt_tokens
-            seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
-            seq.events, seq.prunes_prompt = list(known.events), known.prunes_prompt
-            seq.num_shareable = min(seq.num_shareable, known.num_shareable)
+            seq.resumed = turn.resumption
+            _take_history(seq, turn.resumption)
             self.store.take(turn.resumption)
             self.store.hits_from_host += turn.hosted
         rows, size = self._rows, self._blocks.layout.block_size
@@ -150,6 +149,19 @@ class Conversations:
         self._saved.resume(row, turn.row, turn.hosted, turn.at)
         return row
 
+    def recall(self, seq: Sequence) -> None:
+        """Let a sequence whose continuation was evicted be computed as that was: with its turns and
+        its events, so that it holds no more than the continuation did."""
+        if seq.continues_as is None or seq.refuses is not None or seq.replay_until:
+            return
+        gone = self._look_up(seq).gone
+        if gone is not None:
+            self.count_miss(seq)
+            _take_history(seq, gone)
+            seq.replay_until = gone.num_tokens
+            if seq.trigger.optional_period:
+                seq.put_off = int(gone.continuation.counters["next_event"])
+
     def count_miss(self, seq: Sequence) -> None:
         """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""
         if seq.resumed is not None or seq.replay_until:
@@ -157,19 +169,28 @@ class Conversations:
         if seq.refuses is not None:
             self.store.misses[seq.refuses] += 1
         elif seq.continues_as is not None:
-            found, cause = self._look_up(seq)
-            self.store.misses[cause if found is None else MEMORY] += 1
+            found = self._look_up(seq)
+            self.store.misses[found.cause if found.live is None else MEMORY] += 1
 
     def take_copies(self) -> BlockCopies:
         """Block copies that resumed rows need since the last call."""
         return self._saved.take_copies()
 
-    def _look_up(self, seq: Sequence) -> tuple[Resumption | None, str]:
+    def _look_up(self, seq: Sequence) -> LookedUp:
         """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
-        asked, changes, found, cause = self._known
+        asked, changes, found = self._known
         if (asked, changes) != (seq.seq_id, self.store.changes):
             hashes = self._prefixes.hashes(seq, seq.token_ids, seq.column_hashes)
             keys = seq.cache_seed, *hashes
-            found, cause = self.store.find(seq.token_ids, keys, seq.continues_as)
-            self._known = seq.seq_id, self.store.changes, found, cause
-        return found, cause
+            found = self.store.find(seq.token_ids, keys, seq.continues_as)
+            self._known = seq.seq_id, self.store.changes, found
+        return found
+
+
+def _take_history(seq: Sequence, found: Resumption) -> None:
+    """Give a sequence the turns and the events of the continuation that it begins with."""
+    known, computed = found
+    seq.first_prompt_tokens = known.first_prompt_tokens
+    seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
+    seq.events, seq.prunes_prompt = list(known.events), known.prunes_prompt
+    seq.num_shareable = min(seq.num_shareable, known.num_shareable)

@@ -67,6 +67,8 @@ class Admission:
                 turn = self._conversations.plan(seq, found)
                 if self._go_on(self._conversations, seq, turn, budget) or self._rows.num_rows:
                     return seq.status is SequenceStatus.RUNNING
+            else:
+                self._conversations.recall(seq)
         if parked:
             target, limit = 0, self._swap.identity_tokens(seq)
             wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)

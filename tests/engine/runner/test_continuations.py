@@ -229,6 +229,38 @@ def test_followers_that_make_way(
     check_integrity(llm)
 
 
+@pytest.mark.parametrize("layout", ["model", "layer"])
+def test_histories_that_were_dropped_are_computed_as_they_were(
+    llama_dir: Path, layout: str
+) -> None:
+    """With their turns and events: the same tokens as if they had been there, in as few blocks."""
+    policy = KARA if layout == "model" else UNEVEN_CASES["pyramidkv"]
+    settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on", "swap_space": 0}
+    expected = talk(make_plain(llama_dir, policy, **settings), [policy] * 3)
+    llm = make_llm(llama_dir, policy, **settings, async_scheduling=True, max_num_seqs=8)
+    watch(llm)
+    turn, store = llm.generate, llm.engine.core.scheduler.blocks.idle
+
+    def generate(*args: Any, **more: Any) -> Any:
+        assert store.continuations is not None
+        while store.continuations.oldest is not None:
+            store.continuations.evict_oldest(may_park=False)
+        return turn(*args, **more)
+
+    llm.generate = generate  # type: ignore[method-assign]
+    got = talk(llm, [policy] * 3)
+    assert [each.tokens for each in got] == [each.tokens for each in expected]
+    assert not llm.stats().resumed_total
+    assert dict(llm.stats().continuation_misses)["evicted"] == 9
+    for one, other in zip(got, expected, strict=True):
+        most = 0
+        for a, b in zip(one.details, other.details, strict=True):
+            assert (a.held_entries, a.compactions) == (b.held_entries, b.compactions)
+            most = max(most, b.peak_blocks)
+            assert a.peak_blocks <= most + 8
+    check_integrity(llm)
+
+
 @pytest.mark.parametrize("layout", ["model", "head"])
 def test_conversations_that_come_back_from_host_memory(llama_dir: Path, layout: str) -> None:
     """On a pool that cannot hold all of them; free blocks are spoilt at once."""
