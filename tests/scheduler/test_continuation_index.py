@@ -79,12 +79,12 @@ def test_it_finds_what_a_walk_finds() -> None:
         if len(gone) > 5:
             index.remove(gone.pop(0), here=False)
         asked = rng.integers(0, 2, rng.integers(2, 14)).astype(np.int32)
-        known, evicted, cause = index.longest(asked, keys_of(asked), "a")
-        for looked_up, listed in ((known, here), (evicted, gone)):
+        alive, evicted, cause = index.longest(asked, keys_of(asked), "a")
+        for looked_up, listed in ((alive, here), (evicted, gone)):
             most, _ = walked(listed, [], asked, "a")
             assert (0 if looked_up is None else looked_up.num_tokens) == most
         _, why = walked(here, gone, asked, "a")
-        if known is None:
+        if alive is None:
             assert cause == why
             missed.add(cause)
     assert missed == {NEW, TOKENS, POLICY, EVICTED}
