@@ -13,7 +13,7 @@ from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledE
 from kvserve.scheduler.compression.engine_wide import EngineWideDates
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
-from kvserve.scheduler.compression.lives import EventLives, OpenEvent
+from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import (
     NO_TURNS,
@@ -28,7 +28,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 
 
 class CompressionScheduler:
-    """Takes the events of all rows through their states (``EventState``).
+    """Schedules the events of all rows.
 
     The events of a step observe at most ``max_observed`` queries together; only the first one may
     exceed that. Events that evict most go first, the oldest on ties. Lengths and blocks are exact
@@ -47,7 +47,7 @@ class CompressionScheduler:
         self.rows = rows
         self.blocks = blocks
         self.gate = gate
-        self.lives = EventLives()
+        self.open = OpenEvents()
         self.compactions = 0
         self.early_compactions = 0
         self.skipped = 0
@@ -90,7 +90,7 @@ class CompressionScheduler:
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # that sequence was preempted, or has ended
         candidates = self._candidates(self._due(waiting))
-        self.lives.close_scored()  # what cannot be scheduled now is scored again
+        self.open.close_scored()  # what cannot be scheduled now is scored again
         if self.gate is not None:
             candidates = self._that_pay(self.gate, candidates, entries_that_fit)
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
@@ -140,9 +140,9 @@ class CompressionScheduler:
 
     def _due(self, at: IntArray) -> IntArray:
         """Those of the rows ``at`` that do not wait for scores."""
-        if not self.lives.scoring:
+        if not self.open.scoring:
             return at
-        return at[[not self.lives.is_scoring(self.rows.owner(row).seq_id) for row in at]]
+        return at[[not self.open.is_scoring(self.rows.owner(row).seq_id) for row in at]]
 
     def _candidates(self, at: IntArray) -> list[EventCandidates]:
         """What events of rows ``at`` would do now, policy by policy."""
@@ -155,7 +155,7 @@ class CompressionScheduler:
     def _scored(self, due: EventCandidates) -> list[OpenEvent | None]:
         """For each of the ``due`` events, the event with its scores, or ``None`` without them."""
         starts = zip(due.at.tolist(), due.plan.query_start.tolist(), strict=True)
-        return [self.lives.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
+        return [self.open.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
 
     def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
         """Events of one policy's rows, before it is known how much they leave."""
@@ -197,12 +197,11 @@ class CompressionScheduler:
     def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
         """Take in a finished step, with ``scores`` of each of ``output.observations``."""
         for task, answered in zip(output.observations, scores, strict=True):
-            self.lives.take_scores(task, answered)
-        self.lives.apply((*output.compactions, *output.pruned))
+            self.open.take_scores(task, answered)
 
     def give_up(self, output: SchedulerOutput) -> None:
         """Undo a failed step: the events that it was to score or to carry out are due again."""
-        self.lives.give_up(output.observations, (*output.compactions, *output.pruned))
+        self.open.give_up(output.observations)
 
     def _observation(self, events: EventCandidates) -> ObservationTask:
         """What the runner has to know about events to score them."""
@@ -235,7 +234,7 @@ class CompressionScheduler:
                 compactions += self._find_blocks(best)
             else:
                 observations.append(self._observation(best))
-                self.lives.start_scoring(observations[-1])
+                self.open.start_scoring(observations[-1])
         if not (compactions or observations or fits.all()):
             # The first events find no blocks; the others must not wait for them.
             return self._schedule(list(some_of(candidates, ~fits)), max_observed)
@@ -285,7 +284,6 @@ class CompressionScheduler:
         task = CompactionTask.of(observed, new, taken.copy_start, dst_blocks, log_from, taken.codes)
         rows.compactions[at] += task.compacts
         self.compactions += int(np.count_nonzero(task.compacts))
-        self.lives.schedule(task)
         return task
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:

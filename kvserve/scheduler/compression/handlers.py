@@ -15,7 +15,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.compression.candidates import Choices, EventCandidates
-from kvserve.scheduler.compression.lives import OpenEvent
+from kvserve.scheduler.compression.open_events import OpenEvent
 from kvserve.scheduler.messages.event import CodeCounts, EventKind, KeptColumns, KeptCounts
 from kvserve.scheduler.messages.output import CodeBlocks
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger

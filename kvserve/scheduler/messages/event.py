@@ -1,4 +1,4 @@
-"""The states of a compression event, the kinds of events, and the device's answer for each kind."""
+"""The kinds of compression events, and the device's answer for each kind."""
 
 from __future__ import annotations
 
@@ -6,36 +6,6 @@ import enum
 from dataclasses import dataclass
 
 from kvserve.scheduler.arrays import IntArray
-
-
-class EventState(enum.Enum):
-    """Where a compression event is in its life.
-
-    ``DUE``: its sequence has come to the event's position, or blocks are wanted early.
-    ``SCORING``: a step scores it; what it keeps is on its way to the host.
-    ``SCORED``: what it keeps is known.
-    ``SCHEDULED``: lengths and blocks are those after it, and its task is in a step's message.
-    ``APPLIED``: that step has come back.
-    """
-
-    DUE = "due"
-    SCORING = "scoring"
-    SCORED = "scored"
-    SCHEDULED = "scheduled"
-    APPLIED = "applied"
-
-
-NEXT_STATES = {
-    EventState.DUE: {EventState.SCORING, EventState.SCHEDULED},
-    EventState.SCORING: {EventState.SCORED, EventState.DUE},
-    EventState.SCORED: {EventState.SCHEDULED, EventState.DUE},
-    EventState.SCHEDULED: {EventState.APPLIED, EventState.DUE},
-    EventState.APPLIED: set[EventState](),
-}
-"""Events whose lengths are known beforehand go straight from ``DUE`` to ``SCHEDULED``: they are
-scored as they are applied. Events go back to ``DUE`` if their step fails, or if they are not
-scheduled in the step after their scores have come.
-"""
 
 
 class EventKind(enum.Enum):

@@ -170,7 +170,7 @@ class Scheduler:
         preempted, one by one, until it does (``PrefillChunks.catch_up``).
         """
         rows = self.rows
-        in_flight = self.events.lives.scoring or bool(rows.num_unknown[: rows.num_rows].any())
+        in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
         decoding = self._make_room()
         self._decode(decoding)
