@@ -28,6 +28,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence as Request
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import Never, Trigger
 from kvserve.server.replicas.routing import HeldTokenRouter
@@ -82,14 +83,15 @@ class Replica(Simulation):
         self, policy: str, cost: CostModel, first_token: IntArray, cached: IntArray
     ) -> None:
         spec = cost.spec
-        scheduler = Scheduler(
-            KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK),
-            POOL_TOKENS // BLOCK + 1,
+        layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, BLOCK)
+        settings = SchedulerSettings(
+            num_blocks=POOL_TOKENS // BLOCK + 1,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=2048,
             max_model_len=PREFIX + 2 * CAP,
             log_block_tokens=4 * BLOCK,
         )
+        scheduler = Scheduler(layout, settings)
         nothing: IntArray = np.zeros(0, np.int32)
         self._trigger, queries = POLICIES[policy]
         super().__init__(scheduler, self._trigger, cost, queries, nothing, nothing)

@@ -29,6 +29,7 @@ from kvserve.scheduler.messages.event import EventKind, KeptCounts
 from kvserve.scheduler.messages.output import ObservationTask
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Never, Trigger
 
@@ -57,15 +58,15 @@ COLUMNS = (
 def make_scheduler(
     layout: KVLayout, num_blocks: int, rows: int, max_len: int, cached: bool = True
 ) -> Scheduler:
-    return Scheduler(
-        layout,
-        num_blocks + 1,
+    settings = SchedulerSettings(
+        num_blocks=num_blocks + 1,
         max_num_seqs=rows,
         max_num_batched_tokens=16_384,
         max_model_len=max_len,
         log_block_tokens=LOG_TOKENS,
         prefix_caching=cached,
     )
+    return Scheduler(layout, settings)
 
 
 def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, policy: str) -> None:

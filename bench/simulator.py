@@ -27,6 +27,7 @@ from kvserve.engine.models.spec import parse_spec
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.trigger import Never, RowState, Trigger, WhenOver
 
@@ -112,9 +113,9 @@ def play(job: Job) -> dict[str, Any]:
     spec = parse_spec(LARGE_SHAPES[job.shape], job.shape)
     rng = np.random.default_rng(job.seed)
     outputs = lognormal_lengths(rng, job.requests, MEAN, SIGMA, CAP)
-    scheduler = Scheduler(
-        KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, size),
-        POOL_TOKENS // size + 1,
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, size)
+    settings = SchedulerSettings(
+        num_blocks=POOL_TOKENS // size + 1,
         max_num_seqs=job.max_num_seqs,
         max_num_batched_tokens=2048,
         max_model_len=PROMPT + CAP,
@@ -122,6 +123,7 @@ def play(job: Job) -> dict[str, Any]:
         prefix_caching=False,
         max_observed_tokens=10**9,  # the paper's events come in bursts
     )
+    scheduler = Scheduler(layout, settings)
     cost = CostModel(spec, replace(DEVICE, event_overhead=variant.event_overhead))
     prompts = np.full(job.requests, PROMPT, np.int32)
     return Simulation(scheduler, variant.trigger, cost, variant.queries, prompts, outputs).run()

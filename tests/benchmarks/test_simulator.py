@@ -23,6 +23,7 @@ from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
@@ -44,7 +45,8 @@ def make_scheduler(num_blocks: int, block_size: int = 16, **settings: object) ->
         "prefix_caching": False,
     }
     layout = KVLayout(2, 2, 8, block_size)
-    return Scheduler(layout, num_blocks, **{**defaults, **settings})  # type: ignore[arg-type]
+    made: dict[str, Any] = {**defaults, **settings, "num_blocks": num_blocks}
+    return Scheduler(layout, SchedulerSettings(**made))
 
 
 # ---- conservation -------------------------------------------------------------------------------
@@ -151,7 +153,8 @@ def test_it_schedules_as_the_engine_does(model_dir: Path, policy: dict[str, obje
     form = LogForm(4, "int4" if policy["name"] == "kara" else "model")
     log_tokens = form.block_tokens(layout, entry_format("auto", 4), 4)
     blocks = {"num_blocks": 111, "num_host_blocks": 110, "log_block_tokens": log_tokens}
-    scheduler = Scheduler(layout, **blocks, **settings)  # type: ignore[arg-type]
+    made_of: dict[str, Any] = {**blocks, **settings}
+    scheduler = Scheduler(layout, SchedulerSettings(**made_of))
     lengths = np.full(12, 16), np.full(12, 96)
     figures = Simulation(scheduler, made.event_trigger, cost_model(), NO_QUERIES, *lengths).run()
     assert figures["steps"] == measured["steps"] - 1  # the engine's last step drops the last row

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.blocks.groups import TokenGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
+from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.messages.continuation import Continuation, Resumption
 from kvserve.scheduler.messages.event import EventKind, Scores, answer
 from kvserve.scheduler.messages.output import (

@@ -11,6 +11,7 @@ from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
@@ -194,10 +195,14 @@ def test_a_bounded_sequence_holds_the_blocks_of_its_bound() -> None:
     trigger = WhenOver(limit=336, keep=320, num_queries=0, protect_prompt=False)
     held = {}
     for policy, how in ((0, Never()), (1, trigger)):
-        scheduler = Scheduler(
-            layout, 200, max_num_seqs=1, max_num_batched_tokens=512, max_model_len=2048,
+        settings = SchedulerSettings(
+            num_blocks=200,
+            max_num_seqs=1,
+            max_num_batched_tokens=512,
+            max_model_len=2048,
             log_block_tokens=8,
-        )  # fmt: skip
+        )
+        scheduler = Scheduler(layout, settings)
         seq = Sequence(0, np.arange(100, dtype=np.int32), 100, 1501, (), policy, how)
         scheduler.add(seq)
         while scheduler.has_work:

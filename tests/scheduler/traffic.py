@@ -11,13 +11,14 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.groups import GroupSpec
+from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.pruning import Pruned, Taper
@@ -123,7 +124,9 @@ def make_scheduler(
     codes = CodeSpec(24, scratch=merged.pop("code_scratch"))
     if layout.granularity is Granularity.HEAD:
         merged["further_groups"] = codes, *merged.get("further_groups", ())
-    return Scheduler(layout, num_blocks * layout.groups, num_host_blocks=host, **merged)
+    blocks = {"num_blocks": num_blocks * layout.groups, "num_host_blocks": host}
+    gate = merged.pop("gate", None)
+    return Scheduler(layout, SchedulerSettings(**blocks, **merged), gate)
 
 
 def make_sequence(

@@ -18,6 +18,7 @@ from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 
 _BLOCK_SIZE = 16
 _LENGTHS = {"input": (250, 4096), "output": (2000, 8192)}  # mean and cap, in tokens
@@ -47,15 +48,15 @@ class Scenario:
 
     def scheduler(self, log_block_tokens: int) -> Scheduler:
         """A new scheduler; prompts share nothing, so prefix caching is off."""
-        return Scheduler(
-            self.layout,
-            self.pool_tokens // self.block_size + 1,
+        settings = SchedulerSettings(
+            num_blocks=self.pool_tokens // self.block_size + 1,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=int((self.prompts + self.outputs).max()),
             log_block_tokens=log_block_tokens,
             prefix_caching=False,
         )
+        return Scheduler(self.layout, settings)
 
     def describe(self) -> list[str]:
         return [

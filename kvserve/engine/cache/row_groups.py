@@ -1,6 +1,6 @@
 """The rows' tables of cache groups beside keys, values and logged queries, on the device.
 
-A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/groups.py``) and a
+A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/cache_group.py``) and a
 ``RowGroup`` here, in a file of its own, and one line: ``KINDS.append(...)``.
 """
 
@@ -15,7 +15,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.blocks.groups import GroupSpec
+from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput, TableUpdate
 from kvserve.scheduler.row_schema import RowArrays

@@ -50,10 +50,11 @@ from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.groups import GroupSpec
+from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
 
 FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
@@ -224,10 +225,8 @@ def _start(
     num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
     num_host_blocks = count_host_blocks(config, block_bytes(layout, plan.form), num_blocks)
-    new_scheduler = partial(
-        Scheduler,
-        layout,
-        num_blocks,
+    settings = SchedulerSettings(
+        num_blocks=num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=max_len,
@@ -238,9 +237,10 @@ def _start(
         max_continuation_blocks=_blocks_of(config.cache.continuation_memory, plan.block_bytes),
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
-        gate=BreakEvenGate() if config.compression.gate == "on" else None,
         further_groups=plan.groups,
     )
+    gate = BreakEvenGate() if config.compression.gate == "on" else None
+    new_scheduler = partial(Scheduler, layout, settings, gate)
     scheduler = new_scheduler()
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)

@@ -22,7 +22,7 @@ from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.groups import GroupSpec
+from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.held import most_held
 

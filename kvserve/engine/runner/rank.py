@@ -45,7 +45,8 @@ from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.groups import CacheGroup, GroupSpec, make_groups
+from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.group_spec import GroupSpec, make_groups
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import SchedulerOutput

@@ -1,4 +1,4 @@
-"""Which blocks and how many entries each row holds, in all cache groups (``groups.py``).
+"""Which blocks and how many entries each row holds, in all cache groups (``cache_group.py``).
 
 A row has two lengths: the logical position (``positions`` arguments) addresses the query log, the
 physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are arrays.
@@ -13,10 +13,12 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
-from kvserve.scheduler.blocks.groups import CacheGroup, EntryGroup, LogGroup
+from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.entry_group import EntryGroup
 from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
+from kvserve.scheduler.blocks.token_group import LogGroup
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import TableUpdate

@@ -17,7 +17,8 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.groups import CacheGroup, GroupSpec
+from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CodeBlocks
 from kvserve.scheduler.row_schema import per_group

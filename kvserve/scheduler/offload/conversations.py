@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.groups import ResumeAt
+from kvserve.scheduler.blocks.cache_group import ResumeAt
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import (
     MEMORY,

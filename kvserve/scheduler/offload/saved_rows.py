@@ -7,7 +7,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_table import BlockTable
-from kvserve.scheduler.blocks.groups import Begun, ResumeAt
+from kvserve.scheduler.blocks.cache_group import Begun, ResumeAt
 from kvserve.scheduler.messages.continuation import SavedRow, SavedTable
 from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies
 from kvserve.scheduler.offload.hosted_rows import HostedRows

@@ -13,11 +13,13 @@ from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
 
 
 class Admission:
-    """Admits a sequence if it fits, with ``reserve`` tokens of growth for each running sequence.
+    """Admits a sequence if it fits, with a reserve (``admission_reserve`` tokens) for the growth of
+    each running sequence.
 
     A sequence whose next event or end comes first reserves fewer tokens. A smaller reserve admits
     more sequences and preempts more. Reserving a whole observation window would keep out the
@@ -32,9 +34,7 @@ class Admission:
         prefixes: Prefixes,
         swap: SwapSpace,
         conversations: Conversations | None,
-        *,
-        reserve: int,
-        chunked: bool,
+        settings: SchedulerSettings,
     ) -> None:
         self._rows = rows
         self._blocks = blocks
@@ -42,8 +42,8 @@ class Admission:
         self._prefixes = prefixes
         self._swap = swap
         self._conversations = conversations
-        self._reserve = reserve
-        self._chunked = chunked
+        self._reserve = settings.admission_reserve
+        self._chunked = settings.chunked_prefill
         self._size = blocks.layout.block_size
         self._admitted: list[Sequence] = []
 

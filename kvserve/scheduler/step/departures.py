@@ -27,8 +27,8 @@ class Departures:
         rows: RowTable,
         blocks: BlockManager,
         waiting: WaitingQueue,
-        swap: SwapSpace,
         prefixes: Prefixes,
+        swap: SwapSpace,
         conversations: Conversations | None,
     ) -> None:
         self.num_preemptions = 0

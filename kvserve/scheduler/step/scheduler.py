@@ -16,7 +16,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.groups import GroupSpec, make_groups
+from kvserve.scheduler.blocks.group_spec import make_groups
 from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
@@ -37,6 +37,7 @@ from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.step.admission import Admission
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.trigger import Trigger
 
 
@@ -55,72 +56,35 @@ class Scheduler:
     def __init__(
         self,
         layout: KVLayout,
-        num_blocks: int,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        log_block_tokens: int,
-        chunked_prefill: bool = True,
-        prefix_caching: bool = True,
-        continuations: bool = False,
-        max_continuation_blocks: int | None = None,
-        num_host_blocks: int = 0,
-        max_observed_tokens: int | None = None,
+        settings: SchedulerSettings,
         gate: BreakEvenGate | None = None,
-        admission_reserve: int = 32,
-        further_groups: Iterable[GroupSpec] = (),
     ) -> None:
         self.layout = layout
-        self.pool = BlockPool(num_blocks)
-        places = num_places(max_num_seqs, continuations=continuations)
-        remainders = RemainderPlaces(max_num_seqs, places)
-        hosted = HostedRows(BlockPool(num_host_blocks + 1), remainders)
-        store = None
-        if continuations:
-            store = Continuations(self.pool, hosted, max_continuation_blocks)
-        made = self.pool, layout, max_num_seqs, max_model_len
-        self.blocks = BlockManager(
-            layout,
-            self.pool,
-            max_num_seqs,
-            make_groups(*made, log_block_tokens, further_groups),
-            IdleBlocks(self.pool, PrefixCache(self.pool) if prefix_caching else None, store),
-            remainders,
-        )
-        self.rows = RowTable(max_num_seqs, max_model_len, self.blocks)
-        self.events = CompressionScheduler(
-            self.rows, self.blocks, max_observed_tokens or max_num_batched_tokens, gate
-        )
-        self.swap = SwapSpace(hosted, self.rows, self.blocks, store)
+        self.pool = BlockPool(settings.num_blocks)
+        hosted = _host_memory(settings)
+        self.blocks, store = _cache(layout, self.pool, settings, hosted)
+        rows = self.rows = RowTable(settings.max_num_seqs, settings.max_model_len, self.blocks)
+        observed = settings.max_observed_tokens or settings.max_num_batched_tokens
+        self.events = CompressionScheduler(rows, self.blocks, observed, gate)
+        self.swap = SwapSpace(hosted, rows, self.blocks, store)
         self.waiting = WaitingQueue()
         self.num_steps = 0
-        prefixes = Prefixes(self.rows, self.blocks)
-        self.conversations: Conversations | None = None
-        if store is not None:
-            self.conversations = Conversations(self.rows, self.blocks, prefixes, store)
-        self.departures = Departures(
-            self.rows, self.blocks, self.waiting, self.swap, prefixes, self.conversations
+        prefixes = Prefixes(rows, self.blocks)
+        self.conversations = (
+            None if store is None else Conversations(rows, self.blocks, prefixes, store)
         )
-        self._admission = Admission(
-            self.rows,
-            self.blocks,
-            self.events,
-            prefixes,
-            self.swap,
-            self.conversations,
-            reserve=admission_reserve,
-            chunked=chunked_prefill,
-        )
+        away = self.swap, self.conversations
+        self.departures = Departures(rows, self.blocks, self.waiting, prefixes, *away)
+        self._admission = Admission(rows, self.blocks, self.events, prefixes, *away, settings)
         self._chunks = PrefillChunks(
-            self.rows,
+            rows,
             self.blocks,
             self.events,
             prefixes,
             self.waiting,
             self._admission,
             self.departures,
-            max_num_batched_tokens,
+            settings.max_num_batched_tokens,
         )
         self._arrivals = 0
 
@@ -337,3 +301,24 @@ class Scheduler:
             if stopped or seq.num_tokens >= seq.max_len:
                 self.departures.end(seq, token if stopped else None)
         return [seq for seq, _ in late if seq.status is SequenceStatus.FINISHED]
+
+
+def _host_memory(settings: SchedulerSettings) -> HostedRows:
+    """What rows that are away have: host blocks, and places for their remainders."""
+    rows = settings.max_num_seqs
+    places = RemainderPlaces(rows, num_places(rows, continuations=settings.continuations))
+    return HostedRows(BlockPool(settings.num_host_blocks + 1), places)
+
+
+def _cache(
+    layout: KVLayout, pool: BlockPool, settings: SchedulerSettings, hosted: HostedRows
+) -> tuple[BlockManager, Continuations | None]:
+    """The blocks of all groups, and the store of continuations if these are on."""
+    rows, longest = settings.max_num_seqs, settings.max_model_len
+    logged, further = settings.log_block_tokens, settings.further_groups
+    groups = make_groups(pool, layout, rows, longest, logged, further)
+    store = None
+    if settings.continuations:
+        store = Continuations(pool, hosted, settings.max_continuation_blocks)
+    idle = IdleBlocks(pool, PrefixCache(pool) if settings.prefix_caching else None, store)
+    return BlockManager(layout, pool, rows, groups, idle, hosted.remainders), store

@@ -1,0 +1,162 @@
+"""Cache groups: the kinds of entries that rows hold, each in tables of its own over one pool.
+
+A group says by which rule a row grows in its tables. All else that happens to rows is here, once:
+they begin, end, change places, leave for host memory or for a later turn, and come back.
+``BlockManager`` loops over the groups and asks none what it holds. A new kind of entry is a
+subclass beside these, and a ``GroupSpec`` that makes it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_table import BlockTable, Rows
+from kvserve.scheduler.messages.continuation import GroupRow
+from kvserve.scheduler.messages.output import TableUpdate
+from kvserve.scheduler.row_schema import RowArrays
+
+
+class ResumeAt(NamedTuple):
+    """Where a row resumes a saved one: without its newest ``dropped`` tokens, at ``computed``; it
+    grows up to ``target`` tokens, and will log queries from ``log_from`` on."""
+
+    dropped: int
+    computed: int
+    target: int
+    log_from: int
+
+
+class Begun(NamedTuple):
+    """The columns before ``end [LG, R]`` with which a resumed row begins; whether it writes more
+    entries to the last one (``partial``), and its ``fields``."""
+
+    end: IntArray
+    partial: NDArray[np.bool_]
+    fields: dict[str, IntArray]
+
+
+class CacheGroup(RowArrays):
+    """One kind of entry: ``tables`` over the pool, which an event fills unless a subclass says how
+    they grow with tokens."""
+
+    cached_with_prefixes: ClassVar[bool] = False
+    """Whether cached prefixes bring this group's blocks. They then hold as many tokens each as
+    blocks of keys and values."""
+
+    def __init__(self, *tables: BlockTable) -> None:
+        self.tables = tables
+
+    def start_row(self, row: int) -> None:
+        """Begin an empty row."""
+        for table in self.tables:
+            table.start(row, 0)
+
+    def release_row(self, row: int) -> None:
+        """Give back everything a row holds."""
+        for table in self.tables:
+            table.release_row(row)
+        self.start_row(row)
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two rows."""
+        for table in self.tables:
+            table.swap(a, b)
+        self.move_rows([a, b], [b, a])
+
+    # ---- growth ------------------------------------------------------------------------------
+
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
+        return 0
+
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
+        """Allocate the blocks that ``wanted`` counts."""
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
+        return 0
+
+    def give_back_unused(self, row: int, computed: int) -> None:
+        """Give back blocks reserved for entries behind the last one held."""
+
+    # ---- prefixes ----------------------------------------------------------------------------
+
+    def columns(self, row: int, first: int, end: int) -> IntArray:
+        """Blocks of a row's columns ``[first, end)``: ``[n, LG * R]``."""
+        (table,) = self.tables
+        named = table.blocks[:, row, :, first:end]
+        return named.transpose(2, 0, 1).reshape(end - first, -1)
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        """Begin an empty row with shared ``columns [n, LG * R]``."""
+        (table,) = self.tables
+        table.adopt(row, columns.reshape(len(columns), *table.lanes))
+
+    # ---- rows that leave, and come back ------------------------------------------------------
+
+    def can_leave(self, row: int) -> bool:
+        """Whether a row's blocks can be moved to host memory, or saved."""
+        return True
+
+    def named(self, row: int) -> IntArray:
+        """Every block that a row names."""
+        return np.concatenate([table.row_entries(row)[0] for table in self.tables])
+
+    def save(self, row: int) -> GroupRow:
+        """What a row holds, for ``come_back`` or ``resume``."""
+        return GroupRow(tuple(table.save(row) for table in self.tables), self.park_row(row))
+
+    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
+        """Blocks that a parked row needs to come back and grow by ``reserve`` tokens."""
+        return sum(int((table.end - table.first).sum()) for table in saved.tables)
+
+    def come_back(self, row: int, saved: GroupRow, num_cached: int) -> tuple[IntArray, IntArray]:
+        """Give a row that has begun fresh blocks for all it held behind ``num_cached`` columns.
+
+        Returns these blocks, and which of all that it names they are, as a mask.
+        """
+        blocks, fresh = [], []
+        for table, held in zip(self.tables, saved.tables, strict=True):
+            table.refill(row, held.first, held.end)
+            named, columns = table.row_entries(row)
+            new = columns >= (num_cached if self.cached_with_prefixes else 0)
+            blocks.append(named[new])
+            fresh.append(new)
+        self.restore_fields(row, saved.fields)
+        return np.concatenate(blocks), np.concatenate(fresh)
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        """Blocks that a row takes to resume a saved one and to grow up to its target."""
+        return 0
+
+    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
+        """With what a row resumes; ``None`` if it begins empty."""
+        return None
+
+    # ---- what others have to know ------------------------------------------------------------
+
+    def take_updates(self, num_rows: int) -> list[TableUpdate]:
+        """Table entries of the first rows that were set since the last call, table by table."""
+        return [table.take_update(num_rows) for table in self.tables]
+
+    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
+        """Entries of the ``scheduled`` rows that a forward rebuilds, by layer; mostly none."""
+        return ()
+
+    def held(self, num_rows: int) -> IntArray:
+        """Blocks that each of the first rows names."""
+        held = self.tables[0].held(num_rows)
+        for table in self.tables[1:]:
+            held = held + table.held(num_rows)
+        return held
+
+    def counts(self, rows: Rows) -> dict[str, int]:
+        """What ``usage`` says of the entries of ``rows`` beside their number."""
+        return {}
+
+    def check_integrity(self) -> None:
+        """Assert that lengths fit the tables."""

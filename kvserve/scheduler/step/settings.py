@@ -1,0 +1,30 @@
+"""What a scheduler is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvserve.scheduler.blocks.group_spec import GroupSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """Sizes in blocks, tokens and sequences; ``num_blocks`` counts the null block.
+
+    ``max_observed_tokens`` (default: ``max_num_batched_tokens``): queries that the events of a step
+    observe. ``admission_reserve``: tokens of growth kept for each running sequence.
+    """
+
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    log_block_tokens: int
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    continuations: bool = False
+    max_continuation_blocks: int | None = None
+    num_host_blocks: int = 0
+    max_observed_tokens: int | None = None
+    admission_reserve: int = 32
+    further_groups: tuple[GroupSpec, ...] = ()
