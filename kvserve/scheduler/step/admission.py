@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.messages.output import NewRequest, NewRows
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.offload.conversations import Conversations, NextTurn
-from kvserve.scheduler.offload.swap_space import SwapSpace
-from kvserve.scheduler.rows.prefixes import Prefixes
-from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
 
@@ -26,25 +22,13 @@ class Admission:
     sequences that compression makes room for.
     """
 
-    def __init__(
-        self,
-        rows: RowTable,
-        blocks: BlockManager,
-        events: CompressionScheduler,
-        prefixes: Prefixes,
-        swap: SwapSpace,
-        conversations: Conversations | None,
-        settings: SchedulerSettings,
-    ) -> None:
-        self._rows = rows
-        self._blocks = blocks
-        self._events = events
-        self._prefixes = prefixes
-        self._swap = swap
-        self._conversations = conversations
+    def __init__(self, parts: Parts, settings: SchedulerSettings) -> None:
+        self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
+        self._prefixes, self._swap = parts.prefixes, parts.swap
+        self._conversations = parts.conversations
         self._reserve = settings.admission_reserve
         self._chunked = settings.chunked_prefill
-        self._size = blocks.layout.block_size
+        self._size = parts.blocks.layout.block_size
         self._admitted: list[Sequence] = []
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.messages.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
-from kvserve.scheduler.rows.prefixes import Prefixes
-from kvserve.scheduler.rows.queue import WaitingQueue
-from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.step.admission import Admission
 from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.step.parts import Parts
 
 Chunk = tuple[int, int]
 """A row, and how many of its tokens a step computes."""
@@ -40,21 +36,10 @@ class PrefillChunks:
     """Schedules prefill chunks: of running rows, oldest first, then of newly admitted ones."""
 
     def __init__(
-        self,
-        rows: RowTable,
-        blocks: BlockManager,
-        events: CompressionScheduler,
-        prefixes: Prefixes,
-        waiting: WaitingQueue,
-        admission: Admission,
-        departures: Departures,
-        max_tokens: int,
+        self, parts: Parts, admission: Admission, departures: Departures, max_tokens: int
     ) -> None:
-        self._rows = rows
-        self._blocks = blocks
-        self._events = events
-        self._prefixes = prefixes
-        self._waiting = waiting
+        self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
+        self._prefixes, self._waiting = parts.prefixes, parts.waiting
         self._admission = admission
         self._departures = departures
         self._max_tokens = max_tokens

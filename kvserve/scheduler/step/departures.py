@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.swap_space import SwapSpace
-from kvserve.scheduler.rows.prefixes import Prefixes
-from kvserve.scheduler.rows.queue import WaitingQueue
-from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.triggers.trigger import NO_EVENT
 
 
@@ -22,23 +17,12 @@ class Departures:
     is swapped to host memory if its blocks fit there; any other is computed again.
     """
 
-    def __init__(
-        self,
-        rows: RowTable,
-        blocks: BlockManager,
-        waiting: WaitingQueue,
-        prefixes: Prefixes,
-        swap: SwapSpace,
-        conversations: Conversations | None,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.num_preemptions = 0
         self.num_swaps = 0
-        self._rows = rows
-        self._blocks = blocks
-        self._waiting = waiting
-        self._swap = swap
-        self._prefixes = prefixes
-        self._conversations = conversations
+        self._rows, self._blocks, self._waiting = parts.rows, parts.blocks, parts.waiting
+        self._prefixes, self._swap = parts.prefixes, parts.swap
+        self._conversations = parts.conversations
         # Sequences that ended since the last step; those that exhausted the pool, which the next
         # ``update`` reports.
         self._finished: list[Sequence] = []

@@ -37,6 +37,7 @@ from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.step.admission import Admission
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.trigger import Trigger
 
@@ -74,18 +75,11 @@ class Scheduler:
             None if store is None else Conversations(rows, self.blocks, prefixes, store)
         )
         away = self.swap, self.conversations
-        self.departures = Departures(rows, self.blocks, self.waiting, prefixes, *away)
-        self._admission = Admission(rows, self.blocks, self.events, prefixes, *away, settings)
-        self._chunks = PrefillChunks(
-            rows,
-            self.blocks,
-            self.events,
-            prefixes,
-            self.waiting,
-            self._admission,
-            self.departures,
-            settings.max_num_batched_tokens,
-        )
+        parts = Parts(rows, self.blocks, self.events, prefixes, self.waiting, *away)
+        self.departures = Departures(parts)
+        self._admission = Admission(parts, settings)
+        budget = settings.max_num_batched_tokens
+        self._chunks = PrefillChunks(parts, self._admission, self.departures, budget)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
