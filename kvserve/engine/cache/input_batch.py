@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup, scatter
 from kvserve.engine.device.distributed import RankGroup
@@ -24,7 +25,6 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import (
-    NO_PLACE,
     BegunTurns,
     CompactionTask,
     NewRequest,
@@ -79,14 +79,12 @@ class InputBatch(RowArrays):
         self.remainders = remainders
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self._scores = torch.zeros(0)
-        """[rows, L, Hkv, m]: scores that policies keep from event to event."""
-        self._parked_scores: dict[int, Tensor] = {}
+        self.kept_scores = KeptScores(layout, max_rows, device)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up new ones, update the tables. Compactions have run before."""
         self._swap(output.row_swaps)
-        self._park_scores(output)
+        self.kept_scores.swap(output)
         if self.remainders is not None:
             self.remainders.carry_out(output.remainder_saves)
         new = output.admitted
@@ -117,28 +115,6 @@ class InputBatch(RowArrays):
             except Exception:
                 found.append(request.seq_id)
         return found
-
-    def kept_scores(self, count: int) -> Tensor | None:
-        """Scores [rows, L, Hkv, count] that a policy keeps from event to event, if any."""
-        if not count:
-            return None
-        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
-            lanes = self.layout.num_layers, self.layout.num_kv_heads
-            wider = torch.zeros((len(self.last_token), *lanes, count), device=self.device)
-            if self._scores.numel():
-                wider[..., : self._scores.shape[-1]] = self._scores
-            self._scores = wider
-        return self._scores[..., :count]
-
-    @property
-    def kept_score_bytes(self) -> int:
-        """Bytes that kept scores take outside the pool."""
-        return self._scores.numel() * self._scores.itemsize
-
-    def forget_scores(self) -> None:
-        """Free the scores that policies kept; no sequence may need them any more."""
-        self._scores = torch.zeros(0)
-        self._parked_scores.clear()
 
     def after_compaction(self, task: CompactionTask) -> None:
         """Set the rows' lengths to those that ``task`` leaves."""
@@ -337,21 +313,6 @@ class InputBatch(RowArrays):
         """
         return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
 
-    def _park_scores(self, output: SchedulerOutput) -> None:
-        """Swap kept scores to host memory and back with their rows; drop those discarded."""
-        for place in output.discarded:
-            self._parked_scores.pop(place, None)  # not there if the step that parked it failed
-        if self._scores.numel():
-            for task in output.swap_outs:
-                if task.place != NO_PLACE:
-                    self._parked_scores[task.place] = self._scores[task.row].cpu()
-        for task in output.swap_ins:
-            scores = self._parked_scores.pop(task.place, None)
-            if scores is not None and self._scores.numel():
-                # Meanwhile other policies may have widened the tensor; it never narrows.
-                places = slice(scores.shape[-1])
-                self._scores[task.row, ..., places] = to_device(scores, self.device, scores.dtype)
-
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:
             return
@@ -363,8 +324,7 @@ class InputBatch(RowArrays):
         self.move_rows(to, source)
         for group in self.groups:
             group.move(to, source)
-        if self._scores.numel():
-            self._scores[to] = self._scores[source]
+        self.kept_scores.move(to, source)
         if self.remainders is not None:
             self.remainders.move(to, source)
         self.sampling.move_rows(moved, order[moved])

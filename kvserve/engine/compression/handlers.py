@@ -40,7 +40,7 @@ class EvenEvents:
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
         """Carry out events, with the tables from before them."""
-        scores = self._batch.kept_scores(policy.kept_scores)
+        scores = self._batch.kept_scores.first(policy.kept_scores)
         tables = self._batch.block_tables, self._batch.log_tables
         self._compressor.run(task, policy, *tables, scores)
 

@@ -59,7 +59,7 @@ class Executor:
         """Give back, on every rank that still runs, what policies kept from event to event."""
         if self._others.alive:
             self._others.send(FORGET_SCORES)
-        self.runner.batch.forget_scores()
+        self.runner.batch.kept_scores.forget()
 
     def check(self) -> None:
         """``EngineDeadError`` if a rank has ended."""

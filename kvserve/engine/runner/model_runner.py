@@ -164,7 +164,7 @@ class ModelRunner:
     @property
     def workspace_bytes(self) -> int:
         """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
-        return self.compressor.workspace_bytes + self.batch.kept_score_bytes
+        return self.compressor.workspace_bytes + self.batch.kept_scores.nbytes
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:

@@ -269,7 +269,7 @@ def main() -> None:
             if isinstance(message, SchedulerOutput):
                 runner.launch(message)
             elif message == FORGET_SCORES:
-                runner.batch.forget_scores()
+                runner.batch.kept_scores.forget()
             else:
                 runner.set_policy(*message)
     except ConfigError as error:

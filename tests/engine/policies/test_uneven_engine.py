@@ -203,7 +203,7 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     half = len(expected) // 2
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4
-    assert core.runner.batch.kept_score_bytes == 0
+    assert core.runner.batch.kept_scores.nbytes == 0
 
 
 @EACH
