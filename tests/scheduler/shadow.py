@@ -303,10 +303,10 @@ class ShadowRunner:
 
     def _follow(self, conversations: Conversations) -> None:
         """Remember what rows hold as they are left, and who goes on from which."""
-        leave, seat = conversations.leave, conversations.seat
+        save_row, resume_row = conversations.save_row, conversations.resume_row
 
         def left(seq: Sequence) -> None:
-            leave(seq)
+            save_row(seq)
             newest = next(reversed(conversations.store._by_use.values()), None)
             if newest is not None and newest not in self.left:
                 # What is still to come of a step that is being scheduled comes here too.
@@ -316,10 +316,10 @@ class ShadowRunner:
 
         def seated(seq: Sequence, turn: NextTurn) -> int:
             self.resuming[seq.seq_id] = turn.resumption
-            return seat(seq, turn)
+            return resume_row(seq, turn)
 
-        conversations.leave = left  # type: ignore[method-assign]
-        conversations.seat = seated  # type: ignore[method-assign]
+        conversations.save_row = left  # type: ignore[method-assign]
+        conversations.resume_row = seated  # type: ignore[method-assign]
 
     def _go_on(self, seq_id: int, row: int, computed: int) -> None:
         """A row begins with what another one held, less its newest tokens."""

@@ -12,11 +12,11 @@ from kvserve.engine.cache.code_rows import CodeRows
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.handlers import (
-    BlockEvents,
-    CodedEvents,
-    EvenEvents,
-    PrunedEvents,
-    UnevenEvents,
+    DeviceBlockEvents,
+    DeviceCodedEvents,
+    DeviceEvenEvents,
+    DevicePrunedEvents,
+    DeviceUnevenEvents,
 )
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.distributed import RankGroup
@@ -47,16 +47,16 @@ class EventRunner:
         self._batch = batch
         self._policies = policies
         self._group = group
-        self._pruned = PrunedEvents(compressor, batch, prefill, overlaps=overlaps)
-        self._handlers: dict[EventKind, EvenEvents] = {
-            EventKind.EVEN: EvenEvents(compressor, batch),
-            EventKind.UNEVEN: UnevenEvents(compressor, batch, overlaps=overlaps),
-            EventKind.BLOCKS: BlockEvents(compressor, batch, overlaps=overlaps),
+        self._pruned = DevicePrunedEvents(compressor, batch, prefill, overlaps=overlaps)
+        self._handlers: dict[EventKind, DeviceEvenEvents] = {
+            EventKind.EVEN: DeviceEvenEvents(compressor, batch),
+            EventKind.UNEVEN: DeviceUnevenEvents(compressor, batch, overlaps=overlaps),
+            EventKind.BLOCKS: DeviceBlockEvents(compressor, batch, overlaps=overlaps),
             EventKind.PRUNED: self._pruned,
         }
         for rows in batch.groups:
             if isinstance(rows, CodeRows):
-                coded = CodedEvents(compressor, batch, rows, overlaps=overlaps)
+                coded = DeviceCodedEvents(compressor, batch, rows, overlaps=overlaps)
                 self._handlers[EventKind.CODED] = coded
 
     def run(self, output: SchedulerOutput) -> tuple[ScoredEvents, Stopwatch | None]:

@@ -16,7 +16,7 @@ from kvserve.engine.compression.choices import Kept
 from kvserve.engine.compression.coder import Coder, Found
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.compression.observed import PendingSelections
+from kvserve.engine.compression.pending_selections import PendingSelections
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
@@ -24,7 +24,7 @@ from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
 
 
-class EvenEvents:
+class DeviceEvenEvents:
     """Events that leave equally many entries in all lanes: scored and carried out at once."""
 
     def __init__(self, compressor: Compressor, batch: InputBatch) -> None:
@@ -45,7 +45,7 @@ class EvenEvents:
         self._compressor.run(task, policy, *tables, scores)
 
 
-class UnevenEvents(EvenEvents):
+class DeviceUnevenEvents(DeviceEvenEvents):
     """Events whose counts go to the host before they are carried out."""
 
     def __init__(self, compressor: Compressor, batch: InputBatch, *, overlaps: bool) -> None:
@@ -66,7 +66,7 @@ class UnevenEvents(EvenEvents):
         self._compressor.run_observed(task, policy, self._found, self._batch.block_tables)
 
 
-class BlockEvents(UnevenEvents):
+class DeviceBlockEvents(DeviceUnevenEvents):
     """Events that keep whole blocks: the host is told which, and no entry moves."""
 
     def score(self, task: ObservationTask, policy: Policy) -> Tensor:
@@ -86,7 +86,7 @@ class BlockEvents(UnevenEvents):
         self._compressor.run_in_place(task, policy, self._found, self._batch.block_tables)
 
 
-class CodedEvents(EvenEvents):
+class DeviceCodedEvents(DeviceEvenEvents):
     """Events that turn entries into codes, in a step after the one that scored them."""
 
     def __init__(
@@ -111,7 +111,7 @@ class CodedEvents(EvenEvents):
         self._coder.run(task, self._found)
 
 
-class PrunedEvents(UnevenEvents):
+class DevicePrunedEvents(DeviceUnevenEvents):
     """Events of a policy that prunes prompts as they are computed; later ones are uneven."""
 
     def __init__(

@@ -144,7 +144,7 @@ class CodeGroup(CacheGroup):
             if not self._finds_blocks(blocks, row, coding):
                 break
             held = int(blocks.held(row + 1)[row])
-            self._book(row, blocks.kv, coding)
+            self._exchange_blocks(row, blocks.kv, coding)
             blocks.kv_lens[:, row] = coding.kv_lens
             released.append(max(held - int(blocks.held(row + 1)[row]), 0))
         done = len(released)
@@ -180,7 +180,7 @@ class CodeGroup(CacheGroup):
         raw = -(-coding.kv_lens // size) - coding.coded // size
         return codes + int(raw.sum())
 
-    def _book(self, row: int, kv: BlockTable, coding: Coding) -> None:
+    def _exchange_blocks(self, row: int, kv: BlockTable, coding: Coding) -> None:
         """Exchange blocks as an event needs; the caller has checked that they are free."""
         at, first = np.array([row]), coding.coded // self._size
         if coding.afresh:
@@ -210,7 +210,7 @@ class CodeGroup(CacheGroup):
         self._pool.release(fresh)
 
     def _blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
-        """Where newly booked events write; ``before``: coded entries and vectors before them."""
+        """Where newly scheduled events write; ``before``: coded entries and vectors before them."""
         columns = self.index.end[:, rows].max(initial=0), self.vectors.end[:, rows].max(initial=0)
         index, vectors = (
             table.blocks[:, rows, :, :width].copy()

@@ -12,7 +12,7 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
 from kvserve.scheduler.compression.engine_wide import EngineWideDates
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.compression.handlers import HANDLERS, PrunedEvents, TakenBlocks
+from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
 from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import (
@@ -123,7 +123,7 @@ class CompressionScheduler:
         """Schedule the event of a row whose prompt is computed and pruned in this step."""
         at, num_prompt = np.array([row], np.int32), int(self.rows.num_prompt[row])
         handler = self._handlers[EventKind.PRUNED]
-        assert isinstance(handler, PrunedEvents)
+        assert isinstance(handler, HostPrunedEvents)
         event = handler.in_prompt(self._due_events(int(self.rows.policy_id[row]), at), num_prompt)
         taken = handler.take_blocks(event)
         assert taken is not None

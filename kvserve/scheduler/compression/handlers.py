@@ -37,7 +37,7 @@ class TakenBlocks:
     codes: CodeBlocks | None = None
 
 
-class EvenEvents:
+class HostEvenEvents:
     """Events that leave equally many entries in all lanes; their trigger says how many."""
 
     holds_back: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class EvenEvents:
         return due
 
 
-class UnevenEvents(EvenEvents):
+class HostUnevenEvents(HostEvenEvents):
     """Events whose counts the scores decide."""
 
     def outcomes(self, due: EventCandidates, scored: Scored) -> list[EventCandidates]:
@@ -92,7 +92,7 @@ class UnevenEvents(EvenEvents):
         return event.scores.counts[:, event.place] + due.plan.region_start[i], None
 
 
-class BlockEvents(UnevenEvents):
+class HostBlockEvents(HostUnevenEvents):
     """Events that keep whole blocks: no entry moves, so shared blocks may stay shared."""
 
     def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
@@ -105,7 +105,7 @@ class BlockEvents(UnevenEvents):
         return due.plan.keep[i], event.scores.columns[:, event.place]
 
 
-class CodedEvents(UnevenEvents):
+class HostCodedEvents(HostUnevenEvents):
     """Events that write codes. They go before all others, the oldest first: they evict little, so
     an old one might wait forever behind newer events that evict more.
     """
@@ -145,7 +145,7 @@ class CodedEvents(UnevenEvents):
         return coding.kv_lens, coding
 
 
-class PrunedEvents(UnevenEvents):
+class HostPrunedEvents(HostUnevenEvents):
     """A prompt's own event, scheduled in the step that computes the prompt; others are uneven."""
 
     def in_prompt(self, due: EventCandidates, num_prompt: int) -> EventCandidates:
@@ -156,12 +156,12 @@ class PrunedEvents(UnevenEvents):
         return replace(due, new=np.broadcast_to(lengths, due.old.shape).copy(), known=True)
 
 
-HANDLERS: dict[EventKind, type[EvenEvents]] = {
-    EventKind.EVEN: EvenEvents,
-    EventKind.UNEVEN: UnevenEvents,
-    EventKind.BLOCKS: BlockEvents,
-    EventKind.CODED: CodedEvents,
-    EventKind.PRUNED: PrunedEvents,
+HANDLERS: dict[EventKind, type[HostEvenEvents]] = {
+    EventKind.EVEN: HostEvenEvents,
+    EventKind.UNEVEN: HostUnevenEvents,
+    EventKind.BLOCKS: HostBlockEvents,
+    EventKind.CODED: HostCodedEvents,
+    EventKind.PRUNED: HostPrunedEvents,
 }
 
 

@@ -60,7 +60,7 @@ class Conversations:
         self._saved = SavedRows(blocks, store.host)
         self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
 
-    def leave(self, seq: Sequence) -> None:
+    def save_row(self, seq: Sequence) -> None:
         """Save the row of a sequence that ends now, if it has got past its prompt."""
         rows, row = self._rows, seq.row
         if seq.continues_as is None or not rows.caught_up[row]:
@@ -134,7 +134,7 @@ class Conversations:
         blocks = self._saved.blocks_wanted(known.row, hosted, at)
         return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
 
-    def seat(self, seq: Sequence, turn: NextTurn) -> int:
+    def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
         known, computed = turn.resumption
         if seq.resumed is None:

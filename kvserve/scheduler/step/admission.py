@@ -89,7 +89,7 @@ class Admission:
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
-            at = np.array([conversations.seat(seq, turn)], np.int32)
+            at = np.array([conversations.resume_row(seq, turn)], np.int32)
             self._events.schedule_next_event(seq.policy_id, at)
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]

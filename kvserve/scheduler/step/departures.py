@@ -37,7 +37,7 @@ class Departures:
         elif seq.status is SequenceStatus.RUNNING:
             self._prefixes.publish(seq, int(self._rows.num_computed[seq.row]))
             if self._conversations is not None and reason != "error":
-                self._conversations.leave(seq)
+                self._conversations.save_row(seq)
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason

@@ -141,12 +141,12 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        booked = self.events.compact_due(entries if self.waiting else 0)
+        scheduled = self.events.compact_due(entries if self.waiting else 0)
         missing = self._missing(self.rows.decoding_next())
         if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
-            booked = replace(booked, compactions=booked.compactions + early)
-        return booked
+            scheduled = replace(scheduled, compactions=scheduled.compactions + early)
+        return scheduled
 
     def _make_room(self) -> IntArray:
         """Move decoding rows to the front, and preempt until each finds its blocks; return them."""
