@@ -63,8 +63,16 @@ REMAINDERS = (
         "Answers of exactly 3,000 tokens",
         "Without the few very long answers of the log-normal ones, which run alone at the end.",
         "bench throughput --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
-        f"--output-len 3000 --num-prompts 48 --pool-share 0.25 --repeat 1 {flags(TURNS)}",
-        minutes=8,
+        f"--output-len 3000 --num-prompts 48 --pool-share 0.25 --repeat 3 {flags(TURNS)}",
+        minutes=12,
+    ),
+    Measurement(
+        "remainders-k8v4",
+        "Answers of 3,000 tokens, with entries in fewer bits",
+        "The log-normal answers again: every pool has as many bytes, whatever an entry is held in.",
+        f"bench throughput {long_answers(3000, 24)} --repeat 3 --compare-kv-cache-dtypes auto k8v4 "
+        f"{flags(('none', 'kara'))}",
+        minutes=10,
     ),
     Measurement(
         "remainders-12000",
