@@ -28,8 +28,8 @@ from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, rank
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.int4_log import store_int4_torch
-from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.quantized_entries import TORCH
 from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
 

@@ -46,7 +46,7 @@ FLOORS = {
         ("compression", "offload"),
         ("step",),
     ),
-    "kernels": (("",), ("cpu",), ("scores",)),
+    "kernels": (("",), ("attention",), ("cpu",), ("scores",)),
 }
 MOST_FILES = 20
 POLICIES = "kvserve/engine/policies"

@@ -25,10 +25,12 @@ from bench.kernel_rows.stored_cases import level_cases
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
 from kvserve.kernels import tiles
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.tiles import Tile
 from kvserve.scheduler.layout import Granularity
 

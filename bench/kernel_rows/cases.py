@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import ALL_HEADS, CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
@@ -20,15 +22,12 @@ from kvserve.kernels.gather_kv import (
     gather_queries_torch,
     gather_queries_triton,
 )
-from kvserve.kernels.paged_attention import (
-    paged_attention_torch,
-    paged_attention_triton,
-)
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
 from kvserve.scheduler.layout import Granularity, KVLayout

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, cases, remainder_of
 from kvserve.kernels import elementwise
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import (
@@ -21,11 +23,11 @@ from kvserve.kernels.int4_log import (
     store_int4_torch,
     store_int4_triton,
 )
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
 

@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvserve.kernels import dispatch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.elementwise import (
@@ -39,7 +40,6 @@ from kvserve.kernels.elementwise import (
 from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
-from kvserve.kernels.paged_attention import paged_attention_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.quantized_triton import (
     gather_quantized_triton,
@@ -50,7 +50,7 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores import window_scores_triton
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
 from tests.kernels.hot_loops import hot_loops

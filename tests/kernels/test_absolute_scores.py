@@ -18,7 +18,8 @@ from kvserve.kernels.scores.causal_scores import (
     over_group,
     past_scores,
 )
-from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

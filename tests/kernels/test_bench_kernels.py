@@ -22,9 +22,9 @@ from bench.kernel_rows.cases import Setting
 from bench.kernel_rows.peers import Run
 from bench.kernel_rows.stored_cases import all_cases
 from bench.kernel_rows.targets import EVENT, targets
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.entry_format import FORMATS
-from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts

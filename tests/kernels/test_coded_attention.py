@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import ALL_HEADS, Slots
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
-from kvserve.kernels.paged_attention import (
-    paged_attention_torch,
-    paged_attention_triton,
-)
 from kvserve.kernels.query_segments import QuerySegments
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
 

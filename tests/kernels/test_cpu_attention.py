@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import store_kv as reference
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.cpu import store_kv
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
-from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.query_segments import QuerySegments
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

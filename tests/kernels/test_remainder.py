@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.cpu import window_scores as cpu_scores
 from kvserve.kernels.cpu.paged_attention import paged_attention
 from kvserve.kernels.int4_log import quantize
-from kvserve.kernels.paged_attention import paged_attention_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of

@@ -18,9 +18,9 @@ from kvserve.engine.attention.base import (
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.paged_attention import paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
 
 

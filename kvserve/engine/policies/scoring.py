@@ -22,9 +22,7 @@ from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.window_scores import (
-    window_scores,
-)
+from kvserve.kernels.scores.window_scores import window_scores
 from kvserve.kernels.shares import Given, Seen
 
 __all__ = [

@@ -107,7 +107,7 @@ def paged_attention(
     each query gave to the newest entries, 0 for such a token. ``remainder [num_rows, Hkv, ...]`` is
     what tokens see beside entries, if they see any. ``ValueError`` for shapes it is not
     built for, ``IndexError`` for a row, an entry, a block or a vector that is not there; no
-    sequence holds block 0. Reference: ``kvserve.kernels.paged_attention.paged_attention_torch``.
+    sequence holds block 0. Reference: ``paged_attention_torch`` (``kernels/attention``).
     """
     _check(query, keys, values, tables, chunks, codes)
     check_shares(shares, query)

@@ -10,7 +10,7 @@ from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, logits_of
-from kvserve.kernels.scores.window_scores import given_triton
+from kvserve.kernels.scores.window_scores_triton import given_triton
 from kvserve.kernels.shares import Given
 
 

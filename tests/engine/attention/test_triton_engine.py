@@ -19,7 +19,7 @@ from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores import window_scores_triton
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels import paged_attention
-from kvserve.kernels.paged_attention import (
-    paged_attention_torch,
-    paged_attention_triton,
-)
+from kvserve.kernels.attention import paged_attention_triton as launcher
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.tiles import TILES
 
@@ -120,7 +118,7 @@ def test_a_long_row_is_split_beside_short_ones(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of 64 entries at least: most rows fill one, and what theirs left behind is not read."""
-    monkeypatch.setattr(paged_attention, "_splits", lambda *_: (4, 64))
+    monkeypatch.setattr(launcher, "_splits", lambda *_: (4, 64))
     case = Case(1, 2, 2, 32, 16, torch.float32, [150, 40, 0, 64, 65])
     empty = torch.Tensor.new_empty
 
@@ -149,9 +147,9 @@ def test_a_long_row_is_split_beside_short_ones(
 def test_how_a_context_is_split(rows: int, max_held: int, splits: tuple[int, int]) -> None:
     """Few rows until all multiprocessors are busy; among many, those that are longer than most."""
     tile = TILES[9, 0]["decode"]
-    assert paged_attention._splits(8 * rows, max_held, tile, torch.device("cpu")) == splits
+    assert launcher._splits(8 * rows, max_held, tile, torch.device("cpu")) == splits
     without = tile._replace(longest=0)
-    many = paged_attention._splits(8 * rows, max_held, without, torch.device("cpu"))
+    many = launcher._splits(8 * rows, max_held, without, torch.device("cpu"))
     assert many == (splits if rows < 64 else (1, 128))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.int4_log import quantize
-from kvserve.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from kvserve.kernels.scores.fitted_remainder import probs_of
-from kvserve.kernels.scores.window_scores import (
-    given_triton,
-    window_scores_torch,
-    window_scores_triton,
-)
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import given_triton, window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from tests.kernels.on_triton.test_triton_paged_attention import TOLERANCE, Case
 from tests.kernels.test_remainder import random_remainder

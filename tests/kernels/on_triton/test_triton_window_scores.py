@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvserve.kernels.checks import AGGREGATES
-from kvserve.kernels.scores.window_scores import window_scores_torch, window_scores_triton
+from kvserve.kernels.scores.window_scores import window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -1,0 +1,1 @@
+"""Attention over paged entries: the reference and the Triton kernel."""

@@ -1,0 +1,78 @@
+"""Attention over paged entries, written down: the reference of the Triton kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
+from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.shares import Shares
+
+if TYPE_CHECKING:
+    pass
+
+
+def paged_attention_torch(
+    q: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    chunks: QuerySegments,
+    scale: float,
+    codes: Codes | None = None,
+    shares: Shares | None = None,
+    remainder: Remainder | None = None,
+) -> Tensor:
+    """The reference, in float32: every token gathers all entries of its rows.
+
+    q: [T, Hq, D] -> [T, Hq, D]; a token that sees nothing gets 0. keys, values: [num_blocks, B, Hb,
+    D], strided, or levels of them; tables: int32 [num_rows, R, M] with R * Hb KV heads. If entries
+    are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
+    ``shares`` takes the logarithm of what each query gave to its newest entries, 0 for a token that
+    sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
+    that see any.
+    """
+    rows, starts = chunks.rows, chunks.starts
+    if starts is not None:
+        rows = rows.repeat_interleave(starts.diff())
+    own = tables[rows].long()
+    tokens, per_token = own.shape[:2]
+    # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
+    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    place = torch.arange(k.shape[4], device=q.device)
+    if codes is not None:
+        at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
+        coded = codes, rows[at[0]] * per_token + at[1], at[2]
+        for x, entries in zip((k, v), read_codes(*coded), strict=True):
+            x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
+    folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
+    logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
+    if codes is not None:
+        place_of = at[0], at[1], 0, slice(None), at[2]
+        hidden = ~read_slots(*coded).seen_by(logits.shape[3])
+        logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
+    seen = (place <= chunks.last.T[..., None])[:, :, None, None]
+    logits = logits.masked_fill(~seen, -torch.inf)
+    # What is not seen may hold anything, and 0 * nan is nan.
+    v = v.float().masked_fill(~seen[..., None], 0.0)
+    if remainder is not None:
+        lost = Remainder(*(x.unflatten(1, (per_token, -1)) for x in remainder.at(rows)))
+        bias = torch.where((chunks.last.T >= 0)[..., None], lost.bias, -torch.inf)
+        more_keys, more = lost.numbers()
+        first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
+        logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
+        v = torch.cat([v, more[..., None, None, :]], dim=-2)
+        oldest = place.new_full((1,), torch.iinfo(place.dtype).min)  # never among the newest
+        place = torch.cat([place, oldest])
+    if shares is not None:
+        older = place <= (chunks.last - shares.recent).T[..., None]
+        recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
+        share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+        shares.out.copy_(share.flatten(1))
+    probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
+    return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
