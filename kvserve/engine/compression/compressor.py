@@ -18,40 +18,20 @@ from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.choices import Choice, Kept, SelectedWindows
 from kvserve.engine.compression.dropped import joined, mean_of_dropped, not_in
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
-from kvserve.engine.compression.recompute import QueryRecomputer
+from kvserve.engine.compression.observer import Observer, led
 from kvserve.engine.compression.windows import (
     Windows,
     by_event,
     by_shape,
-    by_window,
-    queries_by_window,
     slots_of,
     uneven_lengths,
 )
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
-
-SCRATCH_BYTES = 256 * 1024 * 1024
-_SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
-_SCORE_BYTES = 16  # an entry's score, and what it is pooled and ranked by
-_RANKED_BYTES = 52  # the same for a whole prompt, with the slots that the entry moves between
-
-
-def event_bytes(layout: KVLayout, max_len: int) -> int:
-    """Most that an event takes at once: scratch for several windows, or for one of ``max_len``."""
-    entries, layers = max_len * layout.num_kv_heads, layout.num_layers
-    layer = entries * (2 * layout.head_dim + _SLOT_BYTES)
-    if layers * layer <= SCRATCH_BYTES:
-        return SCRATCH_BYTES
-    scoring = layer + 4 * PIECE_BYTES + entries * layers * _SCORE_BYTES
-    return max(scoring, entries * layers * _RANKED_BYTES)
 
 
 class Compressor:
@@ -60,25 +40,21 @@ class Compressor:
     def __init__(
         self,
         cache: KVCache,
-        scale: float,
-        recomputer: QueryRecomputer,
-        scratch_bytes: int = SCRATCH_BYTES,
+        observer: Observer,
         group: RankGroup = ALONE,
         remainders: Remainders | None = None,
     ) -> None:
         self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for tracers of positions."""
+        self.observer = observer
         self._cache = cache
-        self._scale = scale
-        self._recomputer = recomputer
-        self._scratch_bytes = scratch_bytes
         self._group = group
         self._remainders = remainders
 
     @property
     def workspace_bytes(self) -> int:
         """Most that scoring takes at once, unless a single window needs more."""
-        return self._scratch_bytes
+        return self.observer.scratch_bytes
 
     def run(
         self,
@@ -115,9 +91,9 @@ class Compressor:
         for part, at in by_shape(task, *sizes):
             places = policy.query_places(int(part.plan.num_queries[0]))
             windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
-            leaders, where = self._leaders(policy)
+            leaders, where = self.observer.leaders(policy)
             count, scored = len(leaders if leaders is not None else range(layout.num_layers)), []
-            for some, layers, scores, observed in self._observed(
+            for some, layers, scores, observed in self.observer.observe(
                 windows, policy, leaders, block_tables, log_tables
             ):
                 scored.append(scores)
@@ -126,15 +102,17 @@ class Compressor:
                 found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
                 indices, counts = self._own(policy, found.indices, found.counts)
                 self._group.add_to_fingerprint(counts)
-                entries = _led(indices, where) + _long(windows.entries[some], indices)[..., None]
-                heads = None if found.heads is None else _led(found.heads, where)
+                entries = led(indices, where) + _long(windows.entries[some], indices)[..., None]
+                heads = None if found.heads is None else led(found.heads, where)
                 left = None
-                if self._fits(policy) and len(scored) == 1:  # else of a few layers: take the mean
+                if (
+                    self.observer.fits(policy) and len(scored) == 1
+                ):  # else of a few layers: take the mean
                     dropped = not_in(indices, windows.length, counts)
                     dropped &= observed.exist(windows.length)
                     left = policy.remainder_of(observed, dropped)
                 scored.clear()
-                counts = _led(counts, where)
+                counts = led(counts, where)
                 yield Choice(at[some], part.seq_ids[some], entries, counts, heads, left)
 
     def observe(
@@ -155,21 +133,16 @@ class Compressor:
         policy: Policy,
         found: Mapping[int, Kept],
         block_tables: Tensor,
+        *,
+        in_place: bool = False,
     ) -> None:
-        """Carry out events with the entries that ``choices`` found in an earlier step."""
+        """Carry out events with the entries that ``choices`` found in an earlier step; events that
+        keep whole blocks ``in_place`` move nothing."""
         for part, kept, counts, left in self._of_observed(task, found):
-            plan = plan_moves(part, kept, counts, self._cache.layout)
-            self._move(part, policy, plan, block_tables, left)
-
-    def run_in_place(
-        self,
-        task: CompactionTask,
-        policy: Policy,
-        found: Mapping[int, Kept],
-        block_tables: Tensor,
-    ) -> None:
-        """As ``run_observed``, for events that move nothing."""
-        for part, kept, counts, left in self._of_observed(task, found):
+            if not in_place:
+                plan = plan_moves(part, kept, counts, self._cache.layout)
+                self._move(part, policy, plan, block_tables, left)
+                continue
             self.tell(part, kept, counts)
             start = part.plan.region_start
             plan = MovePlan(kept, _long(start, kept), _long(counts, kept))
@@ -231,11 +204,6 @@ class Compressor:
             more = mean_of_dropped(self._cache, task, plan, start, block_tables)
         self._remainders.add(_long(task.rows, plan.src), more)
 
-    def _fits(self, policy: Policy) -> bool:
-        """Whether what is left of dropped entries is fitted: every layer has to be scored."""
-        leaders, _ = self._leaders(policy)
-        return policy.leaves == "fitted" and leaders is None
-
     def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
         """Slots [L, Hkv, E * P], after the event, of the entries from ``start [E]`` on.
 
@@ -264,9 +232,9 @@ class Compressor:
         # If queries cover all entries, this is the first event, and there are no earlier scores.
         first = int(task.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
-        leaders, where = self._leaders(policy)
+        leaders, where = self.observer.leaders(policy)
         found: dict[int, list[SelectedWindows]] = {}
-        for some, at, scores, observed in self._observed(
+        for some, at, scores, observed in self.observer.observe(
             windows, policy, leaders, block_tables, log_tables, earlier
         ):
             chosen = policy.select(scores, windows.length, keep)
@@ -275,7 +243,7 @@ class Compressor:
                 rows = _long(windows.rows[some], kept)
                 kept_scores[rows, at, ..., :keep] = scores.gather(-1, kept)
             left = values = None
-            if self._fits(policy):
+            if self.observer.fits(policy):
                 dropped = not_in(kept, windows.length) & observed.exist(windows.length)
                 left = policy.remainder_of(observed, dropped)
             if policy.fits_values:
@@ -297,131 +265,6 @@ class Compressor:
             return list(tensors)
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
-
-    def _leaders(self, policy: Policy) -> tuple[IntArray, Tensor] | tuple[None, None]:
-        """The layers that are scored, and for every layer the index of its leader among them, on
-        the device; ``None`` twice if all layers are scored.
-        """
-        leaders = policy.leaders(self._cache.layout.num_layers)
-        scored = sorted(set(leaders))
-        if leaders == scored:
-            return None, None
-        places = [scored.index(leader) for leader in leaders]
-        return np.array(scored), to_device(places, self._cache.kv.device)
-
-    def _observed(
-        self,
-        windows: Windows,
-        policy: Policy,
-        layers: IntArray | None,
-        block_tables: Tensor,
-        log_tables: Tensor,
-        earlier: Tensor | None = None,
-    ) -> Iterator[tuple[slice, slice, Tensor, Observation]]:
-        """As many windows at a time as the scratch holds, or one by a few layers at a time.
-
-        Yields the slices of the windows and of ``layers``, their scores, and what was scored.
-        """
-        tables, num_layers = (block_tables, log_tables), self._cache.layout.num_layers
-        scored = np.arange(num_layers) if layers is None else layers
-        each = len(scored) * self._layer_bytes(windows, policy)
-        step = max(1, self._scratch_bytes // each)
-        count = len(scored)
-        if each > self._scratch_bytes and not policy.fits_values:
-            count = max(1, count * self._scratch_bytes // each)
-        for start in range(0, len(windows.rows), step):
-            some = slice(start, start + step)
-            part = windows.part(some)
-            recomputed = None
-            if policy.recomputed_reduction is not None:
-                recomputed = self._recompute(part, self._query_heads(policy))
-            for first in range(0, len(scored), count):
-                at = slice(first, min(first + count, len(scored)))
-                own = layers if count >= len(scored) else scored[at]
-                held = part.of_layers(own)
-                observed = self._observation(held, policy, own, tables, recomputed, earlier)
-                yield some, at, policy.score(observed), observed
-
-    def _observation(
-        self,
-        part: Windows,
-        policy: Policy,
-        layers: IntArray | None,
-        tables: tuple[Tensor, Tensor],
-        recomputed: Tensor | None,
-        earlier: Tensor | None,
-    ) -> Observation:
-        """What a policy scores of ``layers`` (``None``: of all), all windows at once."""
-        cache, count = self._cache, len(part.rows)
-        block_tables, log_tables = tables
-        at = None if layers is None else to_device(layers, block_tables.device)
-        lanes = len(layers) if layers is not None else cache.layout.num_layers
-        if len(block_tables) > 1:
-            block_tables = _led(block_tables, at, 0)
-        shape = lanes, cache.layout.num_kv_heads
-        held = part.held(policy.later_entries)
-        slots = slots_of(block_tables, part.rows, held, shape, cache.layout.block_size)
-        keys, values = by_window(cache.entries.keys(slots, at), count), None
-        if policy.fits_values or self._fits(policy):
-            values = by_window(cache.entries.values(slots, at), count)
-        queries: Queries = keys[..., :0, :]
-        if recomputed is not None:
-            queries = _led(recomputed, at)
-        elif part.num_queries:
-            queries = self._logged(part, log_tables, at)
-        scores = None if earlier is None else earlier[_long(part.rows, keys)]
-        if scores is not None and scores.shape[1] > lanes:
-            scores = _led(scores, at)
-        missing = part.missing(keys.device)
-        left = None
-        if policy.leaves != "off" and self._remainders is not None:
-            left = self._remainders.of(_long(part.rows, keys), at)
-        how = self._scale, scores, missing, self._gather, policy.later_entries, values, left
-        return Observation(queries, keys, *how)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return self._group.gather(x, dim=2)
-
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
-        """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
-        log = self._cache.query_log
-        positions = windows.query_positions[:, None, None]
-        lanes = self._cache.layout.num_layers, log.heads
-        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
-        found = log.read(_led(slots, layers, 0), layers)
-        return queries_by_window(found, len(windows.rows))
-
-    def _recompute(self, windows: Windows, heads: int) -> Tensor:
-        """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
-        assert windows.token_ids is not None, "the trigger logs queries"
-        entries = windows.entries[:, 0] + windows.places
-        return self._recomputer.queries(
-            windows.rows, windows.token_ids, windows.query_positions, entries, heads
-        )
-
-    def _query_heads(self, policy: Policy) -> int:
-        """Query vectors per token of the window."""
-        reduction = policy.recomputed_reduction
-        if reduction is None:
-            return self._cache.query_log.heads
-        return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
-
-    def _layer_bytes(self, windows: Windows, policy: Policy) -> int:
-        """Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
-        torch's operators hold them."""
-        layout, length, queries = self._cache.layout, windows.length, windows.num_queries
-        heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
-        vector = 4 * layout.head_dim + _SLOT_BYTES
-        matrices = 4 if policy.fits_values else 2 if self._cache.kv.device.type == "cpu" else 0
-        fits = policy.fits_values or self._fits(policy)
-        entries = kv_heads * length * (2 if fits else 1)
-        logits = matrices * 4 * heads * queries * length
-        return (entries + heads * queries) * vector + kv_heads * length * _SCORE_BYTES + logits
-
-
-def _led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
-    """``x`` at the indices ``layers [L']`` of ``dim``; unchanged if ``layers`` is ``None``."""
-    return x if layers is None else x.index_select(dim, layers)
 
 
 def _long(array: IntArray, like: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ class DeviceBlockEvents(DeviceUnevenEvents):
         return groups_of(kept, layout)
 
     def apply(self, task: CompactionTask, policy: Policy) -> None:
-        self._compressor.run_in_place(task, policy, self._found, self._batch.block_tables)
+        self._compressor.run_observed(
+            task, policy, self._found, self._batch.block_tables, in_place=True
+        )
 
 
 class DeviceCodedEvents(DeviceEvenEvents):

@@ -15,6 +15,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.event_runner import EventRunner, ScoredEvents
+from kvserve.engine.compression.observer import Observer
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -146,9 +147,9 @@ class ModelRunner:
         self.policies: dict[int, Policy] = {}
         """By ``CompactionTask.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
-        self.compressor = Compressor(
-            cache, model.scale, recomputer, group=group, remainders=batch.remainders
-        )
+        left = batch.remainders
+        observer = Observer(cache, model.scale, recomputer, group=group, remainders=left)
+        self.compressor = Compressor(cache, observer, group, left)
         prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._events = EventRunner(
             batch, self.compressor, prefill, self.policies, group, overlaps=overlaps

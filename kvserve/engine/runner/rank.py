@@ -31,7 +31,7 @@ from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
-from kvserve.engine.compression.compressor import event_bytes
+from kvserve.engine.compression.observer import event_bytes
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.loader import load_model

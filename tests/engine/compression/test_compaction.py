@@ -166,8 +166,8 @@ def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
     for scratch in (2**28, 1):
         llm = LLM(str(llama_dir), policy=POLICY, dtype="float32", skip_tokenizer_init=True)
         compressor, most = llm.engine.core.runner.compressor, 0
-        monkeypatch.setattr(compressor, "_scratch_bytes", scratch)
-        observed = compressor._observed
+        monkeypatch.setattr(compressor.observer, "scratch_bytes", scratch)
+        observed = compressor.observer.observe
 
         def watched(*args: Any) -> Iterator[tuple[slice, slice, Any, Observation]]:
             nonlocal most
@@ -175,7 +175,7 @@ def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
                 most = max(most, len(observation.keys))
                 yield some, layers, scores, observation
 
-        monkeypatch.setattr(compressor, "_observed", watched)
+        monkeypatch.setattr(compressor.observer, "observe", watched)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         results.append([output.outputs[0].token_ids for output in outputs])
         assert (most == 1) == (scratch == 1)

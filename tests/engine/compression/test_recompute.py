@@ -34,7 +34,7 @@ def running(directory: Path, tokens: int, **fields: Any) -> LLM:
 def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
     """Of the only sequence, at logical positions behind everything evicted."""
     core = llm.engine.core
-    rows, recomputer = core.scheduler.rows, core.runner.compressor._recomputer
+    rows, recomputer = core.scheduler.rows, core.runner.compressor.observer._recomputer
     at = np.array([positions])
     evicted = int(rows.num_computed[0]) - int(core.scheduler.blocks.kv_lens[0, 0, 0])
     with torch.inference_mode():

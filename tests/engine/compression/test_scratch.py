@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_runs.jobs import CONFIGS
 from kvserve import LLM
-from kvserve.engine.compression.compressor import SCRATCH_BYTES, event_bytes
+from kvserve.engine.compression.observer import SCRATCH_BYTES, event_bytes
 from kvserve.engine.models import loader
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import first_event

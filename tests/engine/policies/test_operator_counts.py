@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.observer import Observer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.engine.runner import warm_up
@@ -60,7 +61,7 @@ def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: 
     kv_tables = torch.tensor(tables(events), dtype=torch.int32)
     log_tables = torch.ones(1, events, 1, 256, dtype=torch.int32)
     unused: Any = None  # these cases log their queries
-    compressor = Compressor(cache, scale=0.5, recomputer=unused)
+    compressor = Compressor(cache, Observer(cache, scale=0.5, recomputer=unused))
     with CountCalls() as counter:
         compressor.run(task, policy, kv_tables, log_tables)
     return counter.calls
