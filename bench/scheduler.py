@@ -30,8 +30,9 @@ from kvserve.scheduler.messages.output import ObservationTask
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
+from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import Periodic
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Never, Trigger
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}

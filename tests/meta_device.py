@@ -86,7 +86,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
-    monkeypatch.setattr(startup, "_device", lambda config: "meta")
+    monkeypatch.setattr(startup, "device_of", lambda config: "meta")
     monkeypatch.setattr(rank, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)

@@ -39,6 +39,7 @@ ENGINE_EXPORTS = {"LLM", "AsyncEngine"}
 
 POLICY_IMPORTS = (
     "torch",
+    "kvserve.scheduler.triggers.budget",
     "kvserve.scheduler.triggers.trigger",
     "kvserve.scheduler.triggers.code_trigger",
     "kvserve.scheduler.triggers.periodic",

@@ -19,13 +19,13 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
+from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.pruning import Pruned, Taper
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
-    Budget,
     EveryStep,
     Never,
     Trigger,

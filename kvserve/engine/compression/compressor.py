@@ -105,9 +105,8 @@ class Compressor:
                 entries = led(indices, where) + _long(windows.entries[some], indices)[..., None]
                 heads = None if found.heads is None else led(found.heads, where)
                 left = None
-                if (
-                    self.observer.fits(policy) and len(scored) == 1
-                ):  # else of a few layers: take the mean
+                # Where a few layers are scored at a time, the mean is left.
+                if self.observer.fits(policy) and len(scored) == 1:
                     dropped = not_in(indices, windows.length, counts)
                     dropped &= observed.exist(windows.length)
                     left = policy.remainder_of(observed, dropped)

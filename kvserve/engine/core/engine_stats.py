@@ -23,26 +23,7 @@ def engine_stats(
     workspace_bytes: int,
 ) -> EngineStats:
     """Counters and the state of every running request; ``request_ids`` are by sequence id."""
-    rows, n = scheduler.rows, scheduler.rows.num_rows
-    blocks = scheduler.blocks.held(n).tolist()
-    entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
-    held = (-(-entries // scheduler.layout.groups)).tolist()
-    lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
-    logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
-    requests = tuple(
-        RequestStats(
-            request_id=request_ids[seq.seq_id],
-            policy=policies[seq.policy_id].name,
-            logical_tokens=logical[seq.row],
-            held_tokens=held[seq.row],
-            blocks=blocks[seq.row],
-            compactions=compactions[seq.row],
-            held_bytes=blocks[seq.row] * block_bytes
-            + rows.has_remainder(seq.row) * remainder_bytes,
-            remainder_entries=rows.has_remainder(seq.row) * lanes,
-        )
-        for seq in scheduler.running
-    )
+    requests = _requests(scheduler, policies, request_ids, block_bytes, remainder_bytes)
     capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
     cached = scheduler.blocks.num_cached
     return EngineStats(
@@ -73,6 +54,36 @@ def engine_stats(
         requests=requests,
         **_of_groups(scheduler),
         **_of_continuations(scheduler.conversations),
+    )
+
+
+def _requests(
+    scheduler: Scheduler,
+    policies: Mapping[int, Policy],
+    request_ids: Mapping[int, str],
+    block_bytes: int,
+    remainder_bytes: int,
+) -> tuple[RequestStats, ...]:
+    """The state of every running request."""
+    rows, n = scheduler.rows, scheduler.rows.num_rows
+    blocks = scheduler.blocks.held(n).tolist()
+    entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
+    held = (-(-entries // scheduler.layout.groups)).tolist()
+    lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
+    logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
+    return tuple(
+        RequestStats(
+            request_id=request_ids[seq.seq_id],
+            policy=policies[seq.policy_id].name,
+            logical_tokens=logical[seq.row],
+            held_tokens=held[seq.row],
+            blocks=blocks[seq.row],
+            compactions=compactions[seq.row],
+            held_bytes=blocks[seq.row] * block_bytes
+            + rows.has_remainder(seq.row) * remainder_bytes,
+            remainder_entries=rows.has_remainder(seq.row) * lanes,
+        )
+        for seq in scheduler.running
     )
 
 

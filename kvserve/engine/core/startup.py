@@ -14,8 +14,18 @@ from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, reads_codes
 from kvserve.engine.cache.code_store import check_codes, mask_refusal
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.row_groups import wanted_groups
+from kvserve.engine.core.resolve import (
+    block_size_of,
+    check_policy,
+    check_quantization,
+    choose_granularity,
+    device_of,
+    dtype_of,
+    entry_form_of,
+    log_form_of,
+    max_model_len_of,
+)
 from kvserve.engine.core.startup_table import (
     codes_rows,
     graphs_row,
@@ -47,19 +57,16 @@ from kvserve.engine.runner.memory import (
 )
 from kvserve.engine.runner.rank import Pool, RankPlan, table_shapes
 from kvserve.engine.sampling.grammar import check_grammar_backend
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
 FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +92,15 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     ``ConfigError`` names the flag to change.
     """
     check_grammar_backend(config)
-    with _naming_flags():
-        policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
-    device = _device(config)
-    ranks = config.parallel.tensor_parallel_size
+    device, ranks = device_of(config), config.parallel.tensor_parallel_size
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ConfigError(
             f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
             f"{torch.cuda.device_count()}"
         )
     threads = [("cpu threads", *limit_threads(ranks))] if device == "cpu" else []
-    directory = find_model(
-        config.model.model,
-        config.model.revision,
-        config.model.download_dir,
-        weights=config.model.load_format != "dummy",
-        code=config.model.trust_remote_code,
-    )
-    spec = read_spec(directory, config.model.hf_overrides)
-    block_size = _block_size(config, device)
-    with _naming_flags():
-        policy = policy.for_model(spec.num_layers, block_size)
-    _check_quantization(config, spec)
-    dtype = _dtype(config, spec, device)
-    max_len = _max_model_len(config, spec)
-    _check_policy(policy, spec, max_len)
-    plan = _plan(config, policy, spec, directory, dtype, device, max_len)
+    plan = _resolved(config, device)
+    policy, spec, max_len = plan.policy, plan.spec, plan.max_len
     if device == "cpu":
         check_pool(config, plan.block_bytes, free_memory(device, 1.0), ranks)
     attention = plan.attention(config.attention_backend)
@@ -126,14 +116,14 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         on_failure.pop_all()
     num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
-    defaults = read_generation_config(directory, spec, use_sampling=use_sampling)
+    defaults = read_generation_config(plan.directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
-        model_path=str(directory),
+        model_path=str(plan.directory),
         max_model_len=max_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=defaults.eos_token_ids,
         policy_name=policy.name,
-        block_size=block_size,
+        block_size=plan.layout.block_size,
         num_blocks=num_blocks,
         default_sampling=defaults.sampling,
         summary=[
@@ -144,7 +134,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),
             *codes_rows(plan.groups, reason),
             graphs_row(*plan.graphs(attention)),
-            linear_layers_row(dtype, device),
+            linear_layers_row(plan.dtype, device),
             ("operators", operators.name, operators.reason),
             *threads,
             *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
@@ -165,6 +155,27 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     )
 
 
+def _resolved(config: EngineConfig, device: str) -> RankPlan:
+    """What every rank builds of these settings: the model and the policy are looked up."""
+    with _naming_flags():
+        policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
+    directory = find_model(
+        config.model.model,
+        config.model.revision,
+        config.model.download_dir,
+        weights=config.model.load_format != "dummy",
+        code=config.model.trust_remote_code,
+    )
+    spec = read_spec(directory, config.model.hf_overrides)
+    with _naming_flags():
+        policy = policy.for_model(spec.num_layers, block_size_of(config, device))
+    check_quantization(config, spec)
+    dtype = dtype_of(config, spec, device)
+    max_len = max_model_len_of(config, spec)
+    check_policy(policy, spec, max_len)
+    return _plan(config, policy, spec, directory, dtype, device, max_len)
+
+
 def _plan(
     config: EngineConfig,
     policy: Policy,
@@ -176,14 +187,14 @@ def _plan(
 ) -> RankPlan:
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
-    block_size, granularity = _block_size(config, device), choose_granularity(config, policy)
+    block_size, granularity = block_size_of(config, device), choose_granularity(config, policy)
     layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
-    form = _entry_form(config, spec, dtype, device)
+    form = entry_form_of(config, spec, dtype, device)
     if policy.fits_values and form.quantized:
         raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
     if policy.expects_turns and config.cache.continuations == "off":
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
-    log = _log_form(config, policy, part, dtype, device)
+    log = log_form_of(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, form, dtype.itemsize)
     except ValueError as error:
@@ -265,124 +276,3 @@ def _naming_flags() -> Iterator[None]:
     except PolicyError as error:
         flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
         raise ConfigError(f"{flag}: {error}") from None
-
-
-def _entry_form(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
-) -> EntryFormat:
-    """The format of entries; ``ConfigError`` if the head size or the device does not support it."""
-    name = config.cache.kv_cache_dtype
-    form = entry_format(name, dtype.itemsize)
-    if (refusal := form.refusal(spec.head_dim)) is not None:
-        raise ConfigError(f"--kv-cache-dtype {name}: {refusal}; auto holds heads of any size")
-    if name == "fp8" and device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            "--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or newer; int8 takes as "
-            "many bytes"
-        )
-    return form
-
-
-def _device(config: EngineConfig) -> str:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "auto":
-        return "cuda" if has_cuda else "cpu"
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
-    return config.device
-
-
-def _block_size(config: EngineConfig, device: str) -> int:
-    """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
-    return config.cache.block_size or (64 if device == "cuda" else 16)
-
-
-def _dtype(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
-    name = config.model.dtype
-    if name == "auto":
-        name = "float32" if device == "cpu" else spec.dtype
-    if name not in _DTYPES:
-        raise ConfigError(f"--dtype: config.json asks for {name}; choose {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
-    found = None if spec.quantization is None else spec.quantization.method
-    if config.model.quantization not in (None, found):
-        raise ConfigError(
-            f"--quantization: {config.model.quantization} is asked for, but config.json says "
-            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
-        )
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    # Up to the window's length, a sliding-window layer is the same as full attention.
-    longest = min(spec.max_position, spec.window or spec.max_position)
-    wanted = config.model.max_model_len or longest
-    if wanted > longest:
-        what = "sliding window of" if longest == spec.window else "longest context,"
-        raise ConfigError(f"--max-model-len: {wanted} exceeds the model's {what} {longest} tokens")
-    budget = config.scheduler.max_num_batched_tokens
-    if not config.scheduler.enable_chunked_prefill and budget < wanted:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {wanted} "
-            f"(--max-model-len), got {budget}"
-        )
-    return wanted
-
-
-def _check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
-    if policy.name != "none" and spec.policy_refusal is not None:
-        raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
-    window = policy.event_trigger.num_queries
-    if window > max_len:
-        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-
-
-def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
-    """The layout that ``--kv-layout`` names, or (auto) the one that the policy needs.
-
-    ``ConfigError`` if the policy or the number of ranks does not allow it.
-    """
-    auto = config.cache.kv_layout == "auto"
-    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
-    if not policy.granularity.fits(layout):
-        raise ConfigError(
-            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
-            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
-        )
-    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError(
-            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
-            "another number of blocks, and there is one pool; use 1, or another policy"
-        )
-    return layout
-
-
-def _log_form(
-    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
-) -> LogForm:
-    """How this engine logs queries; the policies of requests share this form.
-
-    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
-    cannot log it.
-    """
-    reduction, log_dtype = policy.query_reduction, _log_dtype(policy, dtype, device)
-    if reduction is None:
-        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
-        reduction, log_dtype = ("group_mean", log_dtype) if packages else ("heads", "int4")
-    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
-    return LogForm(heads, log_dtype, reduction)
-
-
-def _log_dtype(policy: Policy, dtype: torch.dtype, device: str) -> str:
-    """How queries are logged: model, fp8 or int4."""
-    has_it = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    if policy.logged_dtype == "auto":
-        return "fp8" if has_it and dtype is not torch.float32 else "model"
-    if policy.logged_dtype == "fp8" and device == "cuda" and not has_it:
-        raise ConfigError(
-            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
-            "choose model or auto"
-        )
-    return policy.logged_dtype

@@ -11,7 +11,8 @@ from typing import ClassVar
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.parts.arguments import argument, exact_ratio, integer, require
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Trigger, WhenOver
+from kvserve.scheduler.triggers.budget import Budget
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger, WhenOver
 
 
 @dataclass(frozen=True)

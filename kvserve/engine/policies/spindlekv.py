@@ -25,8 +25,9 @@ from kvserve.engine.policies.selection import (
     union_and_newest,
 )
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Trigger
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from kvserve.engine.policies.parts.budgets import group_budgets, layers
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import uneven_chunks_and_newest
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Budget, Trigger
+from kvserve.scheduler.triggers.budget import Budget
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
 
 TASKS = ("localization", "aggregation")
 _WINDOWS = {"localization": 16, "aggregation": 32, "auto": 32}

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
-    Budget,
     EvictionSpec,
     OnDate,
     RowState,

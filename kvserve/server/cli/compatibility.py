@@ -8,7 +8,7 @@ from typing import Any
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.core.startup import choose_granularity
+from kvserve.engine.core.resolve import choose_granularity
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.log import ConfigError, RequestError
