@@ -26,6 +26,7 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
         self.backend = self._hf.backend_tokenizer
+        self._texts: dict[int, str] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -60,7 +61,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def apply_chat_template(
         self,

@@ -67,7 +67,7 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
 
 
 def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
-    """Compile a library into the package, for every CPU of a level. ``BuildError`` if that fails."""
+    """Compile a library into the package, for every CPU of a level. May raise ``BuildError``."""
     PREBUILT.mkdir(exist_ok=True)
     command = _command(_compiler(), name, defines, level)
     return _build_in(PREBUILT, command, _file_name(name, defines, level))
