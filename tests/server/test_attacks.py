@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -123,6 +125,35 @@ def test_who_reads_slowly_gets_everything(server: Server) -> None:
             pieces.append(piece)
             time.sleep(0.05)
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+def test_an_engine_that_is_stopped_is_not_healthy(server: Server) -> None:
+    """``/health`` said 200 while nobody could be answered."""
+    assert server.http.get("/health").status_code == 200
+    os.kill(server.engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.http.get("/health").status_code == 503, 5)
+        error = server.http.get("/health").json()["error"]
+        assert error["code"] == "engine_suspended" and "SIGCONT" in error["message"]
+        assert server.http.get("/version").status_code == 200
+    finally:
+        os.kill(server.engine, signal.SIGCONT)
+    wait_until(lambda: server.http.get("/health").status_code == 200, 5)
+    assert server.complete(max_tokens=2).status_code == 200
+
+
+def test_a_grammar_that_nothing_matches_says_so(server: Server) -> None:
+    """The answer was ``NoExtensionBias``."""
+    empty = r"[^\s\S]"
+    for body in (
+        {"guided_regex": empty},
+        {"structured_outputs": {"grammar": f'start: "a" B\nB: /{empty}/'}},
+    ):
+        answer = server.complete(**body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == next(iter(body)) and "no text matches it" in error["message"]
+        assert "Bias" not in answer.text
 
 
 def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:

@@ -32,8 +32,10 @@ def _state(request: Request) -> ServerState:
 @router.head("/ping", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 when requests are admitted; 503 while loading or draining and after the engine died."""
-    _state(request).check_health()
+    """200 when requests are answered; 503 while loading or draining, and without an engine."""
+    state = _state(request)
+    state.check_health()
+    state.check_runs()
     return json_response({"status": "ok"})
 
 
