@@ -54,7 +54,8 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        # Without transformers' warning about its own limit: the engine has one, and refuses.
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
