@@ -289,10 +289,9 @@ SECTIONS: dict[str, type] = {
 
 def _settings() -> dict[str, tuple[str | None, Field[Any], Any]]:
     """By name: the section (``None``: the engine's own), the field and its type."""
-    kinds: dict[str | None, type] = {**SECTIONS, None: EngineConfig}
     return {
         item.name: (section, item, hints[item.name])
-        for section, kind in kinds.items()
+        for section, kind in [*SECTIONS.items(), (None, EngineConfig)]
         for hints in [get_type_hints(kind)]
         for item in fields(kind)
         if "help" in item.metadata

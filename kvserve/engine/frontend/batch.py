@@ -10,7 +10,7 @@ from kvserve.log import RequestError, shown
 from kvserve.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[dict[str, Any]]
 
 
 def read_prompts(prompts: Any) -> list[Prompt]:
