@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.engine.sampling.test_grammar_trial import CHAINS, nested, references
-from tests.server.bystander import Bystander
+from bench.soak.bombs import CHAINS, grammar_bombs
+from bench.soak.bystander import Bystander
 from tests.server.conftest import wait_until
 from tests.server.real_server import Server
 
@@ -43,13 +42,7 @@ def _the_server_is_well(server: Server) -> Iterator[None]:
 
 def test_grammars_that_overflow_a_stack(server: Server) -> None:
     """Ten of ten ended the server."""
-    bombs: list[dict[str, Any]] = [
-        {"guided_json": references(1000)},
-        {"guided_json": references(120)},
-        {"response_format": _format(nested(80, "anyOf"))},
-        {"response_format": _format(nested(80, "allOf"))},
-        *({"structured_outputs": {"grammar": chain}} for chain in CHAINS.values()),
-    ]
+    bombs = grammar_bombs()
     server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
     with beside(server) as other, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
@@ -175,7 +168,3 @@ def deaf(server: Server) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.connect((str(where.hostname), int(where.port or 80)))
     return made
-
-
-def _format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}

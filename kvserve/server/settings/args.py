@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from kvserve.log import ConfigError
+from kvserve.server.settings.vllm_flags import why_absent
 from kvserve.setting_values import did_you_mean, kind_of, read_size, takes_sizes
 
 ENV_PREFIX = "KVSERVE_"
@@ -44,6 +45,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
+        if absent := why_absent(word):
+            raise UsageError(f"{word}{absent}")
         raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
 
 
