@@ -102,6 +102,7 @@ def _row(served: Served, name: str, attack: Attack) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "answers": dict(sorted(answers.items())),
         "gap_s": round(other.longest_gap, 3),
+        "gap_with_other_programs_s": round(other.longest_wait, 3),
         "plain_s": round(max(waits, default=0.0), 3),
         "growth_mib": round(sum(map(resident, pids)) - before, 1),
         "failures": len(other.failures) + len(failed) + (not back) + (not served.alive),
@@ -208,7 +209,7 @@ def _malformed(url: str) -> Statuses:
 
 def _half_sent(url: str) -> Statuses:
     """Heads and bodies that never end, until the server closes them."""
-    made = [_socket(url, _request({"prompt": "a"})[: 20 + 4 * i]) for i in range(200)]
+    made = [_socket(url, _request({"prompt": "a"})[: 20 + i % 100]) for i in range(200)]
     for each in made:
         each.settimeout(10)
         with suppress(OSError):

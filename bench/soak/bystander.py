@@ -18,7 +18,7 @@ import httpx
 class Bystander:
     """Streams one answer after another while the context lasts; ``longest_gap`` is in seconds.
 
-    ``pids``: the server and its engine. Without them the gap has the waits for a CPU too.
+    ``pids``: the server and its engine. ``longest_wait`` has the waits for a CPU too.
     """
 
     def __init__(self, url: str, pids: Sequence[int] = ()) -> None:
@@ -26,7 +26,7 @@ class Bystander:
         self._pids = pids
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.longest_gap = 0.0
+        self.longest_gap = self.longest_wait = 0.0
         self.chunks = 0
         self.failures: list[str] = []
 
@@ -59,6 +59,7 @@ class Bystander:
                 now, before = time.monotonic(), waited
                 waited = sum(map(_waited, self._pids))
                 if last is not None:
+                    self.longest_wait = max(self.longest_wait, now - last)
                     self.longest_gap = max(self.longest_gap, now - last - (waited - before))
                 last, self.chunks = now, self.chunks + 1
                 if self._over.is_set():

@@ -16,7 +16,7 @@ from kvserve.server.settings.reading import read_settings
 from kvserve.server.settings.serve_settings import ServeSettings
 from tests.deploy.chart import CHART, render
 
-LONG = {
+LONG: dict[str, Any] = {
     "model": "meta-llama/Llama-3.1-8B-Instruct",
     "policy": {"name": "kara", "args": {"window": 512, "ratio": 0.5}},
     "pool": {"dtype": "k8v4", "memory": "5GiB"},

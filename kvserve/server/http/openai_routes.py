@@ -53,6 +53,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = in_turn(body.sampling_params(state.default_sampling), request)
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
+    state.check_queue(len(body.prompt) * params.n)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
     check_lengths(state, body, prompts)
