@@ -92,6 +92,7 @@ def judge(path: str, served: RunningServer, document: dict[str, Any], data: st.D
     assert 400 <= answer.status_code < 500, (body, answer.text)
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+    assert schema_of(path, document)["properties"], "the document says nothing of this body"
     if error["code"] not in _NO_FIELD:
         named(error["param"], schema_of(path, document), body, answer)
 
@@ -105,8 +106,14 @@ def named(param: str | None, schema: dict[str, Any], body: Any, answer: httpx.Re
 
 
 def schema_of(path: str, document: dict[str, Any]) -> dict[str, Any]:
+    """The body's schema; of a body that is one of several, the fields of all of them."""
     content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    return resolved(content["schema"], document)
+    schema = resolved(content["schema"], document)
+    several = [resolved(each, document) for each in schema.get("anyOf", ())]
+    if not several:
+        return schema
+    merged = {name: each for one in several for name, each in one["properties"].items()}
+    return {"type": "object", "properties": merged}
 
 
 def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
