@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.scheduler.offload import hosted_rows
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.offload.hosted_rows import HostedRows
 
 
 def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +20,13 @@ def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPa
         policy={"name": "kara", "window": 64, "buffer": 8},
     )
     looks: list[int] = []
-    real = hosted_rows.named_by
-    monkeypatch.setattr(hosted_rows, "named_by", lambda all: looks.append(len(all)) or real(all))
+    held = HostedRows.held
+
+    def look(rows: HostedRows) -> IntArray:
+        looks.append(len(rows))
+        return held(rows)
+
+    monkeypatch.setattr(HostedRows, "held", look)
     prompts = [[*[7] * 20, 3 + i % 60, 3 + i // 60] for i in range(300)]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     llm.generate([[5] * 2500], SamplingParams(max_tokens=4), use_tqdm=False)
