@@ -87,7 +87,9 @@ class Engines:
         config = EngineConfig.from_flat(
             policy=spec.name, policy_args=spec.fields, **{**self._settings, **settings}
         )
-        engine = LLMEngine(config, self._model)
+        alone = config.parallel.tensor_parallel_size == 1
+        # With ranks each engine loads its own: the model sums over the ranks that it was made for.
+        engine = LLMEngine(config, self._model if alone else None)
         # The ranks are processes: they would outlive an engine that the caller drops.
         weakref.finalize(engine, engine.core.executor.ranks.close)
         self._model = engine.core.runner.model
