@@ -72,6 +72,14 @@ def test_a_body_is_answered_or_its_field_named(
     judge(path, served, document, data)
 
 
+def test_responses_name_their_own_fields(served: RunningServer) -> None:
+    """A refusal named the field of the chat request that was made of it."""
+    answer = served.http.post("/v1/responses", json={"input": "a", "text": {"format": {}}})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "text"
+    assert error["message"].startswith("text.type must be") and "response_format" not in answer.text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", ROUTES)
