@@ -2,18 +2,25 @@
 # kvserve with CUDA (default), or for CPUs with `--build-arg DEVICE=cpu`:
 #
 #   docker build -t kvserve .
-#   docker run --gpus all --ipc=host -p 127.0.0.1:8000:8000 -e KVSERVE_API_KEY -v kvserve-hf:/data/huggingface kvserve \
+#   docker run --gpus all --ipc=host --stop-timeout 40 -p 127.0.0.1:8000:8000 -e KVSERVE_API_KEY -v kvserve-hf:/data/huggingface kvserve \
 #       --model Qwen/Qwen3-8B --policy kara --host 0.0.0.0
 #
 # --ipc=host (or --shm-size=8g): tensor-parallel ranks talk through shared memory, and Docker's
 # default of 64 MB is too little for them. One GPU or a CPU does without. Extras of pyproject.toml,
-# for instance: `--build-arg EXTRAS=ray,otel`.
+# for instance: `--build-arg EXTRAS=ray,otel`. --stop-timeout: running requests get 25 s to finish
+# (--shutdown-timeout), and Docker's default of 10 s would end them.
+#
+# Bases by digest, for builds that can be repeated: `docker buildx imagetools inspect IMAGE` says it,
+# `--build-arg CUDA_IMAGE=nvidia/cuda@sha256:...`. Packages are those of constraints-cpu.txt.
 # The project's own machines have no container engine: this file is reviewed there, not built.
 
 ARG DEVICE=cuda
 
-FROM nvidia/cuda:13.0.2-runtime-ubuntu24.04 AS base-cuda
-FROM ubuntu:24.04 AS base-cpu
+ARG CUDA_IMAGE=nvidia/cuda:13.0.2-runtime-ubuntu24.04
+ARG CPU_IMAGE=ubuntu:24.04
+
+FROM ${CUDA_IMAGE} AS base-cuda
+FROM ${CPU_IMAGE} AS base-cpu
 
 # ---- builder: a virtual environment with everything in it --------------------------------------
 FROM base-${DEVICE} AS builder
@@ -38,6 +45,10 @@ COPY pyproject.toml README.md LICENSE ./
 COPY kvserve ./kvserve
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c constraints-cpu.txt ".${EXTRAS:+[$EXTRAS]}"
+# The CPU's kernels, for each level of CPUs: the image itself has no compiler.
+RUN if [ "$DEVICE" = cpu ]; then \
+        apt-get update && apt-get install -y --no-install-recommends g++ \
+        && (cd / && python -m kvserve.kernels.cpu.prebuild); fi
 
 # ---- runtime: Python, the environment, and what Triton needs to build its launchers ------------
 FROM base-${DEVICE} AS runtime
@@ -51,6 +62,10 @@ RUN apt-get update \
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvserve \
     && install -d -o kvserve -g kvserve /data/huggingface
 COPY --from=builder /opt/kvserve /opt/kvserve
+# `docker run --gpus all --entrypoint python -w /opt/checks kvserve -m bench.gpu_check`
+COPY bench /opt/checks/bench
+# KubeRay starts Ray in a login shell, which sets PATH anew.
+RUN echo 'PATH=/opt/kvserve/bin:$PATH' > /etc/profile.d/kvserve.sh
 
 ENV PATH=/opt/kvserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -60,9 +75,10 @@ WORKDIR /home/kvserve
 VOLUME /data/huggingface
 EXPOSE 8000
 
-# The long start period covers a model's download, loading and graph capture.
-HEALTHCHECK --interval=15s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+# The long start period covers a model's download, loading and graph capture. Port, scheme and
+# socket are those of process 1.
+HEALTHCHECK --interval=15s --timeout=8s --start-period=15m --retries=3 \
+    CMD ["python", "-m", "kvserve.server.cli.healthcheck"]
 
 # Arguments after the image's name replace the ones of CMD, `--host 0.0.0.0` among them.
 ENTRYPOINT ["kvserve"]

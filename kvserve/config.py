@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_type_hints
 
 from kvserve.log import ConfigError
+from kvserve.setting_values import checked, did_you_mean
 
 KV_CACHE_DTYPES = ("auto", "int8", "k8v4", "fp8")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with its help text; ``extra`` may hold ``choices`` and ``aliases``.
+    """A dataclass field with its help text.
+
+    ``extra`` may hold ``choices``, ``synonyms`` (other names of choices) and ``aliases`` (flags).
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -23,23 +23,6 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def read_size(text: str) -> int:
-    """A whole number: ``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``.
-
-    Raises ``ValueError`` for any other text.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgtKMGT]?)(iB|i|B|b)?", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a whole number like 4096, 32k or 2GiB")
-    number, unit, suffix = match.groups()
-    binary = suffix in ("i", "iB") or (suffix is None and unit in _BINARY_UNITS)
-    factor = _BINARY_UNITS[unit.upper()] if unit and binary else _UNITS[unit.lower()]
-    value = float(number) * factor
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(number) * factor if number.isdigit() else int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +38,10 @@ class ModelConfig:
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
     dtype: str = setting(
         "auto",
-        "auto is the checkpoint's dtype on a GPU and float32 on a CPU",
+        "auto is the checkpoint's dtype on a GPU and float32 on a CPU; half is float16, float is "
+        "float32",
         choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms={"half": "float16", "float": "float32"},
     )
     max_model_len: int | None = setting(
         None,
@@ -105,6 +90,7 @@ class CacheConfig:
         None,
         "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
         "and a quarter of free memory)",
+        aliases=("--kv-cache-memory-bytes",),
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
@@ -272,17 +258,22 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
-        """Build from flat names (``max_num_seqs=8``); an unknown name raises ``ConfigError``."""
+        """Build from flat names (``max_num_seqs=8``), or from those of a flag's other names.
+
+        Sizes may be text, as on the command line (``max_model_len="32k"``). ``ConfigError`` names
+        what is unknown or has the wrong type.
+        """
         sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         own: dict[str, Any] = {}
-        for name, value in settings.items():
-            section = _SECTION_OF.get(name)
-            if section is not None:
-                sections[section][name] = value
-            elif name in _OWN:
-                own[name] = value
-            else:
-                raise ConfigError(f"unknown setting {name!r}")
+        for given, value in settings.items():
+            name = _ALIASES.get(given, given)
+            if name not in _SETTINGS:
+                raise ConfigError(f"unknown setting {given!r}{did_you_mean(given, _SETTINGS)}")
+            if name != given and name in settings:
+                raise ConfigError(f"{name} is given twice, once as {given}")
+            section, item, hint = _SETTINGS[name]
+            target = own if section is None else sections[section]
+            target[name] = checked(item, hint, value)
         built = {name: SECTIONS[name](**values) for name, values in sections.items()}
         return cls(**built, **own)
 
@@ -294,8 +285,25 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "compression": CompressionConfig,
 }
-_OWN = [f.name for f in fields(EngineConfig) if f.name not in SECTIONS]
-_SECTION_OF = {f.name: name for name, section in SECTIONS.items() for f in fields(section)}
+
+
+def _settings() -> dict[str, tuple[str | None, Field[Any], Any]]:
+    """By name: the section (``None``: the engine's own), the field and its type."""
+    return {
+        item.name: (section, item, hints[item.name])
+        for section, kind in [*SECTIONS.items(), (None, EngineConfig)]
+        for hints in [get_type_hints(kind)]
+        for item in fields(kind)
+        if "help" in item.metadata
+    }
+
+
+_SETTINGS = _settings()
+_ALIASES = {
+    alias.lstrip("-").replace("-", "_"): name
+    for name, (_, item, _) in _SETTINGS.items()
+    for alias in item.metadata.get("aliases", ())
+}
 
 
 def _validate(config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -154,7 +155,7 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache or in a continuation; 0 until choice 0 ends."""
     metrics: RequestMetrics | None = None
     """When the request arrived, got its first token, and ended."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """A map by token id for each prompt token, ``None`` for the first; ``None`` unless the request
     set ``prompt_logprobs``."""
     compactions: list[Compaction] = field(default_factory=list)

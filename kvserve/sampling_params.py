@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
 _MAX_INT = 2**31
+_MAX_BIAS = 2**16
 MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
 """The most strings of a choice, and the most characters of any structured output."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -205,6 +206,7 @@ class SamplingParams:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
+            ("logit_bias", len(bias) <= _MAX_BIAS, f"of at most {_MAX_BIAS} tokens"),
             (
                 "logit_bias",
                 _token_ids(list(bias)) and all(abs(x) <= MAX_LOGIT_BIAS for x in bias.values()),

@@ -23,6 +23,8 @@ from typing import Any
 
 import httpx
 
+from bench.soak.attacks import checks as attack_checks
+from bench.soak.attacks import run_attacks
 from bench.soak.faulty import write_plug_in
 from bench.soak.guests import run_guests
 from bench.soak.report import Check, write_report
@@ -301,7 +303,10 @@ def main() -> int:
     checks = soak.checks()
     failed = sum("FAILED" in guest["result"] for guest in guests)
     checks.append(Check("faults on servers of their own that went wrong", 0, failed, "=="))
-    write_report(checks, {**soak.findings(), "guests": guests}, args.save_result, args.page)
+    attacks = [] if args.no_guests else run_attacks()
+    checks += attack_checks(attacks) if attacks else []
+    found = {**soak.findings(), "guests": guests, "attacks": attacks}
+    write_report(checks, found, args.save_result, args.page)
     sys.stdout.write(json.dumps([check.row() for check in checks], indent=2) + "\n")
     return 0 if all(check.holds for check in checks) else 1
 

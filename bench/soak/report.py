@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,35 @@ def write_report(
         result.write_text(json.dumps(about, indent=1) + "\n")
     if page is not None:
         page.write_text(_page(about))
+
+
+def write_attacks(rows: list[dict[str, Any]], checks: list[Check], result: Path | None) -> None:
+    """The attack matrix alone: as a table, and as JSON if it is asked for."""
+    sys.stdout.write("\n".join(attack_table(rows)) + "\n")
+    for check in checks:
+        sys.stdout.write(json.dumps(check.row()) + "\n")
+    if result is not None:
+        device = {"type": "cpu", "name": cpu_name()}
+        about = {"benchmark": "attacks", **machine_facts("python -m bench.soak.attacks", device)}
+        result.parent.mkdir(parents=True, exist_ok=True)
+        table = {"rows": rows, "checks": [check.row() for check in checks]}
+        result.write_text(json.dumps({**about, **table}, indent=1) + "\n")
+
+
+def attack_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: what others wait beside each attack."""
+    lines = [
+        "| attack | took, s | answers | stream's longest gap, s | plain request's longest, s "
+        "| memory grew by, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        answers = ", ".join(f"{count} x {status}" for status, count in row["answers"].items())
+        lines.append(
+            f"| {row['attack']} | {row['seconds']:g} | {answers} | {row['gap_s']:.2f} "
+            f"| {row['plain_s']:.2f} | {row['growth_mib']:.0f} |"
+        )
+    return lines
 
 
 def _page(about: dict[str, Any]) -> str:
@@ -101,6 +131,8 @@ def _page(about: dict[str, Any]) -> str:
         *(f"| {each['fault']} | {each['result']} |" for each in about["guests"]),
         "",
     ]
+    if about["attacks"]:
+        lines += ["## Attacks", "", *attack_table(about["attacks"]), ""]
     if about["policies_refused_at_start"]:
         lines += ["Policies that this server refuses, and were left out:", ""]
         lines += [f"- {each[:200]}" for each in about["policies_refused_at_start"]]

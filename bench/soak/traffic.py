@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from bench.soak.bombs import grammar_bombs, scored_bombs
 from bench.soak.malformed import malformed
 
 WORDS = [
@@ -222,6 +223,12 @@ class Traffic:
         if answer.status_code >= 500 and not self._is_excused():
             self.seen.surprise(f"malformed: {answer.status_code} {answer.text} {wrong}")
 
+    async def _bomb(self, http: httpx.AsyncClient) -> None:
+        """A grammar or a request for log-probabilities that once ended the server."""
+        body = {**self._body(), "kv_policy": "none", "n": 1, **self._rng.choice(_BOMBS)}
+        answer = await http.post(f"{self.url}/v1/completions", json=body)
+        self._judge("bomb", answer.status_code, answer.text, may=(400,))
+
     async def _abort(self, http: httpx.AsyncClient) -> None:
         name = f"soak-{self._count}"
         body = {**self._body(), "max_tokens": 300, "request_id": name}
@@ -258,8 +265,10 @@ _KINDS: tuple[_Kind, ...] = (
     Traffic._malformed,
     Traffic._abort,
     Traffic._faulty,
+    Traffic._bomb,
 )
-_WEIGHTS = (20, 15, 25, 6, 3, 5, 4, 25, 2, 0.5)
+_WEIGHTS = (20, 15, 25, 6, 3, 5, 4, 25, 2, 0.5, 0.5)
+_BOMBS = [*grammar_bombs(), *scored_bombs(1024)[2:]]
 
 
 def shown(answers: Counter[str]) -> str:

@@ -78,11 +78,20 @@ class RefusedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Prompt tokens ``[start, start + n)`` of a sequence under the model, and alternatives."""
+    """Prompt tokens ``[start, start + n)`` of a sequence under the model, and ``count`` likelier.
+
+    Arrays of int32 and float32: n tokens, their log-probabilities and ranks; n times ``count`` of
+    the likeliest tokens and their log-probabilities. ``frontend.scored_prompt`` reads them.
+    """
 
     seq_id: int
     start: int
-    entries: list[dict[int, Logprob]]
+    count: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,3 +217,16 @@ def test_wilson_interval() -> None:
     assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert wilson_interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
     assert wilson_interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
+
+
+def test_ranks_that_share_a_model_score_as_one_does(tmp_path: Path) -> None:
+    flags = ["eval", "--model", "kvserve/tiny", "--tasks", "recall", "--num-samples", "2"]
+    flags += ["--kv-blocks", "99", "--policy", KARA, "--threads", "1", "--disable-tqdm"]
+    rows = []
+    for name, more in {"one": [], "two": ["-tp", "2", "--trust-remote-code"]}.items():
+        file = tmp_path / f"{name}.json"
+        assert run([*flags, *more, "--save-result", str(file)]) == 0
+        rows.append(json.loads(file.read_text())["rows"])
+    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
+    one, two = ([[row[name] for name in names] for row in table] for table in rows)
+    assert one == two

@@ -31,7 +31,7 @@ def texts(**changes: Any) -> dict[str, str]:
     """Rendered templates by file."""
     values = _merged(yaml.safe_load((CHART / "values.yaml").read_text()), changes)
     defined: dict[str, list[Node]] = {}
-    context = {"Values": values, "Release": {"Name": "llm"}}
+    context = {"Values": values, "Release": {"Name": "llm", "Namespace": "models"}}
     found = {}
     for path in sorted(CHART.glob("templates/*")):  # _helpers.tpl first
         nodes = list(_parse(iter(_tokens(path.read_text())), defined))
@@ -107,6 +107,8 @@ def _value(pipeline: str, context: Any, defined: dict[str, list[Node]]) -> Any:
         arguments = [_operand(word, context) for word in words[1:]] + result
         if words[0] == "include":
             result = [_render(defined[arguments[0]], arguments[1], defined)]
+        elif words[0] == ".Files.Get":
+            result = [(CHART / words[1].strip('"')).read_text()]
         elif words[0] in _FUNCTIONS:
             result = [_FUNCTIONS[words[0]](*arguments)]
         else:
@@ -133,6 +135,7 @@ def _nindent(count: int, text: str) -> str:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": lambda *numbers: sum(numbers),
+    "join": lambda separator, items: separator.join(items),
     "div": lambda one, other: one // other,
     "nindent": _nindent,
     "or": lambda *values: next((value for value in values if value), values[-1]),

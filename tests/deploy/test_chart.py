@@ -16,7 +16,7 @@ from kvserve.server.settings.reading import read_settings
 from kvserve.server.settings.serve_settings import ServeSettings
 from tests.deploy.chart import CHART, render
 
-LONG = {
+LONG: dict[str, Any] = {
     "model": "meta-llama/Llama-3.1-8B-Instruct",
     "policy": {"name": "kara", "args": {"window": 512, "ratio": 0.5}},
     "pool": {"dtype": "k8v4", "memory": "5GiB"},
@@ -24,6 +24,9 @@ LONG = {
     "settings": {"max-num-seqs": 64, "max-model-len": "16k", "reasoning-parser": "deepseek_r1"},
     "shutdown": {"preStopSeconds": 5, "timeout": 120},
     "apiKey": {"secret": "keys"},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+    "ingress": {"enabled": True, "host": "llm.acme.org", "tlsSecret": "acme"},
+    "networkPolicy": {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "web"}}}]},
     "hubToken": {"secret": "hub"},
     "models": {"claim": "weights"},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -111,7 +114,8 @@ def test_keys_are_secrets() -> None:
     assert env["HF_TOKEN"] == {"name": "hub", "key": "token"}
     (endpoint,) = of("ServiceMonitor", **LONG)["spec"]["endpoints"]
     assert endpoint["path"] == "/metrics"
-    assert endpoint["authorization"]["credentials"] == env["KVSERVE_API_KEY"]
+    # One key: the entry with all of them may have commas, which no bearer has.
+    assert endpoint["authorization"]["credentials"] == {"name": "keys", "key": "scrape-key"}
 
 
 def test_new_settings_start_new_pods() -> None:
@@ -135,6 +139,57 @@ def test_volumes_and_places() -> None:
 def test_the_chart_says_what_it_is() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["apiVersion"] == "v2" and chart["name"] == "kvserve"
+
+
+def test_a_server_without_keys_answers_to_the_names_of_its_service(tmp_path: Path) -> None:
+    """Else all clients in the cluster would get a 403."""
+    _, settings = read(tmp_path, ingress={"enabled": True}, allowedHosts=["gateway.internal"])
+    service = of("Service")["metadata"]["name"]
+    names = {f"{service}{end}" for end in ("", ".models", ".models.svc")}
+    assert names < set(settings.allowed_hosts)
+    assert {"llm.example.org", "gateway.internal"} < set(settings.allowed_hosts)
+    assert read(tmp_path)[1].allowed_hosts[-1] == f"{service}.models.svc.cluster.local"
+    assert read(tmp_path, **LONG)[1].allowed_hosts == ()
+
+
+def test_a_pod_may_do_little() -> None:
+    spec, security = pod(), container()["securityContext"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["securityContext"]["runAsNonRoot"] and not spec["automountServiceAccountToken"]
+    assert security["readOnlyRootFilesystem"] and security["capabilities"] == {"drop": ["ALL"]}
+    mounts = {mount["mountPath"] for mount in container()["volumeMounts"]}
+    assert {"/tmp", "/home/kvserve", "/data/huggingface", "/dev/shm"} < mounts  # what is written
+
+
+def test_ingress_and_network_policy() -> None:
+    assert not {"Ingress", "NetworkPolicy", "PrometheusRule"} & {each["kind"] for each in render()}
+    ingress = of("Ingress", **LONG)
+    assert (
+        ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    )
+    (rule,), (tls,) = ingress["spec"]["rules"], ingress["spec"]["tls"]
+    assert rule["host"] == "llm.acme.org" and tls == {
+        "hosts": ["llm.acme.org"],
+        "secretName": "acme",
+    }
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    assert backend == {"name": of("Service")["metadata"]["name"], "port": {"name": "http"}}
+    policy = of("NetworkPolicy", **LONG)["spec"]
+    labels = of("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["ingress"] == [
+        {"ports": [{"port": "http"}], "from": LONG["networkPolicy"]["from"]}
+    ]
+    own = of("NetworkPolicy", networkPolicy={"enabled": True})["spec"]["ingress"][0]["from"]
+    assert own == [{"podSelector": {}}]
+
+
+def test_alerts_come_with_the_chart() -> None:
+    rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    made = of("PrometheusRule", **LONG)
+    assert made["spec"] == rules and made["metadata"]["labels"]["release"] == "prometheus"
+    for rule in rules["groups"][0]["rules"]:
+        assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
 
 
 def test_scrape_configuration_asks_the_route() -> None:

@@ -1,14 +1,10 @@
-"""The CPU's compiled kernels against plain indexing; what they refuse; where builds are kept."""
+"""The CPU's compiled kernels against plain indexing, and what they refuse."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -300,48 +296,3 @@ def test_offsets_beyond_what_32_bits_hold() -> None:
     keys, values = cache[2:, layers - 1].unbind(1)
     expected = reference_attention(query, keys, values, tables - 2, chunks, 0)
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
-
-
-# ---- builds -------------------------------------------------------------------------------------
-
-BUILD = "from kvserve.kernels.cpu.build import load_library; print(load_library('store_kv')._name)"
-
-
-def start_build(**environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILD],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
-    )
-
-
-def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
-    started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
-    (library,) = {process.communicate(timeout=60)[0].strip() for process in started}
-    assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
-
-
-def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
-    """As one made on another system that shares the home."""
-    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
-    Path(library).write_text("")
-    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
-    assert again == library and Path(library).stat().st_size
-
-
-def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "kvserve"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
-    library = Path(process.communicate(timeout=60)[0].strip())
-    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
-
-
-def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    library = Path(process.communicate(timeout=60)[0].strip())
-    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
-    assert library.parent.stat().st_mode & 0o077 == 0

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,14 @@ class Server:
         )
 
     @property
+    def engine(self) -> int:
+        """The engine's process id."""
+        pid = self.process.pid
+        below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (engine,) = (child for child in below if b"spawn_main" in _command(child))
+        return int(engine)
+
+    @property
     def text(self) -> str:
         return "".join(self.lines)
 
@@ -65,3 +74,7 @@ class Server:
         self.openai.close()
         self.process.kill()
         self.process.wait()
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

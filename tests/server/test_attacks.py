@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.engine.sampling.test_grammar_trial import CHAINS, nested, references
-from tests.server.bystander import Bystander
+from bench.soak.bombs import CHAINS, grammar_bombs
+from bench.soak.bystander import Bystander
 from tests.server.conftest import wait_until
 from tests.server.real_server import Server
 
-GAP = 3.0
-"""Seconds that a stream may wait beside an attack: a sixth of it on a machine that is not busy."""
+GAP, PLAIN = 0.5, 2.0
+"""Seconds that a stream, and a plain request, may wait beside an attack."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     pool = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
-    running = Server(*pool, "--write-timeout", "1.5")
+    # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
+    running = Server(*pool, "--write-timeout", "1.5", "--max-num-batched-tokens", "1024")
     yield running
     running.stop()
 
@@ -40,19 +42,13 @@ def _the_server_is_well(server: Server) -> Iterator[None]:
 
 def test_grammars_that_overflow_a_stack(server: Server) -> None:
     """Ten of ten ended the server."""
-    bombs: list[dict[str, Any]] = [
-        {"guided_json": references(1000)},
-        {"guided_json": references(120)},
-        {"response_format": _format(nested(80, "anyOf"))},
-        {"response_format": _format(nested(80, "allOf"))},
-        *({"structured_outputs": {"grammar": chain}} for chain in CHAINS.values()),
-    ]
+    bombs = grammar_bombs()
     server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
-    with Bystander(server.url) as other, ThreadPoolExecutor(8) as clients:
+    with beside(server) as other, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
         started = time.monotonic()
         assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < PLAIN
     for answer, bomb in zip(answers, bombs * 3, strict=True):
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
@@ -78,7 +74,7 @@ def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: b
     """Their encoding stopped the loop for 6.6 s; the largest answer that is allowed is a 16th."""
     prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
     body = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
-    with Bystander(server.url) as other:
+    with beside(server) as other:
         answer = server.complete(prompts, **body)
     assert answer.status_code == 200
     choices = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
@@ -99,7 +95,7 @@ def test_streams_that_nobody_reads(server: Server) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}"
     request = f"{head}\r\nContent-Type: application/json\r\n\r\n{text}".encode()
     sockets = [deaf(server) for _ in range(24)]
-    with Bystander(server.url) as other:
+    with beside(server) as other:
         for each in sockets:
             each.sendall(request)
         wait_until(lambda: len(server.stats()["requests"]) > 20, 20)
@@ -124,12 +120,45 @@ def test_who_reads_slowly_gets_everything(server: Server) -> None:
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
 
 
+def test_an_engine_that_is_stopped_is_not_healthy(server: Server) -> None:
+    """``/health`` said 200 while nobody could be answered."""
+    assert server.http.get("/health").status_code == 200
+    os.kill(server.engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.http.get("/health").status_code == 503, 5)
+        error = server.http.get("/health").json()["error"]
+        assert error["code"] == "engine_suspended" and "SIGCONT" in error["message"]
+        assert server.http.get("/version").status_code == 200
+    finally:
+        os.kill(server.engine, signal.SIGCONT)
+    wait_until(lambda: server.http.get("/health").status_code == 200, 5)
+    assert server.complete(max_tokens=2).status_code == 200
+
+
+def test_a_grammar_that_nothing_matches_says_so(server: Server) -> None:
+    """The answer was ``NoExtensionBias``."""
+    empty = r"[^\s\S]"
+    for body in (
+        {"guided_regex": empty},
+        {"structured_outputs": {"grammar": f'start: "a" B\nB: /{empty}/'}},
+    ):
+        answer = server.complete(**body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == next(iter(body)) and "no text matches it" in error["message"]
+        assert "Bias" not in answer.text
+
+
 def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:
     where = urlsplit(server.url)
     with socket.create_connection((str(where.hostname), int(where.port or 80)), 5) as each:
         filler = b"X-Filler: " + b"a" * 69_900
         each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + filler + b"\r\n\r\n")
         assert each.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def beside(server: Server) -> Bystander:
+    return Bystander(server.url, (server.process.pid, server.engine))
 
 
 def deaf(server: Server) -> socket.socket:
@@ -139,7 +168,3 @@ def deaf(server: Server) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.connect((str(where.hostname), int(where.port or 80)))
     return made
-
-
-def _format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}

@@ -21,6 +21,8 @@ def test_every_series_exists(server: RunningServer) -> None:
     families = {re.sub("_(bucket|count|sum)$", "", name) for name in served if ":" in name}
     assert named == {name for name in families if name.startswith("kvserve:")}
     dashboard = json.loads((DASHBOARDS / "kvserve.json").read_text())
+    alerts = (ROOT / "deploy" / "helm" / "files" / "alerts.yaml").read_text()
+    assert len(found := set(re.findall(r"kvserve:\w+", alerts))) > 3 and found <= served
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15
     for panel in panels:

@@ -318,6 +318,26 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     assert shard in last_line("--model", str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        ('{"architectures": ["T5Model"]}', "T5Model"),
+        ('{"architectures": ["LlamaForCausalLM"], "model_type": "nothing"}', "num_hidden_layers"),
+    ],
+)
+def test_a_wrong_config_is_not_the_tokenizers(tmp_path: Path, text: str, named: str) -> None:
+    """The tokenizer's library reads it too, and was first."""
+    copy = shutil.copytree(DIRECTORY, tmp_path / "model")
+    (copy / "config.json").write_text(text)
+    process = start("--model", str(copy), "--port", "0")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "--model" in err and named in err, err
+    assert "--tokenizer" not in err and "Traceback" not in err, err
+
+
 def test_an_unknown_model_or_policy_argument(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     assert missing in last_line("--model", missing)

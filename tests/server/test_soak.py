@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench.soak.__main__ import slope
+from bench.soak.attacks import attacks, checks
 from bench.soak.malformed import malformed, raw
-from bench.soak.report import Check
+from bench.soak.report import Check, attack_table
 
 
 def test_the_same_seed_makes_the_same_request() -> None:
@@ -23,6 +24,18 @@ def test_growth_is_a_slope() -> None:
     samples = [{"at_s": 60.0 * i, "engine_mib": 300 + 2.5 * i} for i in range(10)]
     assert slope(samples, "engine_mib") == pytest.approx(2.5)
     assert not Check("growth", 0.5, 2.5, "<=").holds
+
+
+def test_the_matrix_has_the_bystanders_gap_as_a_column() -> None:
+    calm = {"attack": "nothing", "seconds": 4.0, "answers": {}, "gap_s": 0.02, "plain_s": 0.1}
+    rude = {**calm, "attack": "bombs", "answers": {"200": 3, "400": 21}, "gap_s": 0.7}
+    rows = [{**row, "growth_mib": 1.0, "failures": 0} for row in (calm, rude)]
+    head, _, first, second = attack_table(rows)
+    assert "stream's longest gap" in head and "| 0.02 |" in first
+    assert second == "| bombs | 4 | 3 x 200, 21 x 400 | 0.70 | 0.10 | 1 |"
+    gap, plain, failures = checks(rows)
+    assert not gap.holds and plain.holds and failures.holds
+    assert len(attacks()) > 8
 
 
 @pytest.mark.slow

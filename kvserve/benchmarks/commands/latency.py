@@ -13,7 +13,6 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
@@ -30,6 +29,7 @@ from kvserve.benchmarks.setup.options import (
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.progress import progress
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _SIZES = (
@@ -110,8 +110,7 @@ class Latency(Benchmark):
     def measure(self) -> None:
         args = self.args
         turns = args.num_iters_warmup + args.num_iters
-        hidden = True if args.disable_tqdm else None
-        for turn in tqdm(range(turns), unit="iteration", disable=hidden):
+        for turn in progress(range(turns), unit="iteration", hidden=args.disable_tqdm):
             for side in self._sides:
                 figures = play(side.engine, self._workload).figures
                 if turn >= args.num_iters_warmup:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from kvserve.benchmarks.commands.serving_flags import add_serving_arguments
 from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
@@ -30,6 +29,7 @@ from kvserve.benchmarks.reports.report import Report, measure_and_publish
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 from kvserve.log import ConfigError
+from kvserve.progress import progress
 
 _POLL_SECONDS = 0.2
 
@@ -131,9 +131,8 @@ class Serving:
         )
         self._said = [[] for _ in range(count)]
         room = asyncio.Semaphore(args.max_concurrency or count)
-        hidden = True if args.disable_tqdm else None
         self._started = time.perf_counter()
-        with tqdm(total=count, unit="conversation", disable=hidden) as bar:
+        with progress(total=count, unit="conversation", hidden=args.disable_tqdm) as bar:
 
             async def converse(index: int) -> None:
                 late = time.perf_counter() - self._started

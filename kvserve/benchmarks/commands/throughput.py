@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures
@@ -39,6 +37,7 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.config import SchedulerConfig
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.progress import progress
 
 _COLUMNS = columns(
     *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "output_tokens", "wall_s"),
@@ -166,8 +165,8 @@ class Throughput(Benchmark):
         from kvserve.benchmarks.measuring.transformers_baseline import generate
 
         args, traffic = self.args, self._traffic
-        shown = None if not args.disable_tqdm else True
-        with tqdm(total=len(traffic.workload), desc=title, unit="request", disable=shown) as bar:
+        named = {"desc": title, "unit": "request", "hidden": args.disable_tqdm}
+        with progress(total=len(traffic.workload), **named) as bar:
             return generate(
                 self.checkpoint.path,
                 args.dtype or "auto",

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tqdm import tqdm
-
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_complete, number
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
@@ -25,6 +23,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.log import ConfigError
+from kvserve.progress import progress
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.pruning import Pruned
@@ -133,8 +132,7 @@ class Tuning:
         self._rows: list[dict[str, Any]] = []
 
     def measure(self) -> None:
-        silent = True if self._args.disable_tqdm else None
-        for spec in tqdm(self._specs, disable=silent, unit="run"):
+        for spec in progress(self._specs, hidden=self._args.disable_tqdm, unit="run"):
             self._rows.append(self._row(spec))
 
     def report(self) -> Report:

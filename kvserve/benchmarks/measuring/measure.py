@@ -10,10 +10,10 @@ from math import sqrt
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from kvserve.benchmarks.datasets.workload import Workload
 from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
 
 Figures = dict[str, Any]
@@ -85,7 +85,7 @@ def play(
             engine.add_request(f"{index}.{len(turns[index])}", prompt, params)
         return prompt is not None
 
-    bar = tqdm(total=len(workload), desc=title, unit="request", disable=None if show else True)
+    bar = progress(total=len(workload), desc=title, unit="request", hidden=not show)
     with bar:
         started = clock()
         for index in range(len(workload)):

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tqdm import tqdm
-
 from kvserve.benchmarks.measuring.measure import Figures
 from kvserve.benchmarks.measuring.pieces import Pieces
 from kvserve.benchmarks.reports.report import Row
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.progress import progress
 
 
 @dataclass
@@ -64,7 +63,7 @@ def run_in_turns(
     to the next call.
     """
     total = repeat * len(contestants)
-    with tqdm(total=total, unit="run", disable=None if show else True) as bar:
+    with progress(total=total, unit="run", hidden=not show) as bar:
         for turn in range(repeat):
             for contestant in contestants:
                 title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")

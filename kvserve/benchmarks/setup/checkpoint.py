@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from kvserve.engine.models.transformer import Transformer
 _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
-    *("kv_cache_dtype", "continuations"),
+    *("kv_cache_dtype", "continuations", "tensor_parallel_size", "trust_remote_code"),
 )
 _LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
@@ -57,9 +58,10 @@ class Checkpoint:
     tokenizer_path: str
     load_format: str
     spec: ModelSpec
+    trust_remote_code: bool = False
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self.tokenizer_path)
+        return Tokenizer(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Settings of an engine, without the policy."""
@@ -85,7 +87,11 @@ class Engines:
         config = EngineConfig.from_flat(
             policy=spec.name, policy_args=spec.fields, **{**self._settings, **settings}
         )
-        engine = LLMEngine(config, self._model)
+        alone = config.parallel.tensor_parallel_size == 1
+        # With ranks each engine loads its own: the model sums over the ranks that it was made for.
+        engine = LLMEngine(config, self._model if alone else None)
+        # The ranks are processes: they would outlive an engine that the caller drops.
+        weakref.finalize(engine, engine.core.executor.ranks.close)
         self._model = engine.core.runner.model
         return engine
 
@@ -104,15 +110,16 @@ def opened_checkpoint(
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         load_format, shape = args.load_format, getattr(args, "shape", None)
+        code = bool(getattr(args, "trust_remote_code", None))
         if shape is None:
-            name, path = args.model, find_model(args.model)
+            name, path = args.model, find_model(args.model, code=code)
         else:
             name, path, load_format = f"shape {shape}", Path(scratch), "dummy"
             (path / "config.json").write_text(json.dumps(SHAPES[shape]))
         spec, tokenizer = read_spec(path), args.tokenizer or str(path)
         if load_format == "dummy" and write_weights:
             path, load_format = _write_random_weights(path, Path(scratch), args.seed), "auto"
-        yield Checkpoint(name, path, tokenizer, load_format, spec)
+        yield Checkpoint(name, path, tokenizer, load_format, spec, code)
 
 
 def _write_random_weights(config: Path, target: Path, seed: int) -> Path:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from kvserve.benchmarks.setup.checkpoint import SHAPES
@@ -19,7 +20,8 @@ from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE = next(flag for flag in fields(ModelConfig) if flag.name == "dtype").metadata
+_DTYPE_HELP = f"{', '.join(_DTYPE['choices'])}; auto is float32 on a CPU"
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -49,6 +51,14 @@ def number(
         return value
 
     return read
+
+
+def _dtype(text: str) -> str:
+    """A dtype, under one of its names."""
+    name = str(_DTYPE["synonyms"].get(text, text))
+    if name not in _DTYPE["choices"]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPE['choices'])}")
+    return name
 
 
 def file_name(suffix: str) -> Callable[[str], Path]:
@@ -102,7 +112,7 @@ def add_engine_arguments(
         + (f" (default: {unless_given})" if unless_given else ""),
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", choices=_DTYPES, help="auto is float32 on a CPU")
+    parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=_DTYPE_HELP)
     words = "how keys and values are stored (default: auto, in the model's dtype)"
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
     parser.add_argument(
@@ -130,6 +140,10 @@ def add_engine_arguments(
         help="seed of prompts and random weights",
     )
     parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
+    words = "processes that share the model, each with a GPU of its own, or with CPU cores"
+    parser.add_argument("--tensor-parallel-size", "-tp", type=count, metavar="N", help=words)
+    words = "let the tokenizer run code from its repository"
+    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
     parser.set_defaults(fail=parser.error, default_policies=policies)
 
 

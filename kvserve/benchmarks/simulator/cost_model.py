@@ -68,6 +68,32 @@ DEVICES = {
         memory=80 * _GIB,
         fp8=False,
     ),
+    # 24 GB cards: the shares of their data sheets that the ones above sustain.
+    "rtx4090": Device(
+        bandwidth=0.85e12,
+        attention_bandwidth=0.85e12,
+        gemm=110e12,
+        scoring=55e12,
+        memory=24 * _GIB,
+        host_bandwidth=20e9,
+    ),
+    "a10": Device(
+        bandwidth=0.5e12,
+        attention_bandwidth=0.5e12,
+        gemm=80e12,
+        scoring=40e12,
+        memory=24 * _GIB,
+        host_bandwidth=20e9,
+        fp8=False,
+    ),
+    "l4": Device(
+        bandwidth=0.25e12,
+        attention_bandwidth=0.25e12,
+        gemm=70e12,
+        scoring=35e12,
+        memory=24 * _GIB,
+        host_bandwidth=20e9,
+    ),
     # One core, float32, fitted to runs of 2026-11-20; attention there gathers blocks first.
     "cpu": Device(
         bandwidth=14e9,

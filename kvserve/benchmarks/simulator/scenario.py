@@ -12,13 +12,14 @@ import numpy as np
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Device
-from kvserve.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig, read_size
+from kvserve.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
+from kvserve.setting_values import read_size
 
 _BLOCK_SIZE = 16
 _LENGTHS = {"input": (250, 4096), "output": (2000, 8192)}  # mean and cap, in tokens

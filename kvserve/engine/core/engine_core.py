@@ -343,6 +343,12 @@ class EngineCore:
             remainder_entries=seq.remainder_entries,
             **seq.held_counts,
         )
+        if seq.finish_reason == "length" and seq.num_tokens < seq.max_len:
+            logger.warning(
+                "an answer ended after %d tokens, before its limit: the pool holds no more of it "
+                "(--kv-cache-memory, --num-gpu-blocks-override, or a --policy)",
+                seq.num_tokens - seq.num_prompt_tokens,
+            )
         return FinishedSequence(
             seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
         )

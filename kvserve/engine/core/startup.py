@@ -128,7 +128,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=[
             *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
-            log_row(plan.log),
+            log_row(plan.log, device),
             memory_row(profile),
             remainders_row(executor.runner.batch.remainders, policy),
             ("attention", attention.name, f"{attention.reason}; --attention-backend"),

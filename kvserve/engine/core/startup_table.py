@@ -20,6 +20,7 @@ from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
+from kvserve.kernels.cpu import window_scores
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
@@ -92,14 +93,18 @@ def _entries_row(plan: RankPlan) -> Row:
     return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
 
 
-def log_row(log: LogForm) -> Row:
+def log_row(log: LogForm, device: str) -> Row:
     """How queries are logged, and which policies requests cannot choose because of it."""
     numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
     state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
     others = [name for name in policy_names() if not _fits(_default(name), log)]
-    refused = f"; requests for {', '.join(others)} are refused unless they log in this form"
-    flags = "--policy.query_reduce, --policy.query_dtype"
-    return "query log", state, flags + (refused if others else "")
+    why = "--policy.query_reduce, --policy.query_dtype"
+    if others:
+        why += f"; requests for {', '.join(others)} are refused unless they log in this form"
+    compiled = device == "cpu" and log.dtype == "int4"
+    if compiled and (missing := window_scores.missing()) is not None:
+        why += f"; torch scores with them: {missing}"
+    return "query log", state, why
 
 
 def _fits(policy: Policy | None, log: LogForm) -> bool:

@@ -15,6 +15,7 @@ from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.spec import read_spec
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -75,7 +76,9 @@ class AsyncEngine:
         if not model.skip_tokenizer_init and model.tokenizer is None:
             code = model.trust_remote_code
             place = model.model, model.revision, model.download_dir
-            path = str(find_model(*place, weights=False, code=code))
+            found = find_model(*place, weights=False, code=code)
+            read_spec(found, model.hf_overrides)  # what is wrong with it is not the tokenizer's
+            path = str(found)
         self.tokenizer = load_tokenizer(self.config, path)
         return TaskResolver(self.config.compression, self.tokenizer)
 
@@ -84,6 +87,11 @@ class AsyncEngine:
         if self._info is None:
             raise RuntimeError("the engine has not been started")
         return self._info
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the engine's process is there and does not run, as after SIGSTOP."""
+        return self.dead_error is None and self._client.suspended
 
     @property
     def stats_by_engine(self) -> dict[str, EngineStats]:

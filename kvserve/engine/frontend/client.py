@@ -39,6 +39,9 @@ OnDeath = Callable[[BaseException], None]
 class EngineClient(Protocol):
     """A core that runs elsewhere. The callbacks run in the event loop that called ``start``."""
 
+    @property
+    def suspended(self) -> bool: ...
+
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
 
     def add(self, new: NewSequence) -> None: ...
@@ -59,6 +62,10 @@ class ThreadClient:
         self._config = config
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    @property
+    def suspended(self) -> bool:
+        return False
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         loop = asyncio.get_running_loop()
@@ -122,6 +129,10 @@ class ProcessClient:
         self._config = config
         self._link: ParentLink | None = None
         self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def suspended(self) -> bool:
+        return self._link is not None and self._link.suspended
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         from kvserve.engine.core.core_process import ParentLink

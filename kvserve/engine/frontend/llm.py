@@ -9,13 +9,12 @@ from typing import Any
 from tqdm import tqdm
 
 from kvserve.config import EngineConfig
+from kvserve.engine.frontend.batch import Prompt, read_conversations, read_params, read_prompts
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -33,9 +32,11 @@ class LLM:
     def __init__(
         self, model: str, *, policy: str | Mapping[str, Any] = "none", **settings: Any
     ) -> None:
+        named = isinstance(policy, str) or (isinstance(policy, Mapping) and "name" in policy)
+        if not named:
+            wanted = 'a name, or a mapping with one like {"name": "kara", "window": 128}'
+            raise ConfigError(f"policy must be {wanted}, got {shown(policy):.200}")
         spec = {"name": policy} if isinstance(policy, str) else dict(policy)
-        if "name" not in spec:
-            raise ConfigError('policy needs a name, as in {"name": "kara", "window": 128}')
         name = spec.pop("name")
         self.config = EngineConfig.from_flat(model=model, policy=name, policy_args=spec, **settings)
         self.engine = LLMEngine(self.config)
@@ -69,11 +70,8 @@ class LLM:
 
         Example: ``llm.generate("Once upon a time", SamplingParams(max_tokens=50))``.
         """
-        batch = _as_batch(prompts)
-        params = sampling_params or SamplingParams(**self.engine.core.info.default_sampling)
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling_params")
+        batch = read_prompts(prompts)
+        each = read_params(sampling_params, len(batch), self.engine.core.info.default_sampling)
         ids = [str(next(self._request_ids)) for _ in batch]
         try:
             for request_id, prompt, one in zip(ids, batch, each, strict=True):
@@ -100,8 +98,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer; drop skip_tokenizer_init")
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
+        conversations = read_conversations(messages)
         prompts = [self.tokenizer.apply_chat_template(c, **template) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -114,9 +111,3 @@ class LLM:
                         done[output.request_id] = output
                         bar.update()
         return done
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

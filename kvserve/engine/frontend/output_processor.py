@@ -6,15 +6,10 @@ import time
 from dataclasses import dataclass, fields, replace
 
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import (
-    FinishedSequence,
-    NewSequence,
-    PromptLogprobs,
-    StepOutputs,
-    policy_spec,
-)
+from kvserve.engine.messages import FinishedSequence, NewSequence, StepOutputs, policy_spec
 from kvserve.log import RequestError, logger
 from kvserve.outputs import (
     CompletionOutput,
@@ -65,7 +60,7 @@ class OutputProcessor:
             token_ids,
             [CompletionOutput(index) for index in range(params.n)],
             metrics=RequestMetrics(time.time()),
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
         )
         sequences = []
         kv_policy = self._tasks.resolve(params.kv_policy, prompt, token_ids)
@@ -99,8 +94,9 @@ class OutputProcessor:
         now = time.time()
         for scored in outputs.prompt_logprobs:
             branch = self._branches.get(scored.seq_id)
-            if branch is not None:
-                self._take_prompt(branch.request, scored)
+            known = None if branch is None else branch.request.prompt_logprobs
+            if isinstance(known, ScoredPrompt):
+                known.take(scored)
         for seq_id, compaction in outputs.compactions:
             branch = self._branches.get(seq_id)
             if branch is not None:
@@ -176,12 +172,6 @@ class OutputProcessor:
             return
         branch.detokenizer.push(token)
         branch.choice.text = branch.detokenizer.text
-
-    def _take_prompt(self, request: RequestOutput, scored: PromptLogprobs) -> None:
-        """A prompt that was preempted is scored again from its start: take what is new."""
-        known = request.prompt_logprobs
-        assert known is not None
-        known += map(self._with_text, scored.entries[len(known) - scored.start :])
 
     def _end(self, branch: _Branch, finished: FinishedSequence) -> None:
         choice, request = branch.choice, branch.request
@@ -262,14 +252,14 @@ class OutputProcessor:
         return [list(word) for word in dict.fromkeys(map(tuple, tokens)) if word]
 
     def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self._tokenizer is None:
-            return logprobs
-        text = self._tokenizer.token_text
         return {
-            # Not by replace, which takes five times as long: there may be 40,000 in a step.
-            token: Logprob(entry.logprob, entry.rank, text(token))
+            # Not by replace, which takes five times as long: there may be 2,000 in a step.
+            token: Logprob(entry.logprob, entry.rank, self._text(token))
             for token, entry in logprobs.items()
         }
+
+    def _text(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token)
 
 
 def _add(total: KVCacheDetails, more: KVCacheDetails) -> KVCacheDetails:

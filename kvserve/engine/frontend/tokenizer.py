@@ -26,6 +26,7 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
         self.backend = self._hf.backend_tokenizer
+        self._texts: dict[int, str] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -53,14 +54,18 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        # Without transformers' warning about its own limit: the engine has one, and refuses.
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def apply_chat_template(
         self,

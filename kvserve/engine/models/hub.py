@@ -40,7 +40,7 @@ def find_model(
     try:
         return _download(name, revision, download_dir, patterns)
     except Exception as error:  # any error of the network, the disk or the hub
-        raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from error
+        raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def _problem(error: Exception, name: str, revision: str | None, download_dir: st
     if isinstance(error, errors.LocalEntryNotFoundError):
         where = download_dir or "the cache that HF_HOME names"
         return (
-            f"{name} is not in {where} and the hub cannot be asked; give a directory, or unset "
-            "HF_HUB_OFFLINE if it is set"
+            f"{name} is no directory here, is not in {where}, and the hub cannot be asked; give a "
+            "directory, or unset HF_HUB_OFFLINE if it is set"
         )
     reason = " ".join(str(error).split()) or type(error).__name__
     return f"cannot download {name} ({reason}); give a directory"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -21,6 +20,7 @@ from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import is_unused, weight_targets
 from kvserve.log import ConfigError
+from kvserve.progress import progress
 
 
 def load_model(
@@ -68,8 +68,9 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
         for weight, target in targets.items()
     }
     _check_names(model, checkpoint, stored)
-    hidden = None if model.group.rank == 0 else True
-    for weight, target in tqdm(targets.items(), f"Loading {name}", unit="tensor", disable=hidden):
+    others = model.group.rank != 0
+    bar = progress(targets.items(), desc=f"Loading {name}", unit="tensor", hidden=others)
+    for weight, target in bar:
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         shape = storage.shape(checkpoint, weight)
         if shape != target.shape:

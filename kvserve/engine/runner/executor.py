@@ -45,6 +45,11 @@ class Executor:
         self.runner = runner
         self._others = others
 
+    @property
+    def ranks(self) -> OtherRanks:
+        """The processes of the other ranks."""
+        return self._others
+
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step on every rank."""
         self._others.send(output)

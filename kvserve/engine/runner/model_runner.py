@@ -115,9 +115,9 @@ class ScoredChunk:
 
     def read(self, found: list[np.ndarray[Any, Any]]) -> PromptLogprobs:
         """The log-probabilities, from ``found``: what ``tokens`` are on the host."""
-        wanted = np.full(len(found[0]), self.count)
-        entries = [entry or {} for entry in _logprobs(found, wanted) or ()]
-        return PromptLogprobs(self.seq_id, self.start, entries)
+        kinds = np.int32, np.float32, np.int32, np.int32, np.float32
+        arrays = (part.astype(kind).tobytes() for part, kind in zip(found, kinds, strict=True))
+        return PromptLogprobs(self.seq_id, self.start, self.count, *arrays)
 
 
 class ModelRunner:

@@ -33,6 +33,10 @@ _LIMITS: Any = {
 }
 """What llguidance may spend on one grammar: some 50 MiB, and some 0.1 s in a step."""
 _TRIAL_TOKENS = 8
+_STOPPED = dict.fromkeys(
+    ("NoExtension", "NoExtensionBias"), "no text matches it: no token may come next"
+)
+"""Names that llguidance has for the end of a grammar, in words."""
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
@@ -87,6 +91,7 @@ def refused(wanted: StructuredOutput, reason: str) -> RequestError:
         logger.error("a grammar made its backend fail: %.2000s", reason)
         reason = "it failed there; it may be too complex"
     reason = reason.partition("<state>")[0].strip()  # behind it comes the library's state
+    reason = _STOPPED.get(reason, reason)
     return RequestError(
         f"{wanted.field}: the grammar backend refuses it: {reason[:300]}",
         param=wanted.field,

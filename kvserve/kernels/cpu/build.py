@@ -1,9 +1,13 @@
-"""Compiles a C++ file of this folder into the user's cache, once for each source and CPU."""
+"""Compiles a C++ file of this folder into the user's cache, once for each source and CPU.
+
+Libraries that came with the package are taken first where they are for this CPU's level.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
@@ -13,14 +17,20 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from kvserve.folders import temporary_folder
+from kvserve.kernels.cpu import levels
 
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in its process.
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
 _ROOM = 2**20
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+_HERE = Path(__file__).parent
+PREBUILT = _HERE / "prebuilt"
+"""Libraries that came with the package, as in the CPU image (``kvserve.kernels.cpu.prebuild``)."""
 _logger = logging.getLogger("kvserve")
 _failures: dict[tuple[object, ...], str] = {}
 """Why a build failed, so that the next call does not wait for the same compiler again."""
@@ -30,98 +40,130 @@ class BuildError(RuntimeError):
     """There is no library; the message says why, in one line."""
 
 
+class _WrongFolder(BuildError):
+    """A library cannot be kept in this folder; another one may do."""
+
+
 @functools.cache
 def load_library(name: str, *defines: str) -> ctypes.CDLL:
-    """The library of ``name.cpp``, built unless it is cached. ``BuildError`` if that fails.
+    """The library of ``name.cpp``, built unless it is there. ``BuildError`` if that fails.
 
     ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
     """
-    source = Path(__file__).with_name(f"{name}.cpp")
-    texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    flags = *_FLAGS, *(f"-D{define}" for define in defines)
-    key = hashlib.sha256(b"".join(texts) + repr((flags, _LINK, _cpu())).encode())
-    file = f"{name}-{key.hexdigest()[:16]}.so"
-    for folder in _cache_folders():
-        if (folder / file).is_file() and _is_ours(folder):
+    file = _file_name(name, defines, "native")
+    there = [folder / file for folder in _cache_folders() if _is_ours(folder)]
+    there += [PREBUILT / _file_name(name, defines, level) for level in levels.of_this_cpu()]
+    for library in there:
+        if library.is_file():
             with contextlib.suppress(BuildError):  # it is of another system that shares this home
-                return _open(folder / file)
+                return _open(library)
     attempt = file, shutil.which("g++"), _cache_folders()
     if attempt not in _failures:
         try:
-            return _open(_build(source, file, flags))
+            return _open(_build(name, defines, file))
         except BuildError as error:
             _failures[attempt] = str(error)
     raise BuildError(_failures[attempt])
+
+
+def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
+    """Compile a library into the package, for every CPU of a level. May raise ``BuildError``."""
+    PREBUILT.mkdir(exist_ok=True)
+    command = _command(_compiler(), name, defines, level)
+    return _build_in(PREBUILT, command, _file_name(name, defines, level))
 
 
 def _open(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"the build does not load: {error}") from None
+        raise _WrongFolder(f"the build does not load: {error}") from None
 
 
-def _build(source: Path, file: str, flags: tuple[str, ...]) -> Path:
-    """Compile into the first folder that can be written; several processes may do so at once."""
+def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
+    """Another one for other sources, flags and, where it is compiled for this CPU, other CPUs."""
+    source = _HERE / f"{name}.cpp"
+    texts = [file.read_bytes() for file in (source, *sorted(_HERE.glob("*.h")))]
+    flags = _FLAGS, level, defines, _LINK, _cpu() if level == "native" else ()
+    key = hashlib.sha256(b"".join(texts) + repr(flags).encode())
+    return f"{name}-{key.hexdigest()[:16]}.so"
+
+
+def _command(compiler: str, name: str, defines: tuple[str, ...], level: str) -> list[str]:
+    given = (f"-D{define}" for define in defines)
+    return [compiler, *_FLAGS, f"-march={level}", *given, *_LINK, str(_HERE / f"{name}.cpp")]
+
+
+def _compiler() -> str:
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ found")
-    failure = None
+    return compiler
+
+
+def _build(name: str, defines: tuple[str, ...], file: str) -> Path:
+    """Compile into the first folder that has room and whose libraries load."""
+    command = _command(_compiler(), name, defines, "native")
+    refused: list[str] = []
     for folder in _cache_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_ours(folder):
-                continue
-            handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
-        except OSError:
-            continue
-        os.close(handle)
-        _logger.info("compiling %s with g++ into %s, once", source.name, folder)
-        try:
-            _compile([compiler, *flags, *_LINK, "-o", unfinished, str(source)])
-            _open(Path(unfinished))
-            os.replace(unfinished, folder / file)
-        except BaseException as error:
-            os.unlink(unfinished)
-            if not (isinstance(error, BuildError) and _no_room(folder)):
-                raise
-            failure = error
-            continue
-        return folder / file
-    if failure is not None:
-        raise failure
-    raise BuildError(f"no folder to build in: {', '.join(map(str, _cache_folders()))}")
+                raise _WrongFolder("others may write in it")
+            _logger.info("compiling %s.cpp with g++ into %s, once", name, folder)
+            return _build_in(folder, command, file)
+        except (_WrongFolder, OSError) as error:
+            refused.append(f"{folder}: {error.strerror if isinstance(error, OSError) else error}")
+    raise BuildError(f"no folder to build in ({'; '.join(refused)}); XDG_CACHE_HOME names another")
 
 
-def _no_room(folder: Path) -> bool:
-    """Whether the disk behind a folder is as good as full."""
-    return shutil.disk_usage(folder).free < _ROOM
-
-
-def _compile(command: list[str]) -> None:
+def _build_in(folder: Path, command: list[str], file: str) -> Path:
+    """Compile into a folder; several processes may do so at once."""
+    handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
+    os.close(handle)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
-        )
+        _compile([*command, "-o", unfinished], folder)
+        _open(Path(unfinished))
+        os.replace(unfinished, folder / file)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+    return folder / file
+
+
+def _compile(command: list[str], folder: Path) -> None:
+    """Run the compiler, whose temporary files go to ``folder`` too."""
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+    try:
+        done = subprocess.run(command, timeout=_SECONDS, env=environment, **how)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"g++ did not run: {error}") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        first = next((line for line in lines if "error" in line), lines[0])
-        raise BuildError(f"g++ failed: {first}")
+    if done.returncode == 0:
+        return
+    if full := next((text for text in _FULL if text in done.stderr), None):
+        raise _WrongFolder(full)
+    if shutil.disk_usage(folder).free < _ROOM:  # the linker may end by a bus error
+        raise _WrongFolder(_FULL[0])
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    first = next((line for line in lines if "error" in line), lines[0])
+    raise BuildError(f"g++ failed: {first}")
 
 
-def _cache_folders() -> tuple[Path, Path]:
-    """Where builds are kept: the user's cache or, if that cannot be written, a temporary folder."""
+def _cache_folders() -> tuple[Path, ...]:
+    """Where builds are kept: the user's cache or, if that cannot be, a temporary folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     temporary = Path(temporary_folder()) / f"kvserve-{os.getuid()}"
     # Without a home the path stays relative.
-    return (Path(cache, "kvserve") if os.path.isabs(cache) else temporary), temporary
+    return (Path(cache, "kvserve"), temporary) if os.path.isabs(cache) else (temporary,)
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether only this user can write to a folder, since its libraries are run."""
-    facts = folder.stat()
+    try:
+        facts = folder.stat()
+    except OSError:
+        return False
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 

@@ -26,6 +26,7 @@ _LEVELS = ("key_scales", "value_scales", "value_lows")
 _ALL_POINTERS = (*_POINTERS, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
 _FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
 """KVSERVE_FORMAT, by the forms of keys and values."""
+DEFINES = tuple(f"KVSERVE_FORMAT={number}" for number in _FORMATS.values())
 _NUMBERS = (
     "head_stride",
     *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),

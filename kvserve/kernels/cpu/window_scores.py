@@ -42,6 +42,15 @@ class _OneCall(ctypes.Structure):
     )
 
 
+def missing() -> str | None:
+    """Why the compiled kernel is not there; ``None`` if it is."""
+    try:
+        load_library("window_scores")
+    except BuildError as error:
+        return str(error)
+    return None
+
+
 def takes(query: Int4Queries, key: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these tensors."""
     if (
@@ -51,11 +60,7 @@ def takes(query: Int4Queries, key: Tensor) -> bool:
         or key.shape[-1] > _LARGEST_DIM
     ):
         return False
-    try:
-        load_library("window_scores")
-    except BuildError:
-        return False
-    return key.stride(-1) == 1 and query.codes.stride(-1) == 1
+    return missing() is None and key.stride(-1) == 1 and query.codes.stride(-1) == 1
 
 
 def window_scores(

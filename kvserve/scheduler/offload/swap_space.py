@@ -118,7 +118,9 @@ class SwapSpace:
         """Every host block is free or holds a part of one parked row or continuation; every place
         of a remainder has one owner."""
         held = [parked.host_blocks for parked in self._parked.values()]
-        self.pool.check_integrity(np.concatenate([self._hosted.held(), *held]))
+        hosted = self._hosted.held()
+        assert len(hosted) == self._hosted.num_held
+        self.pool.check_integrity(np.concatenate([hosted, *held]))
         away = [parked.remainder for parked in self._parked.values()]
         if self._continuations is not None:
             saved = self._continuations.all

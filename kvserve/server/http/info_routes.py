@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel
 
 import kvserve
 from kvserve.server.http.json_body import JsonRoute
@@ -22,6 +23,18 @@ router = APIRouter(tags=["server"], route_class=JsonRoute)
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
+_TEXT, _CHAT = TokenizeRequest, TokenizeChatRequest
+
+
+def _either(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """What the document says of a body that is one of these; what they hold is described there."""
+    place = "#/components/schemas/{model}"
+    schemas = [kind.model_json_schema(ref_template=place) for kind in kinds]
+    described = [{name: each for name, each in s.items() if name != "$defs"} for s in schemas]
+    content = {"application/json": {"schema": {"anyOf": described}}}
+    return {"requestBody": {"content": content, "required": True}}
+
+
 def _state(request: Request) -> ServerState:
     state: ServerState = request.app.state.server
     return state
@@ -32,8 +45,10 @@ def _state(request: Request) -> ServerState:
 @router.head("/ping", include_in_schema=False)
 @router.get("/ping", include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 when requests are admitted; 503 while loading or draining and after the engine died."""
-    _state(request).check_health()
+    """200 when requests are answered; 503 while loading or draining, and without an engine."""
+    state = _state(request)
+    state.check_health()
+    state.check_runs()
     return json_response({"status": "ok"})
 
 
@@ -85,7 +100,7 @@ async def server_info(request: Request) -> Response:
 # ---- tokenizer --------------------------------------------------------------------------------
 
 
-@router.post("/tokenize", responses=answers(Tokens))
+@router.post("/tokenize", responses=answers(Tokens), openapi_extra=_either(_TEXT, _CHAT))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(body: dict[str, Any], request: Request) -> Response:
     """Token ids of a text (``prompt``), or of ``messages`` under the chat template."""

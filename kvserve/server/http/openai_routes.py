@@ -36,7 +36,7 @@ from kvserve.server.openai.responses import (
     json_response,
     model_card,
 )
-from kvserve.server.openai.responses_protocol import ResponsesRequest
+from kvserve.server.openai.responses_protocol import ResponsesRequest, in_own_names
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
 from kvserve.server.state.clients import in_turn
@@ -53,6 +53,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = in_turn(body.sampling_params(state.default_sampling), request)
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
+    state.check_queue(len(body.prompt) * params.n)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
     check_lengths(state, body, prompts)
@@ -110,7 +111,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         )
     state, model = _admit(chat, request)
     request_id = name_request(chat, request, "resp")
-    plan = await plan_chat(state, chat)
+    try:
+        plan = await plan_chat(state, chat)
+    except RequestError as error:
+        raise in_own_names(error) from None
     params = in_turn(plan.params, request)
     generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)

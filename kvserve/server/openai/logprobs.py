@@ -50,7 +50,7 @@ class Echo:
         start = _Columns([self.first], [None], [None], [0])
         encoded = [[_inner(column)] for column in start]
         offset = len(self.first)
-        entries = (entry or {} for entry in prompt.prompt_logprobs[1:])
+        entries = (entry or {} for entry in islice(prompt.prompt_logprobs, 1, None))
         steps = zip(prompt.prompt_token_ids[1:], entries, strict=True)
         while some := list(islice(steps, _SLICE)):
             columns, offset = _columns(some, top, offset)

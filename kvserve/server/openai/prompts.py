@@ -14,14 +14,14 @@ from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.state.server_state import ServerState
 
 _INLINE = 1_000
-"""A text of up to this many characters is tokenized on the event loop: a thread costs more."""
+"""Texts of up to this many characters are tokenized on the event loop: a thread costs more."""
 _FIRST_LOOK = 4
 """Characters per token of the context that are tokenized first of a long text."""
 _MOST_WHOLE = 2**20
 _SEAM = 64
 """Tokens that the whole text may have fewer than its beginning, where that was cut off."""
 _FEW = 16
-"""The most messages for which a template runs on the event loop."""
+"""The most texts that are tokenized, or messages that a template gets, on the event loop."""
 _TEXTS = ThreadPoolExecutor(4, "kvserve-text")
 """Threads for tokenizing and templates: the event loop does not wait for long texts."""
 _TRIMMED = 2**22
@@ -51,32 +51,32 @@ async def encode(
     ``whole`` texts are tokenized to the end, if they pass ``check_characters``.
     """
     special = add_special_tokens is not False
-    return [
-        prompt
-        if isinstance(prompt, list)
-        else await _encode_text(state, prompt, special, whole=whole)
-        for prompt in prompts
-    ]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_characters(state, len(text), "prompt", whole=whole)
+
+    def run() -> list[list[int]]:
+        return [
+            prompt if isinstance(prompt, list) else _encode_text(state, prompt, special, whole)
+            for prompt in prompts
+        ]
+
+    if len(texts) <= _FEW and sum(map(len, texts)) <= _INLINE:
+        return run()
+    return await in_thread(run)
 
 
-async def _encode_text(
-    state: ServerState, text: str, add_special_tokens: bool, *, whole: bool
-) -> list[int]:
+def _encode_text(state: ServerState, text: str, special: bool, whole: bool) -> list[int]:
     tokenizer = state.require_tokenizer("prompt")
     context = state.engine.max_model_len
-    check_characters(state, len(text), "prompt", whole=whole)
-
-    def run() -> list[int]:
-        look = _FIRST_LOOK * context
+    look = _FIRST_LOOK * context
+    try:
         if not whole and len(text) > 2 * look:
             # If the beginning alone exceeds the context, the rest need not be tokenized.
-            seen = len(tokenizer.encode(text[:look], add_special_tokens=add_special_tokens))
+            seen = len(tokenizer.encode(text[:look], add_special_tokens=special))
             if seen > context + _SEAM:
                 raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    try:
-        return run() if len(text) <= _INLINE else await in_thread(run)
+        return tokenizer.encode(text, add_special_tokens=special)
     except RequestError:
         raise
     except (ValueError, TypeError) as exc:  # the tokenizer cannot read it

@@ -195,6 +195,15 @@ def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
     return [{"type": "text", "text": part.get("text")} for part in content]
 
 
+def in_own_names(error: RequestError) -> RequestError:
+    """An error about a chat request's field, under the name that a client of this route gave."""
+    own = _CHAT_NAMES.get(error.param)
+    if own is None:
+        return error
+    message = str(error).replace(str(error.param), own, 1)
+    return RequestError(message, param=own, code=error.code)
+
+
 def _renamed(error: dict[str, Any]) -> dict[str, Any]:
     """A validation error of the chat request, under this request's name of the field."""
     body, *path = error["loc"]

@@ -71,6 +71,8 @@ def _type(schema: Schema) -> str:
             return " or ".join(dict.fromkeys(map(_type, schema[key])))
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "properties" in schema and "title" in schema:
+        return f"{schema['title']} ({', '.join(f'`{name}`' for name in schema['properties'])})"
     kind = schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}"

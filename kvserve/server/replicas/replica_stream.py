@@ -66,7 +66,7 @@ class OutputReader:
         if whole is not None:
             piece.compactions = whole.compactions + piece.compactions
             if whole.prompt_logprobs is not None and piece.prompt_logprobs is not None:
-                piece.prompt_logprobs = whole.prompt_logprobs + piece.prompt_logprobs
+                piece.prompt_logprobs = [*whole.prompt_logprobs, *piece.prompt_logprobs]
             for before, choice in zip(whole.outputs, piece.outputs, strict=True):
                 _prepend(before, choice)
         return piece

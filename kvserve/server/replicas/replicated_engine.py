@@ -56,6 +56,8 @@ class ReplicatedEngine:
         self.config = config
         self.tokenizer: Tokenizer | None = None
         self.dead_error: BaseException | None = None
+        self.suspended = False
+        """Serve asks each replica for its health, and replaces one that does not answer."""
         self.stats_by_engine: Mapping[str, EngineStats] = {}
         self._router = HeldTokenRouter()
         self._handle: DeploymentHandle | None = None

@@ -7,17 +7,16 @@ says how a value is read. At start only the standard library is imported: ``--he
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
-from kvserve.config import read_size
 from kvserve.log import ConfigError
+from kvserve.server.settings.vllm_flags import why_absent
+from kvserve.setting_values import did_you_mean, kind_of, read_size, takes_sizes
 
 ENV_PREFIX = "KVSERVE_"
 
@@ -46,8 +45,9 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(word, known, 1, 0.75)
-        raise UsageError(f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else ""))
+        if absent := why_absent(word):
+            raise UsageError(f"{word}{absent}")
+        raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
 
 
 # ---- flags ------------------------------------------------------------------------------------
@@ -64,6 +64,7 @@ class Flag:
     choices: tuple[str, ...] | None
     aliases: tuple[str, ...]
     sized: bool
+    synonyms: Mapping[str, str]
     numbers: bool = False
     """Whether a tuple's values are whole numbers."""
 
@@ -94,6 +95,7 @@ class Flag:
             value = self._convert(text)
         except ValueError as exc:
             raise argparse.ArgumentTypeError(str(exc)) from None
+        value = self.synonyms.get(value, value) if self.synonyms else value
         if self.choices is not None and value not in self.choices:
             raise argparse.ArgumentTypeError(
                 f"{value!r} is not one of {', '.join(map(str, self.choices))}"
@@ -140,28 +142,18 @@ def flags_of(settings: type) -> list[Flag]:
     return [
         Flag(
             name=item.name,
-            kind=_kind(hints[item.name]),
+            kind=kind_of(hints[item.name]),
             default=_default(item),
             help=item.metadata["help"],
             choices=item.metadata.get("choices"),
             aliases=tuple(item.metadata.get("aliases", ())),
-            sized="accepts" in item.metadata["help"],
+            synonyms=item.metadata.get("synonyms", {}),
+            sized=takes_sizes(item),
             numbers=hints[item.name] == tuple[int, ...],
         )
         for item in fields(settings)
         if "help" in item.metadata
     ]
-
-
-def _kind(hint: Any) -> type:
-    """``int | None`` -> ``int``, ``tuple[str, ...]`` -> ``tuple``, ``Mapping[...]`` -> ``dict``."""
-    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
-    if NoneType in get_args(hint):
-        return _kind(arguments[0])
-    origin = getattr(hint, "__origin__", hint)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return dict
-    return origin if isinstance(origin, type) else str
 
 
 def _default(item: Field[Any]) -> Any:
@@ -298,9 +290,7 @@ def read_names(flags: Iterable[Flag], content: Mapping[str, Any], where: str) ->
             values["policy_args"] = {**policy, **values.get("policy_args", {})}
             continue
         if name not in by_name:
-            close = difflib.get_close_matches(name, by_name, 1, 0.75)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{where}: unknown setting {key!r}{hint}")
+            raise UsageError(f"{where}: unknown setting {key!r}{did_you_mean(name, by_name)}")
         try:
             read = by_name[name].read_plain(value)
         except argparse.ArgumentTypeError as exc:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from kvserve.config import SECTIONS, EngineConfig
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import Flag, UsageError, flags_of, read_names, resolve
+from kvserve.server.settings.args import ENV_PREFIX, Flag, UsageError, flags_of, read_names, resolve
 from kvserve.server.settings.serve_settings import ServeSettings
 
 
@@ -31,8 +32,15 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 
 
 def settings_from(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
-    """All settings from names and values as in a file. A ``ConfigError`` names what is wrong."""
-    return _build(read_names(_flags(), values, "settings"))
+    """All settings from names and values as in a file. A ``ConfigError`` names what is wrong.
+
+    Keys may come from the environment too (``KVSERVE_API_KEY``): a file is no place for them.
+    """
+    given = read_names(_flags(), values, "settings")
+    keys = os.environ.get(f"{ENV_PREFIX}API_KEY")
+    if keys is not None:
+        given.setdefault("api_key", [key.strip() for key in keys.split(",")])
+    return _build(given)
 
 
 def _flags() -> list[Flag]:

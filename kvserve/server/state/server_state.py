@@ -66,6 +66,11 @@ class ServerState:
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
 
+    def check_runs(self) -> None:
+        """503 while a signal has stopped the engine: requests are admitted, and wait for it."""
+        if self.engine.suspended:
+            raise unavailable("the engine's process is stopped (SIGCONT)", "engine_suspended")
+
     def check_model(self, model: str | None) -> str:
         """The model's name in the answer: ``model``, or the first served. 404 if not served."""
         names = self.options.served_names

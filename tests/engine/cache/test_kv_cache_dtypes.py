@@ -132,7 +132,7 @@ def test_codes_are_refused_over_levels(qwen3_dir: Path) -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_device", lambda config: "cuda")
+    monkeypatch.setattr(startup, "device_of", lambda config: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: needs a GPU of compute capabil"):

@@ -46,8 +46,8 @@ def test_how_many_tokens_a_block_logs() -> None:
 )
 def test_the_start_up_table_names_whom_the_log_turns_away(form: LogForm, refused: str) -> None:
     """As docs/compatibility.md has it: the number of heads and the type of the numbers count."""
-    assert log_row(form)[2] == "--policy.query_reduce, --policy.query_dtype" + refused
-    means = log_row(LogForm(2, "model", "group_mean"))[2]
+    assert log_row(form, "cuda")[2] == "--policy.query_reduce, --policy.query_dtype" + refused
+    means = log_row(LogForm(2, "model", "group_mean"), "cpu")[2]
     assert "requests for " in means and all(name in means for name in ("kara", "snapkv", "rkv"))
 
 

@@ -151,6 +151,7 @@ def test_what_is_downloaded_kept_and_refused(endpoint: str, tmp_path: Path) -> N
     ]
     offline = find("http://127.0.0.1:9", home, calls, HF_HUB_OFFLINE="1")
     assert set(offline[0]) == {*SMALL, *SHARDS, "tokenization_own.py"}
-    assert offline[1].startswith("--model: owner/open is not in the cache that HF_HOME names and")
-    assert offline[2].startswith(f"--model: owner/open is not in {other} and the hub cannot be ask")
+    nowhere = "--model: owner/open is no directory here, is not in"
+    assert offline[1].startswith(f"{nowhere} the cache that HF_HOME names, and the hub cannot be")
+    assert offline[2].startswith(f"{nowhere} {other}, and the hub cannot be asked")
     assert "the hub cannot be asked" in offline[3], "its weights were never downloaded"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.soak.bombs import CHAINS, nested, references, rules
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.sampling import grammar_helper
 from kvserve.engine.sampling.grammar_backends import BackendSource
@@ -19,40 +20,12 @@ from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
 
 
-def rules(count: int, rule: str = "r{i}: r{next}") -> str:
-    """A Lark grammar of ``count`` rules, each of which names the next one."""
-    lines = [rule.format(i=i, next=i + 1) for i in range(count)]
-    first, last = rule[0] + "0", rule[0] + str(count)
-    return "\n".join([f"start: {first}", *lines, f'{last}: "x"', ""])
-
-
-def references(count: int) -> dict[str, Any]:
-    """A JSON schema of ``count`` definitions, each of which is a reference to the next one."""
-    names: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
-    return {"$defs": {**names, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
-
-
-def nested(count: int, word: str) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(count):
-        schema = {word: [schema]}
-    return schema
-
-
 @pytest.fixture(scope="module")
 def trial() -> Iterator[GrammarTrial]:
     path = str(find_model("kvserve/tiny"))
     trial = GrammarTrial(BackendSource("llguidance", path, False, 512, [0]))
     yield trial
     trial.close()
-
-
-CHAINS = {
-    "rules": rules(3000),
-    "terminals": rules(3000, "T{i}: T{next}"),
-    "optional terminals": rules(3000, 'T{i}: ("a" T{next})?'),
-    "many rules": rules(20_000),
-}
 
 
 @pytest.mark.parametrize("name", CHAINS)

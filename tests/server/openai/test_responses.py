@@ -108,7 +108,7 @@ def test_parse(server: RunningServer) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"reasoning": {"effort": "lots"}}, "reasoning"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),

@@ -118,7 +118,8 @@ def test_a_replica_that_is_gone_is_forgotten_with_its_requests_and_prefixes() ->
 
 def test_pieces_join_to_what_was_cut() -> None:
     output = RequestOutput("r", "text", [5, 6, 7], [CompletionOutput(0), CompletionOutput(1)])
-    output.outputs[0].logprobs, output.prompt_logprobs = [], [None]
+    scored: list[dict[int, Logprob] | None] = [None]
+    output.outputs[0].logprobs, output.prompt_logprobs = [], scored
     writer, reader = OutputWriter("3"), OutputReader([5, 6, 7])
     joined = reader.join(writer.cut(output))
     for step in range(4):
@@ -129,7 +130,7 @@ def test_pieces_join_to_what_was_cut() -> None:
         first.logprobs += [{step: Logprob(-1.0, 1)}, {step + 1: Logprob(-2.0, 2)}]
         if step > 1:
             second.token_ids.append(step)
-        output.prompt_logprobs.append({step: Logprob(-3.0, 1)})
+        scored.append({step: Logprob(-3.0, 1)})
         if step % 2:
             output.compactions.append(Compaction("due", 0.0, 2, 5))
         output.finished = step == 3

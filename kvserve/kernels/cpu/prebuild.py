@@ -1,0 +1,43 @@
+"""``python -m kvserve.kernels.cpu.prebuild``: compiles every kernel into the package.
+
+For images without a compiler: one library for each level of CPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from kvserve.kernels.cpu import levels, paged_attention
+from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
+
+_NAMES = (
+    *("elementwise", "linear", "paged_attention", "quantized_entries", "query_log"),
+    *("store_kv", "window_scores"),
+)
+
+
+def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every library that the package loads: a source, and the compiler's defines."""
+    yield from ((name, ()) for name in _NAMES)
+    yield from (("paged_attention", (define,)) for define in paged_attention.DEFINES)
+
+
+def main() -> int:
+    found = levels.of_this_machine()
+    if not found:
+        print("this kind of machine has no levels; kernels are compiled at first use")
+        return 1
+    for level in found:
+        for name, defines in libraries():
+            try:
+                library = prebuild(name, defines, level)
+            except (BuildError, OSError) as error:
+                print(f"{name} for {level}: {error}", file=sys.stderr)
+                return 1
+            print(f"{level}: {library.relative_to(PREBUILT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Compiled kernels: where they are kept, and what happens if they cannot be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvserve.kernels.cpu import build, levels, prebuild
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+BUILD = "from kvserve.kernels.cpu.build import load_library; print(load_library('store_kv')._name)"
+
+
+def start_build(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )
+
+
+def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
+    started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    (library,) = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
+
+
+def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
+    """As one made on another system that shares the home."""
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    Path(library).write_text("")
+    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    assert again == library and Path(library).stat().st_size
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "kvserve"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+
+
+def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+    assert library.parent.stat().st_mode & 0o077 == 0
+
+
+# ---- a full disk --------------------------------------------------------------------------------
+
+
+def compiler_without_room(folder: Path, where: str) -> str:
+    """A PATH whose g++ finds no room for files whose path has ``where``, as the real one says it.
+
+    It notes the folder of its temporary files.
+    """
+    (folder / "bin").mkdir()
+    script = folder / "bin" / "g++"
+    script.write_text(f"""#!/bin/sh
+echo "$TMPDIR" >> {folder}/temporary
+case "$*" in *{where}*)
+    echo "a.cpp:95:1: fatal error: error writing to /tmp/a.s: No space left on device" >&2
+    exit 1
+esac
+exec {shutil.which("g++")} "$@"
+""")
+    script.chmod(0o700)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
+def test_a_full_disk_leaves_the_next_folder(tmp_path: Path) -> None:
+    path = compiler_without_room(tmp_path, "/cache/")
+    process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path), PATH=path)
+    library = Path(process.communicate(timeout=60)[0].strip())
+    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
+    assert not list((tmp_path / "cache" / "kvserve").iterdir())
+    # The compiler's own files are tried where the library goes, not on a third disk.
+    tried = [tmp_path / "cache" / "kvserve", library.parent]
+    assert (tmp_path / "temporary").read_text().split() == [str(folder) for folder in tried]
+
+
+START = """
+from kvserve import LLM
+llm = LLM("kvserve/tiny", num_gpu_blocks_override=8, attention_backend="auto", dtype="float32")
+for row in llm.engine.core.info.summary:
+    print("|".join(row))
+print(len(llm.generate("a", use_tqdm=False)))
+"""
+
+
+def test_full_disks_leave_torch_and_the_table_says_so(tmp_path: Path) -> None:
+    path = compiler_without_room(tmp_path, str(tmp_path))
+    cache, others = tmp_path / "cache", {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**others, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path), "PATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, answers = done.stdout.splitlines()
+    rows = {name: (state, why) for name, state, why in (line.split("|") for line in lines)}
+    assert answers == "1" and "Traceback" not in done.stderr
+    assert rows["attention"][0] == "torch"
+    for feature in ("attention", "linear layers", "operators", "query log"):
+        assert f"{cache}/kvserve: No space left on device" in rows[feature][1], rows[feature]
+        assert "XDG_CACHE_HOME" in rows[feature][1]
+
+
+# ---- compiled ahead -----------------------------------------------------------------------------
+
+
+def test_what_came_with_the_package_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    level, *_ = levels.of_this_cpu()
+    made = build.prebuild("store_kv", (), level)
+    assert made.parent == tmp_path / "prebuilt"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    build.load_library.cache_clear()
+    try:
+        assert build.load_library("store_kv")._name == str(made)
+        with pytest.raises(build.BuildError, match=r"no g\+\+ found"):
+            build.load_library("linear")
+    finally:
+        build.load_library.cache_clear()
+
+
+def test_a_library_for_newer_cpus_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels.Path, "read_text", lambda path: "flags\t\t: fpu avx avx2\n")
+    levels.of_this_cpu.cache_clear()
+    try:
+        assert levels.of_this_cpu() == ()
+    finally:
+        levels.of_this_cpu.cache_clear()
+
+
+def test_every_source_is_compiled_ahead() -> None:
+    sources = {file.stem for file in Path(build.__file__).parent.glob("*.cpp")}
+    assert {name for name, _ in prebuild.libraries()} == sources

@@ -1,0 +1,69 @@
+"""Settings from Python: sizes as on the command line, other names, and errors that name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvserve import EngineConfig
+from kvserve.log import ConfigError
+
+
+def test_sizes_are_read_as_on_the_command_line() -> None:
+    config = EngineConfig.from_flat(
+        kv_cache_memory="5GiB", max_model_len="1k", cudagraph_capture_sizes=["1k", 2]
+    )
+    assert config.cache.kv_cache_memory == 5 * 2**30 and config.model.max_model_len == 1000
+    assert config.cudagraph_capture_sizes == (1000, 2)
+
+
+def test_names_of_vllm_are_other_names_of_settings() -> None:
+    config = EngineConfig.from_flat(kv_cache_memory_bytes="1GiB", dtype="half", tp=2)
+    assert config.cache.kv_cache_memory == 2**30 and config.model.dtype == "float16"
+    assert config.parallel.tensor_parallel_size == 2
+    assert EngineConfig.from_flat(dtype="float").model.dtype == "float32"
+    with pytest.raises(ConfigError, match="kv_cache_memory is given twice"):
+        EngineConfig.from_flat(kv_cache_memory=1, kv_cache_memory_bytes=1)
+
+
+def test_paths_and_numbers_of_numpy() -> None:
+    config = EngineConfig.from_flat(
+        model=Path("/models/a"), max_num_seqs=np.int64(8), gpu_memory_utilization=1
+    )
+    assert config.model.model == "/models/a" and config.scheduler.max_num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_num_seqs", "many", "a whole number, got 'many'"),
+        ("max_num_seqs", 1.5, "a whole number, got 1.5"),
+        ("max_num_seqs", True, "a whole number, got True"),
+        ("max_num_seqs", None, "a whole number, got None"),
+        ("max_model_len", "long", "'long' is not a whole number like 4096, 32k or 2GiB"),
+        ("kv_cache_memory", 2.5, "a whole number, or a text like '2GiB'"),
+        ("swap_space", "4", "a number, got '4'"),
+        ("enforce_eager", "yes", "True or False"),
+        ("model", 3, "a text, got 3"),
+        ("dtype", "fp64", "one of auto, float32, bfloat16, float16, got 'fp64'"),
+        ("device", "tpu", "one of auto, cuda, cpu"),
+        ("policy_args", [1], "a mapping"),
+        ("request_policies", "kara", "a list, each of it a text"),
+        ("cudagraph_capture_sizes", ["a"], "'a' is not a whole number"),
+    ],
+)
+def test_a_wrong_value_names_the_setting_and_its_flag(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_flat(**{name: value})
+    message = str(refused.value)
+    assert message.startswith(f"{name} (--{name.replace('_', '-')})") and said in message
+
+
+def test_an_unknown_setting_suggests_another() -> None:
+    with pytest.raises(ConfigError, match="'max_num_seq'; did you mean max_num_seqs"):
+        EngineConfig.from_flat(max_num_seq=3)
+    with pytest.raises(ConfigError, match=r"unknown setting 'lora_modules'$"):
+        EngineConfig.from_flat(lora_modules=3)
