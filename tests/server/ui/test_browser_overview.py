@@ -43,7 +43,7 @@ def test_try_it_compares_with_the_full_cache(live: Server, watched: Watched) -> 
     page.click("#try-tokens")
     assert page.locator("#view-playground .answers.two .tokens .token.some").count() > 50
     page.click("#tab-overview")
-    page.wait_for_selector("#sentence:has-text('Nothing runs now. Since its start')")
+    page.wait_for_selector("#sentence:has-text('Nothing runs now. Of ')")
     watched.check()
 
 

@@ -115,7 +115,7 @@ export class BlockMap {
     const [x, y] = this.place(cell), side = this.size - (this.size > 4 ? 1.5 : 1);
     const third = side / 3, roomy = this.size >= 6;
     if (!owner) {
-      if (roomy) context.fillRect(x + third, y + third, third, third);
+      if (roomy && !this.ghosts.has(cell)) context.fillRect(x + third, y + third, third, third);
       return false;
     }
     context.fillRect(x, y, side, side);

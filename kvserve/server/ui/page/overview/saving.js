@@ -43,6 +43,6 @@ function sentence(event, { read, kept }, busy) {
     return `${one}, remembering ${count(read)} tokens in the space of ${count(kept)}.`;
   }
   if (!read) return "Nothing has run yet. Press Try it, and see a cache shrink.";
-  return `Nothing runs now. Since its start this server has read ${count(read)} tokens ` +
-    `and dropped ${count(read - kept)} of them.`;
+  return `Nothing runs now. Of ${count(read)} tokens read so far, ` +
+    `${count(read - kept)} were dropped.`;
 }

@@ -16,15 +16,16 @@ export class TryIt {
   /** `show` leads to the playground with what was answered. */
   constructor(playground, show) {
     this.playground = playground;
-    $("try-it").addEventListener("click", () => this.run());
+    $("try-it").addEventListener("click", () => (this.abort ? this.abort.abort() : this.run()));
     $("try-tokens").addEventListener("click", () => show(this.example.prompt, this.answers));
   }
 
   async serve(server) {
     this.server = server;
     this.policy = pick(server);
-    const [first] = await examplesOf(server);
-    this.example = first && fitted(first, server);
+    // The longest one: it shrinks most.
+    const [longest] = (await examplesOf(server)).sort((a, b) => b.max_tokens - a.max_tokens);
+    this.example = longest && fitted(longest, server);
     $("try-it").disabled = !(this.example && this.policy);
     if (!this.example || !this.policy) return;
     say($("try-what"), `${this.example.about}: asked twice, with the full cache (none) and then ` +
@@ -33,24 +34,23 @@ export class TryIt {
 
   /** One after the other, so that neither slows the other down. */
   async run() {
-    $("try-it").disabled = true;
+    this.abort = new AbortController();
+    say($("try-it"), "Stop");
     $("try-tokens").hidden = true;
-    say($("try-verdict"), "Running.");
+    say($("try-verdict"), "");
     this.answers = [{ name: "none" }, this.policy].map((policy) => this.playground.answer(policy));
     this.rows = this.answers.map((answer) => row(answer));
     $("try-runs").replaceChildren(...this.rows.flatMap(({ parts }) => parts));
     try {
       for (const [i, answer] of this.answers.entries()) {
         answer.onGrow = () => this.tell(i);
-        await answer.ask(this.body, undefined);
+        await answer.ask(this.body, this.abort.signal);
         this.tell(i);
-        if (answer.failed) throw new Error(answer.element.querySelector(".error").textContent);
+        if (answer.stopped || answer.error) break;
       }
       this.judge();
-    } catch (error) {
-      say($("try-verdict"), `That did not work: ${error.message}`);
     } finally {
-      $("try-it").disabled = false;
+      this.abort = null;
       say($("try-it"), "Try it again");
     }
   }
@@ -65,21 +65,30 @@ export class TryIt {
 
   tell(i) {
     const answer = this.answers[i], { memory } = answer, { bar, words } = this.rows[i];
-    const most = this.answers[0].memory?.held ?? this.answers[0].run.tokens * this.server.tokenBytes;
-    if (!memory) return say(words, answer.progress());
+    const { run, held } = answer, whole = (run.promptTokens ?? 0) + this.example.max_tokens;
+    const most = this.answers[0].memory?.held ?? whole * this.server.tokenBytes;
+    if (!memory) {
+      const tokens = held.lanes ? held.entries(run.tokens) / held.lanes : run.tokens;
+      fill(bar, (tokens * this.server.tokenBytes) / most);
+      return say(words, answer.progress());
+    }
     fill(bar, memory.held / Math.max(most, memory.held));
-    const kv = answer.run.usage.kv_cache_details, { speed } = answer.run;
+    const kv = run.usage.kv_cache_details, { speed } = run;
     say(words, `${bytes(memory.held)} for ${count(kv.held_tokens)} of ` +
       `${count(kv.logical_tokens)} tokens, ${count(speed ?? 0)} tokens/s`);
   }
 
   judge() {
+    const wrong = this.answers.find(({ error }) => error);
+    if (wrong) return say($("try-verdict"), `That did not work: ${wrong.error.message}`);
+    if (!this.answers.every(({ memory }) => memory)) return say($("try-verdict"), "Stopped.");
     const [none, other] = this.answers.map(({ memory }) => memory.held);
     const found = differences(...this.answers.map(({ run }) => run.ids));
     const share = Math.round(100 * (1 - other / none));
     const saved = share > 0 ? `${share} % less memory at the end.` : "No memory saved this time.";
     say($("try-verdict"), `${verdict(found)} ${saved}`);
     $("try-tokens").hidden = false;
+    for (const answer of this.answers) this.playground.onAnswer(answer);
   }
 }
 

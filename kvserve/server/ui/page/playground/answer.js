@@ -121,6 +121,7 @@ export class Answer {
     this.stopped = error.name === "AbortError";
     this.failed = !this.text;
     if (this.stopped) return say(this.counts, "Stopped.");
+    this.error = error;
     this.element.append(el("p", { class: "error", role: "alert" }, error.message));
   }
 }
