@@ -47,6 +47,14 @@ def test_try_it_compares_with_the_full_cache(live: Server, watched: Watched) -> 
     watched.check()
 
 
+def test_try_it_can_be_stopped(live: Server, watched: Watched) -> None:
+    page = watched.ready(live.url)
+    page.click("#try-it")
+    page.click("#try-it:text-is('Stop')")
+    page.wait_for_selector("#try-verdict:text-is('Stopped.')")
+    assert page.inner_text("#try-it") == "Try it again" and not page.is_visible("#try-tokens")
+
+
 def test_blocks_and_their_ghosts_while_requests_run(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     setting(page, max_tokens=1500, ignore_eos=True)

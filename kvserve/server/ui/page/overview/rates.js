@@ -11,7 +11,7 @@ export class Rates {
     this.points = []; // [second, ...rates, running, waiting]
     this.speed = new Chart("Tokens", { generated: "one", "of prompts": "two" }, "/s");
     this.load = new Chart("Requests", { running: "one", waiting: "two" });
-    this.moves = new Chart("Taken off the pool", { preemptions: "one", "of them to host memory": "two" });
+    this.moves = new Chart("Preemptions", { "in all": "one", swapped: "two" });
     $("charts").append(this.speed.element, this.load.element, this.moves.element);
     setInterval(() => this.tick(), 1000);
   }

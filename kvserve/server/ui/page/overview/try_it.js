@@ -21,8 +21,12 @@ export class TryIt {
   }
 
   async serve(server) {
+    this.abort?.abort();
     this.server = server;
     this.policy = pick(server);
+    $("try-runs").replaceChildren();
+    $("try-tokens").hidden = true;
+    say($("try-verdict"), "");
     // The longest one: it shrinks most.
     const [longest] = (await examplesOf(server)).sort((a, b) => b.max_tokens - a.max_tokens);
     this.example = longest && fitted(longest, server);
