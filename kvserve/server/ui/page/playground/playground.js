@@ -37,8 +37,13 @@ export class Playground {
       this.open(this.conversations.current);
     });
     const thread = $("thread");
+    let before = 0;
     thread.addEventListener("scroll", () => {
-      this.follows = thread.scrollHeight - thread.scrollTop - thread.clientHeight < NEAR;
+      const { scrollTop, scrollHeight, clientHeight } = thread;
+      // The text may have grown since the scroll: only going back means that somebody reads.
+      if (scrollHeight - scrollTop - clientHeight < NEAR) this.follows = true;
+      else if (scrollTop < before) this.follows = false;
+      before = scrollTop;
     });
   }
 
