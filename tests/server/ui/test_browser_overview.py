@@ -67,7 +67,7 @@ def test_blocks_and_their_ghosts_while_requests_run(live: Server, watched: Watch
     assert "600 cells" in page.get_attribute("#cells", "aria-label")
     page.click("#running button")
     assert page.get_attribute("#tab-requests", "aria-selected") == "true"
-    assert page.inner_text("#request-id").startswith("chatcmpl-")
+    page.wait_for_selector("#request-id:has-text('chatcmpl-')")
     page.click("#tab-playground")
     page.click("#stop")
     page.click("#tab-overview")
