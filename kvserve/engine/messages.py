@@ -115,8 +115,20 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyOffer:
+    """A policy with arguments that do something in this engine; ``refusal``: why it cannot run."""
+
+    name: str
+    args: dict[str, Any]
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the core resolved at start; ``summary`` rows are (feature, state, why)."""
+    """What the core resolved at start; ``summary`` rows are (feature, state, why).
+
+    ``token_bytes`` are those of one token's keys and values, in all layers and KV heads.
+    """
 
     model_path: str
     max_model_len: int
@@ -127,6 +139,8 @@ class EngineInfo:
     num_blocks: int
     default_sampling: dict[str, Any]
     summary: list[tuple[str, str, str]]
+    token_bytes: int = 0
+    offers: list[PolicyOffer] = field(default_factory=list)
 
 
 def policy_spec(value: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:

@@ -66,7 +66,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 def run_server(
-    engine: FakeEngine, config: EngineConfig | None = None, ready: bool = True, **options: Any
+    engine: FakeEngine,
+    config: EngineConfig | None = None,
+    ready: bool = True,
+    port: int = 0,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     state = ServerState(
         engine,
@@ -77,7 +81,7 @@ def run_server(
         state.mark_ready()
     loops: list[asyncio.AbstractEventLoop] = []
     server = uvicorn.Server(
-        uvicorn.Config(create_app(state), port=0, log_level="error", lifespan="off")
+        uvicorn.Config(create_app(state), port=port, log_level="error", lifespan="off")
     )
 
     async def serve() -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvserve.engine.messages import PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
     Compaction,
@@ -73,6 +74,8 @@ class FakeEngine:
     start_delay: float = 0.0
     start_error: str | None = None
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
+    token_bytes: int = 64
+    offers: list[PolicyOffer] = field(default_factory=list)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     stats: EngineStats = field(
         default_factory=lambda: EngineStats(

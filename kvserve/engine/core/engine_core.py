@@ -15,6 +15,7 @@ from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.engine_stats import engine_stats
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
+from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
@@ -58,7 +59,6 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         built = build_engine(config, model)
-        self.info: EngineInfo = built.info
         self.scheduler = built.scheduler
         self._new_scheduler = built.new_scheduler
         self.executor = built.executor
@@ -66,7 +66,7 @@ class EngineCore:
         self._sequences: dict[int, tuple[Sequence, str]] = {}
         self._waiting_since: dict[int, float] = {}
         self._queued_seconds: dict[int, float] = {}
-        self.grammars = GrammarCompiler(config, self.info)
+        self.grammars = GrammarCompiler(config, built.info)
         self._tracer = KVTracer(self.runner)
         self._intake = Intake(config, built, self.grammars, self._tracer)
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
@@ -75,6 +75,11 @@ class EngineCore:
         self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
         layout, dtype = self.scheduler.layout, self.runner.cache.dtype
         self._remainder_bytes = remainder_bytes(layout, dtype)
+        self.info: EngineInfo = replace(
+            built.info,
+            token_bytes=self._block_bytes * layout.groups // layout.block_size,
+            offers=policy_offers(config, built),
+        )
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0

@@ -13,7 +13,7 @@ from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo, StepOutputs
+from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.log import EngineDeadError, RequestError
@@ -109,6 +109,14 @@ class AsyncEngine:
     @property
     def policy_name(self) -> str:
         return self.info.policy_name
+
+    @property
+    def token_bytes(self) -> int:
+        return self.info.token_bytes
+
+    @property
+    def offers(self) -> list[PolicyOffer]:
+        return self.info.offers
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.server.settings.args import read_size
 
 Json = dict[str, Any]
+LEAVE = object()
+"""What an answering function returns to end a session."""
+_AGAIN_S = 1.0
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,9 @@ class Terminal:
         timeout = httpx.Timeout(10.0, read=None)
         url = args.url.rstrip("/").removesuffix("/v1") + "/v1"
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
-        self._stats = args.stats
+        self.stats = args.stats
+        self.url = url
+        self._waits = args.quick is None and sys.stdin.isatty()
         self._fields = _fields(args)
         self._fields["model"] = args.model_name or self._first_model()
 
@@ -67,36 +73,67 @@ class Terminal:
                 sys.stdout.write(text)
                 sys.stdout.flush()
         sys.stdout.write("\n")
-        if self._stats and usage is not None:
+        if self.stats and usage is not None:
             sys.stderr.write(_summary(usage) + "\n")
         return "".join(parts)
 
     def each_line(self, quick: str | None, answer: Callable[[str], object]) -> int:
-        """Answer ``quick`` alone, or every line that is typed until the end of the input."""
+        """Answer ``quick`` alone, or every line that is typed until the end of the input.
+
+        ``answer`` returns ``LEAVE`` to end it before.
+        """
         if quick is not None:
             answer(quick)
             return 0
-        prompt = "> " if sys.stdin.isatty() else ""
+        typed = sys.stdin.isatty()
         while True:
             try:
-                line = input(prompt)
+                line = input("> " if typed else "")
             except EOFError:
+                if typed:
+                    sys.stderr.write("\nbye\n")
                 return 0
             if not line.strip():
                 continue
             try:
-                answer(line)
+                if answer(line) is LEAVE:
+                    return 0
             except RequestError as exc:
                 sys.stderr.write(f"error: {exc}\n")
             except KeyboardInterrupt:
                 sys.stderr.write("\nstopped; Ctrl-C again leaves\n")
 
+    @property
+    def model(self) -> str:
+        return str(self._fields["model"])
+
+    def set_policy(self, text: str) -> None:
+        """The KV policy of the next requests: a name, JSON, or nothing for the server's own."""
+        policy = _policy(text) if text else None
+        self._fields.pop("kv_policy", None)
+        if policy is not None:
+            self._fields["kv_policy"] = policy
+
     def _first_model(self) -> str:
+        """The first served model. A person at a terminal waits until there is one."""
+        told = ""
+        while True:
+            try:
+                return self._ask_for_model()
+            except (ConfigError, RequestError) as exc:
+                if not (self._waits and _may_come(exc)):
+                    raise
+                if str(exc) != told:
+                    told = str(exc)
+                    sys.stderr.write(f"waiting: {told.removeprefix('--url: ')} (Ctrl-C leaves)\n")
+                time.sleep(_AGAIN_S)
+
+    def _ask_for_model(self) -> str:
         try:
-            models = checked(self._http.get("/models")).json()["data"]
+            answer = self._http.get("/models")
         except httpx.HTTPError as exc:
             raise ConfigError(f"--url: no server at {self._http.base_url}: {exc}") from None
-        return str(models[0]["id"])
+        return str(checked(answer).json()["data"][0]["id"])
 
     def _events(self, path: str, body: Json) -> Iterator[Json]:
         try:
@@ -117,23 +154,34 @@ def checked(response: httpx.Response) -> httpx.Response:
     """Return ``response``; raises ``RequestError`` with the server's message if it is an error."""
     if response.is_error:
         try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{response.status_code} from {response.url}"
-        raise RequestError(message)
+            error = response.json()["error"]
+            message, code = error["message"], error.get("code")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message, code = f"{response.status_code} from {response.url}", None
+        raise RequestError(message, code=code)
     return response
+
+
+def _may_come(error: Exception) -> bool:
+    """Whether there may be a server later that answers."""
+    return isinstance(error, ConfigError) or getattr(error, "code", None) in ("loading", "draining")
 
 
 def _fields(args: argparse.Namespace) -> Json:
     fields = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.kv_policy is not None:
-        fields["kv_policy"] = args.kv_policy
-        if args.kv_policy.startswith("{"):
-            try:
-                fields["kv_policy"] = json.loads(args.kv_policy)
-            except ValueError as exc:
-                raise ConfigError(f"--kv-policy is not JSON: {exc}") from None
+        fields["kv_policy"] = _policy(args.kv_policy)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _policy(text: str) -> str | Json:
+    if not text.startswith("{"):
+        return text
+    try:
+        policy: Json = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"--kv-policy is not JSON: {exc}") from None
+    return policy
 
 
 def _summary(usage: Json) -> str:

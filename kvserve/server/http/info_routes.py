@@ -10,6 +10,8 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 
 import kvserve
+from kvserve.engine.messages import PolicyOffer
+from kvserve.log import RequestError
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import Status, Text, Tokens, answers
 from kvserve.server.openai.chat_protocol import TokenizeChatRequest
@@ -85,6 +87,7 @@ async def server_info(request: Request) -> Response:
                 "dtype": state.config.cache.kv_cache_dtype,
                 "blocks_total": engine.stats.blocks_total,
                 "bytes_total": engine.stats.bytes_total,
+                "token_bytes": engine.token_bytes,
             },
             "default_sampling": state.default_sampling,
             "kv_trace": state.options.allow_kv_trace,
@@ -143,14 +146,33 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 @router.get("/v1/kv/policies")
 async def kv_policies(request: Request) -> Response:
-    """Every policy with its arguments as JSON Schema; the server's own is ``default``."""
+    """Every policy with its arguments as JSON Schema; the server's own is ``default``.
+
+    ``offer`` has arguments that do something on this server; ``refusal`` says why it cannot run.
+    """
     from kvserve.engine.policies.registry import describe_policies
 
     state = _state(request)
     state.check_ready()
+    offers = {offer.name: offer for offer in state.engine.offers}
     # `args` describes the same arguments in words.
-    data = [{k: v for k, v in p.items() if k != "args"} for p in describe_policies()]
+    data = [
+        {**{k: v for k, v in p.items() if k != "args"}, **_offered(state, offers.get(p["name"]))}
+        for p in describe_policies()
+    ]
     return json_response({"default": state.engine.policy_name, "data": data})
+
+
+def _offered(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:
+    if offer is None:
+        return {"offer": {}, "refusal": None}
+    refusal = offer.refusal
+    if refusal is None:
+        try:
+            state.check_policy({"name": offer.name, **offer.args})
+        except RequestError as error:
+            refusal = str(error)
+    return {"offer": offer.args, "refusal": refusal}
 
 
 @router.get("/v1/kv/stats")

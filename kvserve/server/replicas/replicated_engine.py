@@ -24,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, PolicyOffer
 from kvserve.engine.models.hub import find_model
 from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
 from kvserve.outputs import EngineStats, RequestOutput
@@ -111,6 +111,14 @@ class ReplicatedEngine:
     @property
     def policy_name(self) -> str:
         return self.info.policy_name
+
+    @property
+    def token_bytes(self) -> int:
+        return self.info.token_bytes
+
+    @property
+    def offers(self) -> list[PolicyOffer]:
+        return self.info.offers
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvserve.engine.messages import PolicyOffer
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
@@ -37,6 +38,10 @@ class Engine(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def policy_name(self) -> str: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def offers(self) -> Sequence[PolicyOffer]: ...
     @property
     def default_sampling(self) -> Mapping[str, Any]: ...
     @property

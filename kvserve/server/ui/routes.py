@@ -18,6 +18,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".json": "application/json",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 _HEADERS = {
     # The browser runs only this server's files and sends nothing to other hosts.
@@ -34,8 +35,12 @@ def page_files(options: ServerOptions) -> dict[str, Path]:
     pages = {"/": "index.html"} if options.ui else {}
     if options.docs:
         pages |= {"/docs": "docs.html", "/redoc": "docs.html"}
-    files = sorted(_PAGE.iterdir()) if pages else []
-    parts = {f"/ui/{path.name}": path for path in files if path.suffix != ".html"}
+    files = sorted(path for path in _PAGE.rglob("*") if path.is_file()) if pages else []
+    parts = {
+        f"/ui/{path.relative_to(_PAGE).as_posix()}": path
+        for path in files
+        if path.suffix != ".html"
+    }
     return {**{path: _PAGE / name for path, name in pages.items()}, **parts}
 
 

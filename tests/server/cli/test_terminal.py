@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from kvserve.server.cli import commands as cli
+from tests.server.cli.pseudo_terminal import Pty
 from tests.server.conftest import RunningServer, StartServer, wait_until
 from tests.server.fake_engine import FakeEngine
 
@@ -82,3 +83,47 @@ def test_errors(
     assert "API key" in capsys.readouterr().err
     assert run(keyed, "chat", "-q", "a", "--api-key", "k", "--max-tokens", "1") == 0
     assert run(keyed, "chat", "-q", "DIE", "--api-key", "k") == 1
+
+
+def test_commands_of_a_conversation(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        *("one", "/retry", "/nonsense", "//slash", "/clear", "/system be brief", "/policy kara"),
+        *("/policy {", "/stats", "two", "/help", "/quit", "never"),
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    assert run(server, "chat", "--max-tokens", "2") == 0
+    err = capsys.readouterr().err
+    assert "no command /nonsense" in err and "/policy" in err and "not JSON" in err
+    assert err.count("policy kara") == 1, "statistics of the last answer alone"
+    assert server.engine.tokenizer is not None
+    texts = [server.engine.tokenizer.decode(ids) for ids, _, _ in server.engine.seen]
+    assert texts == [
+        "<user>one<assistant>",
+        "<user>one<assistant>",
+        "<user>one<assistant>0 1 <user>/slash<assistant>",
+        "<system>be brief<user>two<assistant>",
+    ]
+    assert server.engine.seen[-1][1].kv_policy == "kara"
+
+
+def test_nothing_to_say_again(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
+    assert run(server, "chat") == 0
+    assert "nothing has been said" in capsys.readouterr().err and not server.engine.seen
+
+
+def test_at_a_terminal_it_waits_greets_and_says_bye(start_server: StartServer) -> None:
+    server = start_server(ready=False)
+    with Pty("chat", "--url", server.url, "--max-tokens", "2") as chat:
+        chat.wait_for("waiting: the model is still loading")
+        server.call(server.state.mark_ready)
+        chat.wait_for("/help lists commands")
+        chat.type("hi\n")
+        chat.wait_for("0 1 ")
+        chat.type("\x04")
+        chat.wait_for("bye")
+        assert chat.ended() == 0

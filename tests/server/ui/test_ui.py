@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvserve.benchmarks.datasets.tasks import make_samples
 from tests.server.conftest import RunningServer, StartServer
 
 PAGE = Path(kvserve.__file__).parent / "server" / "ui" / "page"
-SCRIPTS = sorted(PAGE.glob("*.js"))
+SCRIPTS = sorted(path for path in PAGE.rglob("*.js") if path.parent.name != "vendor")
 PAGES = ("/", "/docs", "/redoc")
 
 
@@ -48,16 +49,16 @@ def test_pages_and_all_they_load_come_from_this_server(server: RunningServer, pa
     assert len(page.ids) == len(set(page.ids))
     for link in page.links:
         assert ":" not in link and not link.startswith("/"), "a proxy may publish it under a prefix"
-        assert server.http.get(f"/{link}").status_code == 200
+        assert server.http.get(urljoin(path, link)).status_code == 200
 
 
 def test_scripts_load_only_each_other_and_write_no_markup(server: RunningServer) -> None:
     for script in SCRIPTS:
         text = script.read_text()
-        answer = server.http.get(f"/ui/{script.name}")
+        answer = server.http.get(f"/ui/{script.relative_to(PAGE).as_posix()}")
         assert answer.text == text and answer.headers["content-type"].startswith("text/javascript")
         for name in re.findall(r'from "(.*?)"', text):
-            assert (PAGE / name.removeprefix("./")).is_file() and name.startswith("./")
+            assert name.startswith(".") and (script.parent / name).is_file()
         for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert danger not in text, f"{script.name}: {danger}"
         for place in re.findall(r'"(https?://[^"]*)"', text):
@@ -74,10 +75,19 @@ def test_every_element_that_a_script_asks_for_is_there() -> None:
 
 
 def test_files_are_few_and_short() -> None:
-    files = list(PAGE.iterdir())
-    assert len(files) <= 20
-    for file in files:
+    files = [path for path in PAGE.rglob("*") if path.is_file()]
+    ours = [path for path in files if path.parent.name != "vendor"]
+    for folder in {path.parent for path in files}:
+        assert len(list(folder.iterdir())) <= 20, folder.name
+    for file in ours:
         assert len(file.read_text().splitlines()) <= 350, file.name
+    assert sum(file.stat().st_size for file in ours) < 150 * 1024
+
+
+def test_the_library_comes_with_its_licence(server: RunningServer) -> None:
+    shipped = {path.name for path in (PAGE / "vendor").iterdir()}
+    assert shipped == {"marked.esm.js", "marked.LICENSE.txt"}
+    assert "MarkedJS" in server.http.get("/ui/vendor/marked.LICENSE.txt").text
 
 
 def test_no_ui_and_no_docs(start_server: StartServer) -> None:
@@ -93,8 +103,10 @@ def test_no_ui_and_no_docs(start_server: StartServer) -> None:
 
 def test_the_examples_are_the_tasks(server: RunningServer) -> None:
     examples = json.loads(server.http.get("/ui/examples.json").text)
-    assert [example["task"] for example in examples] == ["chain", "needle-512", "long-chain-1000"]
-    for example in examples:
+    tasks = [example for example in examples if "task" in example]
+    assert [example["task"] for example in tasks] == ["chain", "needle-512", "long-chain-1000"]
+    assert any(not example["models"] for example in examples), "there is one for any model"
+    for example in tasks:
         (sample,) = make_samples(example["task"], 1, 0)
         assert example["prompt"] == sample.turns[0]
 

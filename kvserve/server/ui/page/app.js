@@ -1,13 +1,27 @@
-// The page: three views, the theme, and the stream that is read only while somebody looks.
+// The page: three views, the theme, and the connection that feeds them.
 
-import { events, json } from "./api.js";
-import { $ } from "./dom.js";
-import { Playground } from "./playground.js";
-import { PoolPanel, RequestColours } from "./pool.js";
-import { RequestView } from "./request_view.js";
-import { useTheme } from "./theme.js";
+import { Connection } from "./connection.js";
+import { Overview } from "./overview/overview.js";
+import { TryIt } from "./overview/try_it.js";
+import { Playground } from "./playground/playground.js";
+import { words } from "./playground/policy_form.js";
+import { $, forgetColours, say } from "./shared/dom.js";
+import { RequestNames } from "./shared/request_names.js";
+import { useTheme } from "./shared/theme.js";
+import { RequestView } from "./tokens/request_view.js";
 
-const VIEWS = ["pool", "playground", "request"];
+const VIEWS = ["overview", "playground", "requests"];
+const names = new RequestNames();
+const requests = new RequestView(names);
+const overview = new Overview(names, (id) => {
+  show("requests");
+  requests.choose(id);
+});
+const playground = new Playground((answer) => requests.addAnswer(answer));
+const tryIt = new TryIt(playground, (text, answers) => {
+  show("playground");
+  playground.adopt(text, answers);
+});
 
 function show(name) {
   for (const view of VIEWS) {
@@ -17,8 +31,8 @@ function show(name) {
     tab.tabIndex = chosen ? 0 : -1;
   }
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
-  if (name === "request") requests.draw();
-  if (name === "pool") pool.drawCells();
+  requests.redraw();
+  overview.redraw();
 }
 
 function onTabKey(event) {
@@ -30,56 +44,48 @@ function onTabKey(event) {
   $(`tab-${next}`).focus();
 }
 
-/** Read the stream while the page can be seen; come back when the server does. */
-async function watch() {
-  for (;;) {
-    const abort = new AbortController();
-    const hide = () => document.hidden && abort.abort();
-    document.addEventListener("visibilitychange", hide);
-    try {
-      for await (const event of events("v1/kv/events", { signal: abort.signal })) {
-        $("link").textContent = "live";
-        pool.show(event);
-        requests.sample(event);
-      }
-      $("link").textContent = "the server has ended the stream";
-    } catch (error) {
-      $("link").textContent = document.hidden ? "paused" : `not connected: ${error.message}`;
-    } finally {
-      document.removeEventListener("visibilitychange", hide);
-    }
-    await (document.hidden ? shown() : new Promise((done) => setTimeout(done, 2000)));
-  }
+/** Take the figures of one moment; tests feed it by hand. */
+export function take(event) {
+  overview.show(event);
+  requests.sample(event);
 }
 
-const shown = () => new Promise((done) => {
-  document.addEventListener("visibilitychange", done, { once: true });
-});
+let served = "";
+
+/** At every new connection: what is served may be another model, or the same one again. */
+async function serve({ info, policies }) {
+  overview.serve({ info });
+  const [model] = info.served_model_names, own = info.policy;
+  const now = JSON.stringify([model, info.max_model_len, info.kv_trace, own, policies]);
+  if (now === served) return;
+  served = now;
+  say($("served"), `${model}, policy ${words(own.name, own.args)}, kvserve ${info.version}`);
+  const server = {
+    model,
+    own,
+    policies,
+    policyName: own.name,
+    loaded: info.config.model.model,
+    context: info.max_model_len,
+    kvTrace: info.kv_trace,
+    tokenBytes: info.kv_cache.token_bytes,
+  };
+  await Promise.all([playground.serve(server), tryIt.serve(server)]);
+  document.body.dataset.ready = "true";
+}
 
 useTheme(() => {
-  pool.drawCells();
+  forgetColours();
+  names.forgetColours();
   requests.drawn = null;
-  requests.draw();
-});
-const requests = new RequestView();
-const pool = new PoolPanel(new RequestColours(), (id) => {
-  show("request");
-  requests.choose(id);
+  requests.redraw();
+  overview.redraw();
 });
 for (const view of VIEWS) {
   $(`tab-${view}`).addEventListener("click", () => show(view));
   $(`tab-${view}`).addEventListener("keydown", onTabKey);
 }
-show(VIEWS.find((view) => location.hash === `#${view}`) ?? "pool");
-
-const [info, policies] = [await json("server_info"), await json("v1/kv/policies")];
-$("served").textContent =
-  `${info.served_model_names[0]}, policy ${info.policy.name}, kvserve ${info.version}`;
-new Playground({
-  model: info.served_model_names[0],
-  context: info.max_model_len,
-  kvTrace: info.kv_trace,
-  policies,
-}, (answer) => requests.addAnswer(answer));
-document.body.dataset.ready = "true";
-watch();
+show(VIEWS.find((view) => location.hash === `#${view}`) ?? "overview");
+new Connection({
+  onServer: (server) => serve(server).catch((error) => console.error(error)), onEvent: take,
+}).run();

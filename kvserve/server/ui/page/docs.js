@@ -1,8 +1,8 @@
 // The API's documentation from openapi.json, without anything of another machine's.
 
-import { call, json } from "./api.js";
-import { $, el } from "./dom.js";
-import { useTheme } from "./theme.js";
+import { call, json } from "./shared/api.js";
+import { $, el } from "./shared/dom.js";
+import { useTheme } from "./shared/theme.js";
 
 const METHODS = ["get", "post", "put", "patch", "delete"];
 

@@ -9,9 +9,13 @@ export class ServerError extends Error {
   constructor(status, error = {}) {
     super(error.message ?? `the server answered ${status}`);
     this.status = status;
+    this.code = error.code ?? null;
     this.param = error.param ?? null;
   }
 }
+
+const unreachable = () =>
+  new ServerError(0, { message: "the server cannot be reached", code: "unreachable" });
 
 /** A response that is fine; asks for the key where the server wants one. */
 export async function call(path, { body, signal } = {}) {
@@ -24,6 +28,8 @@ export async function call(path, { body, signal } = {}) {
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
       signal,
+    }).catch((error) => {
+      throw error.name === "AbortError" ? error : unreachable();
     });
     if (response.ok) return response;
     if (response.status !== 401) {
@@ -43,7 +49,9 @@ export async function* events(path, options) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : unreachable();
+      });
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();

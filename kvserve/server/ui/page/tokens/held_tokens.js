@@ -2,6 +2,13 @@
 
 /** Layers and KV heads that hold each position; `share(t)` is how much of token t is there. */
 export class HeldTokens {
+  /** What was held after the first `count` of these events. */
+  static after(events, count) {
+    const held = new HeldTokens();
+    for (const event of events.slice(0, count)) held.apply(event);
+    return held;
+  }
+
   constructor() {
     this.lanes = 0;
     this.layers = 0;
@@ -21,7 +28,6 @@ export class HeldTokens {
       this.lanes = this.layers * this.heads;
       this.gone = Array.from({ length: this.lanes }, () => new Set());
       this.lost.clear();
-      this.begun = this.events.length;
     }
     event.dropped.flat().forEach((runs, lane) => {
       for (let i = 0; i < runs.length; i += 2) {

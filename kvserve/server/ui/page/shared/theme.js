@@ -3,6 +3,12 @@
 import { $ } from "./dom.js";
 
 const NAME = "kvserve.theme", THEMES = ["system", "light", "dark"];
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+export function isDark() {
+  const { colorScheme } = document.documentElement.style;
+  return colorScheme ? colorScheme === "dark" : system.matches;
+}
 
 export function useTheme(onChange) {
   const button = $("theme");
@@ -18,5 +24,6 @@ export function useTheme(onChange) {
     apply(theme);
     onChange();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onChange);
+  system.addEventListener("change", onChange);
+  matchMedia("(forced-colors: active)").addEventListener("change", onChange);
 }

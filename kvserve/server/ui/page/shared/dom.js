@@ -14,12 +14,19 @@ export function el(tag, attributes = {}, ...children) {
 
 export const $ = (id) => document.getElementById(id);
 
-/** The value of a colour of style.css, for canvases. */
+const colours = new Map();
+
+/** The value of a colour of the style sheets, for canvases; kept until the theme changes. */
 export function colour(name) {
-  const probe = $("probe");
-  probe.style.color = `var(--${name})`;
-  return getComputedStyle(probe).color;
+  if (!colours.has(name)) {
+    const probe = $("probe");
+    probe.style.color = `var(--${name})`;
+    colours.set(name, getComputedStyle(probe).color);
+  }
+  return colours.get(name);
 }
+
+export const forgetColours = () => colours.clear();
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -30,6 +37,33 @@ export function bytes(count) {
 }
 
 export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+export const count = (number) => whole.format(number);
+
+/** `draw`, in an animation frame and at most every `pause` ms, however often it is asked for. */
+export function paced(draw, pause = 100) {
+  let asked = false, last = -Infinity;
+  const frame = () => {
+    [asked, last] = [false, performance.now()];
+    draw();
+  };
+  return () => {
+    if (asked) return;
+    asked = true;
+    setTimeout(() => requestAnimationFrame(frame), Math.max(0, last + pause - performance.now()));
+  };
+}
+
+/** Write a text where it is not yet: what has not changed costs no layout. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** A bar's part, as a share of the whole. */
+export function fill(element, share) {
+  const width = `${(100 * Math.max(0, Math.min(1, share))).toFixed(1)}%`;
+  if (element.style.width !== width) element.style.width = width;
+}
 
 /** A canvas of the size of its element, clear, and its context in units of CSS pixels. */
 export function canvas2d(canvas, height = canvas.clientHeight) {

@@ -1,0 +1,67 @@
+"""What clients are offered for `kv_policy`: arguments that act, or why a policy cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvserve import LLM, SamplingParams
+from kvserve.benchmarks.datasets.tasks import make_samples
+from kvserve.engine.core.policy_offers import offered_args
+from kvserve.engine.policies.registry import policy_names
+
+
+def engine(**settings: Any) -> LLM:
+    return LLM("kvserve/tiny", max_num_seqs=2, num_gpu_blocks_override=2000, **settings)
+
+
+@pytest.mark.parametrize("layout", ["model", "head"])
+def test_what_is_offered_runs_and_compacts(layout: str) -> None:
+    llm = engine(kv_layout=layout)
+    offers = llm.engine.core.info.offers
+    assert [offer.name for offer in offers] == policy_names()
+    (sample,) = make_samples("chain", 1, 0)
+    for offer in offers:
+        if offer.refusal is not None:
+            continue
+        params = SamplingParams(
+            max_tokens=400, ignore_eos=True, kv_policy={"name": offer.name, **offer.args}
+        )
+        (output,) = llm.chat([{"role": "user", "content": sample.turns[0]}], params)
+        events = output.kv_cache_details.compactions
+        assert (events > 0) == (offer.name != "none"), offer
+    refused = {offer.name for offer in offers if offer.refusal is not None}
+    uneven = {"pyramidkv", "pyramidinfer", "dynamickv", "windowkv", "adakv", "spindlekv"}
+    assert refused == (uneven if layout == "model" else {"spindlekv"})
+
+
+def test_a_refusal_says_what_to_change() -> None:
+    offers = {offer.name: offer for offer in engine(policy="kara").engine.core.info.offers}
+    assert "--kv-layout head" in str(offers["adakv"].refusal)
+    assert offers["kara"].args == {} and offers["kara"].refusal is None
+
+
+def test_the_servers_own_policy_keeps_its_arguments() -> None:
+    args = {"window": 64, "buffer": 8}
+    offers = engine(policy={"name": "kara", **args}).engine.core.info.offers
+    assert {offer.name: offer.args for offer in offers}["kara"] == args
+
+
+def test_a_servers_choice_of_policies_counts() -> None:
+    offers = engine(policy="kara", allow_request_policy="none").engine.core.info.offers
+    assert {offer.name for offer in offers if offer.refusal is None} == {"none", "kara"}
+
+
+@pytest.mark.parametrize(("context", "size"), [(256, 64), (4096, 128), (10**6, 512)])
+def test_sizes_follow_the_context(context: int, size: int) -> None:
+    assert offered_args(["window", "buffer", "budget"], context)["window"] == size
+    assert offered_args(["budget", "trigger"], context) == {"budget": size, "trigger": "threshold"}
+    assert offered_args([], context) == {}
+
+
+def test_the_bytes_of_a_token_follow_the_model_and_not_the_layout() -> None:
+    layers, heads, head_dim, float32 = 4, 2, 32, 4
+    expected = layers * heads * head_dim * 2 * float32
+    for layout in ("model", "layer", "head"):
+        assert engine(kv_layout=layout).engine.core.info.token_bytes == expected
