@@ -18,7 +18,7 @@ from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
 from kvserve.kernels.scores.window_scores import window_log_sums, window_probs, window_scores
 from kvserve.kernels.shares import Given, Seen, Shares
-from tests.kernels.test_cpu_attention import SCALE, Case, Shape, make
+from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NOTHING = -torch.inf

@@ -20,7 +20,7 @@ from kvserve.kernels.cpu import build
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
-from tests.kernels.test_cpu_attention import SCALE, Case, Shape, make
+from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)

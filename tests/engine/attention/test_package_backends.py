@@ -24,7 +24,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from tests.engine.attention.test_backends import StoredCase, forward_batch
-from tests.kernels.test_cpu_attention import SCALE, Shape, make
+from tests.kernels.cpu.test_cpu_attention import SCALE, Shape, make
 
 NEEDS = Needs("cuda", torch.bfloat16, head_dim=128, block_size=256, scale=0.25)
 

@@ -22,7 +22,7 @@ def start_build(**environment: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", BUILD],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **environment},
     )
 
 
