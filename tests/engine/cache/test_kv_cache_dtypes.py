@@ -110,7 +110,7 @@ def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype.* auto, int8, k8v4, fp8, got 'int4'"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype.* auto, int8, k8v4, fp8, got 'int4'"):
         EngineConfig.from_flat(kv_cache_dtype="int4")
 
 
