@@ -148,6 +148,8 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        if not all(0 <= token < 0x110000 for token in ids):  # as the engine's intake does
+            raise RequestError("prompt holds a token id outside the vocabulary", param="prompt")
 
     async def _steps(self, output: RequestOutput, params: SamplingParams) -> AsyncIterator[None]:
         prompt = FakeTokenizer().decode(output.prompt_token_ids)

@@ -72,6 +72,13 @@ def test_a_body_is_answered_or_its_field_named(
     judge(path, served, document, data)
 
 
+@pytest.mark.parametrize("prompt", [[-1], [[-1, 3]], [0x110000]])
+def test_a_token_that_is_not_there(served: RunningServer, prompt: Any) -> None:
+    """Drawn now and then: the fake engine has to refuse it as the real one does."""
+    answer = served.http.post("/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+
+
 def test_responses_name_their_own_fields(served: RunningServer) -> None:
     """A refusal named the field of the chat request that was made of it."""
     answer = served.http.post("/v1/responses", json={"input": "a", "text": {"format": {}}})
