@@ -45,10 +45,13 @@ COPY pyproject.toml README.md LICENSE ./
 COPY kvserve ./kvserve
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c constraints-cpu.txt ".${EXTRAS:+[$EXTRAS]}"
-# The CPU's kernels, for each level of CPUs: the image itself has no compiler.
+# The CPU's kernels, for each level of CPUs: the image itself has no compiler. Not in /src, where
+# Python would import the source and leave the kernels beside it.
+WORKDIR /
 RUN if [ "$DEVICE" = cpu ]; then \
         apt-get update && apt-get install -y --no-install-recommends g++ \
-        && (cd / && python -m kvserve.kernels.cpu.prebuild); fi
+        && rm -rf /var/lib/apt/lists/* \
+        && python -m kvserve.kernels.cpu.prebuild; fi
 
 # ---- runtime: Python, the environment, and what Triton needs to build its launchers ------------
 FROM base-${DEVICE} AS runtime
@@ -59,18 +62,19 @@ RUN apt-get update \
     && if [ "$DEVICE" = cuda ]; then \
            apt-get install -y --no-install-recommends gcc libc6-dev python3-dev; fi \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin kvserve \
+RUN useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin kvserve \
     && install -d -o kvserve -g kvserve /data/huggingface
 COPY --from=builder /opt/kvserve /opt/kvserve
 # `docker run --gpus all --entrypoint python -w /opt/checks kvserve -m bench.gpu_check`
 COPY bench /opt/checks/bench
 # KubeRay starts Ray in a login shell, which sets PATH anew.
-RUN echo 'PATH=/opt/kvserve/bin:$PATH' > /etc/profile.d/kvserve.sh
+RUN echo "PATH=/opt/kvserve/bin:\$PATH" > /etc/profile.d/kvserve.sh
 
 ENV PATH=/opt/kvserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/data/huggingface
-USER kvserve
+# By number: Kubernetes can tell that it is not root (runAsNonRoot).
+USER 10001:10001
 WORKDIR /home/kvserve
 VOLUME /data/huggingface
 EXPOSE 8000

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, Sizes, cases
+from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.peers import PEERS, peer_case
-from bench.kernel_rows.stored_cases import all_cases
 from bench.kernel_rows.targets import targets
 from kvserve.scheduler.layout import Granularity
 

@@ -26,6 +26,7 @@ def check_types(settings: Any) -> None:
         (_WHOLE, Integral, False, "an integer"),
         (_WHOLE_OR_NONE, Integral, True, "an integer or None"),
         (("logit_bias",), Mapping, True, "a mapping of token ids to numbers"),
+        (("client",), str, False, "a string"),
     )
     for names, kind, none, wanted in single:
         for name in names:

@@ -51,6 +51,8 @@ class KVCacheDetails:
     """Most blocks that the request had at once."""
     held_bytes: int = 0
     """Bytes of all blocks that hold its entries, and of what stands for dropped ones."""
+    window_bytes: int = 0
+    """Those of them that belong to layers with sliding windows, which no policy compresses."""
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
     coded_entries: int = 0
@@ -62,6 +64,30 @@ class KVCacheDetails:
     remainder_entries: int = 0
     """Entries that stand for dropped ones, one for each layer and KV head; they are not counted in
     ``held_entries``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationDetails:
+    """How many tokens of one request were guessed (``usage.speculation``); with ``n`` above 1,
+    sums over the choices that have ended."""
+
+    __pydantic_config__: ClassVar = KVCacheDetails.__pydantic_config__
+
+    drafted_tokens: int = 0
+    """Tokens that were guessed and verified."""
+    accepted_tokens: int = 0
+    """Those of them that were right, so that they took no step of their own."""
+    refused: str | None = None
+    """Why nothing was guessed: a setting of the request that each token depends on, or its policy;
+    ``null`` if its tokens may be guessed."""
+
+    def plus(self, other: SpeculationDetails | None) -> SpeculationDetails:
+        """The sum of both, if there is another."""
+        if other is None:
+            return self
+        drafted = self.drafted_tokens + other.drafted_tokens
+        accepted = self.accepted_tokens + other.accepted_tokens
+        return SpeculationDetails(drafted, accepted, self.refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +188,9 @@ class RequestOutput:
     """The events so far, of all choices."""
     engine: str = "0"
     """The replica that runs the request."""
+    speculation: SpeculationDetails | None = None
+    """How many tokens were guessed; ``None`` until a choice ends, and without
+    ``speculative_config``."""
 
 
 @dataclass(slots=True)
@@ -225,7 +254,7 @@ class EngineStats:
     when needed. The pool has ``bytes_total`` bytes on all ranks; ``bytes_held`` of them are held by
     running sequences. ``tokens_logical`` and ``tokens_held`` are sums over running sequences. Of
     their entries ``coded_entries`` are held as codes, with ``codebook_entries`` codebook vectors
-    for the keys and values.
+    for the keys and values. ``window_bytes`` are held for layers with sliding windows.
 
     The pool holds ``continuations`` continuations in ``continuation_blocks`` blocks, shared ones
     included; ``hosted_continuations`` more are in host memory. ``resumed_total`` sequences resumed
@@ -236,8 +265,10 @@ class EngineStats:
     ``swaps_total`` of the preemptions moved blocks to host memory. ``early_compactions_total`` of
     the compactions came before they were due, because blocks ran out. The gate left out
     ``skipped_compactions_total`` more, because they would have cost more time than they saved.
-    ``iterations[i]`` counts the steps with at most ``ITERATION_TOKENS[i]`` tokens and more than the
-    bound before; the last item counts larger steps.
+    Of ``draft_tokens_total`` tokens that were guessed in ``drafts_total`` chunks,
+    ``accepted_tokens_total`` were right. ``iterations[i]`` counts the steps with at most
+    ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last item counts larger
+    steps.
     """
 
     num_running: int = 0
@@ -247,6 +278,7 @@ class EngineStats:
     blocks_cached: int = 0
     bytes_total: int = 0
     bytes_held: int = 0
+    window_bytes: int = 0
     tokens_logical: int = 0
     tokens_held: int = 0
     prompt_tokens_total: int = 0
@@ -271,6 +303,9 @@ class EngineStats:
     resumed_from_host_total: int = 0
     resumed_tokens_total: int = 0
     continuation_misses: tuple[tuple[str, int], ...] = ()
+    drafts_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
     iterations: tuple[int, ...] = ()
     iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()

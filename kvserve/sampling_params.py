@@ -28,13 +28,12 @@ class StructuredOutput:
 
     ``value`` is the JSON schema, the regular expression, the choices as a JSON list or the grammar,
     as ``kind`` says; for ``json_object`` it is empty. ``field`` is the field of the request that
-    asked for it, for error messages. Grammars of each ``client`` are compiled in turn.
+    asked for it, for error messages.
     """
 
     kind: str
     value: str
     field: str = "structured_outputs"
-    client: str = ""
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any], field: str = "structured_outputs") -> StructuredOutput:
@@ -154,6 +153,11 @@ class SamplingParams:
     kv_resume: bool = True
     """Resume from the cache that an earlier turn left (``--continuations on``), if the prompt
     begins with that turn's tokens."""
+    speculation: bool = True
+    """Guess this request's next tokens (``--speculative-config``); the answer does not change."""
+    client: str = ""
+    """Who sent the request: clients take turns, and their grammars do. A server fills this in, by
+    API key or by address."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
 

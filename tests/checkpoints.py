@@ -14,16 +14,39 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
+
+from kvserve.benchmarks.setup.checkpoint import random_statistics
+from kvserve.config import ModelConfig
+from kvserve.engine.compression.query_statistics import FILE
+from kvserve.engine.models.implementation import choose_spec
 
 VOCAB = 128
 _AS_LLAMA = "as_llama"
@@ -39,6 +62,8 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_TWO_OF_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
     "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
@@ -53,9 +78,70 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+        },
+    ),
+    # Layers with windows beside layers without: every second one, and two of three.
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            **{"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _PLAIN},
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            **{"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 12},
+            **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "pad_token_id": 2},
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
+            **{"query_pre_attn_scalar": 16, "layer_types": [*_TWO_OF_THREE, *_TWO_OF_THREE[:2]]},
+        },
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 2}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layer_interval": 2, "pad_token_id": 2},
+    ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
 }
+
+
+def architecture_of(kind: str) -> str:
+    """The architecture that such a checkpoint names."""
+    name: str = _KINDS[kind][1].__name__
+    return "InternLM2ForCausalLM" if kind == "internlm2" else name
 
 
 def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
@@ -72,6 +158,8 @@ def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
     if kind == "internlm2":
         shutil.copytree(directory, directory / _AS_LLAMA)
         _rewrite_as_internlm2(directory, model.config)
+    spec = choose_spec(directory, ModelConfig())
+    random_statistics(spec, seed=1).save(directory / FILE)  # for policy triattention
     return directory
 
 
@@ -132,7 +220,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     dtype: torch.dtype = torch.float32,
-    attention: str = "sdpa",
+    attention: str = "eager",
 ) -> list[Generated]:
     """Greedy decoding by transformers, one prompt at a time."""
     if (directory / _AS_LLAMA).exists():

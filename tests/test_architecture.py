@@ -43,6 +43,7 @@ POLICY_IMPORTS = (
     "kvserve.scheduler.triggers.trigger",
     "kvserve.scheduler.triggers.code_trigger",
     "kvserve.scheduler.triggers.periodic",
+    "kvserve.scheduler.triggers.rounds",
     "kvserve.scheduler.triggers.pruning",
     "kvserve.scheduler.layout",
 )

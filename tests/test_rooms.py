@@ -43,7 +43,7 @@ FLOORS = {
         ("messages",),
         ("blocks",),
         ("rows",),
-        ("compression", "offload"),
+        ("compression", "offload", "speculation"),
         ("step",),
     ),
     "kernels": (("",), ("attention",), ("cpu",), ("scores",)),

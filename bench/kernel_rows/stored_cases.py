@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernel_rows.cases import SHAPES, Case, Setting, cases, remainder_of
+from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
 from kvserve.kernels import elementwise
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
@@ -30,12 +30,6 @@ from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
-
-
-def all_cases(setting: Setting) -> Iterator[Case]:
-    """Those of ``cases``, then these."""
-    yield from cases(setting)
-    yield from stored_cases(setting, *setting.cache())
 
 
 def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:

@@ -70,7 +70,7 @@ SUITE = (
     Measurement(
         "ample-pool",
         "A pool with room for everybody",
-        "Where compression has nothing to give but less attention, and its events to cost.",
+        "Memory is not short here: compression saves only attention, and its events cost time.",
         f"bench throughput {CHAINS} --num-prompts 100 --pool-share 2 --repeat 5 --policy none "
         f"--policy {KARA}",
         minutes=1.5,

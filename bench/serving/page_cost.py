@@ -3,8 +3,8 @@
     python -m bench.serving.page_cost
 
 All work on the server's side counts: views of the pool, sending them to the server's process, and
-the event that all viewers share. Stretches of steps with and without a viewer alternate, so that
-other load slows both alike.
+the event that all viewers share. Stretches of steps with and without a viewer alternate, and so
+does which comes first: other load slows both alike, and so do caches that grow.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--kv-layout", default="auto")
     parser.add_argument("--num-seqs", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=100, help="in a stretch")
-    parser.add_argument("--stretches", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=144, help="in a stretch: one period of Kara's")
+    parser.add_argument("--stretches", type=int, default=8)
     args = parser.parse_args()
     llm = LLM(
         args.model,
@@ -59,12 +59,9 @@ def main() -> None:
         llm.engine.add_request(str(number), [3 + number % 50] * 64, params)
     freeze_heap()  # as servers do
     _run(llm, watch, args.steps, False)
-    pairs = [
-        (_run(llm, watch, args.steps, False), _run(llm, watch, args.steps, True))
-        for _ in range(args.stretches)
-    ]
+    pairs = [_pair(llm, watch, args.steps, number % 2 == 1) for number in range(args.stretches)]
     core.close()
-    ratio = statistics.median(on.seconds / off.seconds for off, on in pairs)
+    ratios = sorted(on.seconds / off.seconds for off, on in pairs)
     watched = [on for _, on in pairs]
     views = sum(stretch.views for stretch in watched)
     size = sum(s.bytes for s in watched) / max(views, 1)
@@ -77,8 +74,18 @@ def main() -> None:
         print(
             f"in the {where}'s process: {each:.2f} ms each, {each * 5 / 10:.2f} % of a core at 5 Hz"
         )
-    print(f"watched over unwatched stretches, both processes' work in one, median: {ratio:.3f}")
+    print(
+        "watched over unwatched stretches, both processes' work in one, median: "
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    )
     print(f"the page's share of the watched stretches: {(engine + server) / total:.2%}")
+
+
+def _pair(llm: LLM, watch: PoolWatch, steps: int, watched_first: bool) -> tuple[Stretch, Stretch]:
+    """Two stretches in a row: without a viewer, and with one."""
+    first = _run(llm, watch, steps, watched_first)
+    second = _run(llm, watch, steps, not watched_first)
+    return (second, first) if watched_first else (first, second)
 
 
 def _run(llm: LLM, watch: PoolWatch, steps: int, on: bool) -> Stretch:

@@ -27,6 +27,7 @@ from bench.soak.attacks import checks as attack_checks
 from bench.soak.attacks import run_attacks
 from bench.soak.faulty import write_plug_in
 from bench.soak.guests import run_guests
+from bench.soak.mixed import MixedAttacks
 from bench.soak.report import Check, write_report
 from bench.soak.served import Served, resident
 from bench.soak.traffic import Traffic, policies
@@ -36,10 +37,11 @@ FLAGS = (
     *("--model", "kvserve/tiny", "--policy", "snapkv", "--policy.budget", "64"),
     *("--policy.window", "8", "--kv-layout", "head", "--max-model-len", str(CONTEXT)),
     *("--max-num-seqs", "32", "--num-gpu-blocks-override", "12000"),
+    *("--max-num-seqs-per-client", "24", "--max-prefill-tokens", "256"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     "--disable-uvicorn-access-log",
 )
-SLOPE_MIB_A_MINUTE, P99_SECONDS = 0.5, 0.05
+FLAT_MIB, P99_SECONDS = 64.0, 0.05
 _SAMPLE = 5.0
 
 
@@ -65,6 +67,7 @@ class Soak:
         self.served = Served(FLAGS, {"PYTHONPATH": path})
         self._excused_until = 0.0
         self.traffic = Traffic([], CONTEXT, seed, self._is_excused)
+        self.attacks = MixedAttacks(CONTEXT, self._is_excused)
         self.watched = Watched()
         self.refused_policies: list[str] = []
         self.health: list[tuple[float, float, int]] = []
@@ -81,7 +84,8 @@ class Soak:
         self.traffic._specs[:] = await asyncio.to_thread(self._usable_policies)
         self.blocks = (await asyncio.to_thread(self.served.stats))["blocks_total"]
         self._started = time.monotonic()
-        self.traffic.url = self.served.url
+        self._point_at(self.served.url)
+        attacking = asyncio.ensure_future(asyncio.to_thread(self.attacks.run))
         running = asyncio.ensure_future(self.traffic.run(self._clients))
         watching = asyncio.ensure_future(self._watch())
         probing = asyncio.ensure_future(self._probe())
@@ -89,10 +93,13 @@ class Soak:
             await self._inject()
         finally:
             self.traffic.stop()
+            self.attacks.stop()
             for task in (watching, probing):
                 task.cancel()
-            await asyncio.wait((running, watching, probing), timeout=180)
+            await asyncio.wait((running, attacking, watching, probing), timeout=180)
         self.idle = await asyncio.to_thread(self.served.idle, 60.0)
+        await asyncio.sleep(5)  # an idle engine gives memory back
+        self.idle_mib = resident(self.served.engine)
         self.at_end = await asyncio.to_thread(self.served.stats)
         await self._look_at_tokens()
         self.log = self.served.text
@@ -147,12 +154,15 @@ class Soak:
 
     async def _restart(self) -> None:
         self._excused_until = time.monotonic() + 3600
-        self.traffic.url = ""
+        self._point_at("")
         await asyncio.to_thread(self.served.start)
         self.watched.starts += 1
-        self.traffic.url = self.served.url
+        self._point_at(self.served.url)
         await asyncio.sleep(5)  # requests to the old server end
         self._excused_until = 0.0
+
+    def _point_at(self, url: str) -> None:
+        self.traffic.url = self.attacks.url = url
 
     async def _stop_engine(self) -> None:
         """SIGSTOP for five seconds: all requests wait, none is lost."""
@@ -232,19 +242,21 @@ class Soak:
         back = self.at_end["blocks_free"] + self.at_end["blocks_cached"]
         checks = [
             Check("no 5xx but the injected ones, no surprise", 0, len(seen.surprises), "=="),
+            Check("5xx and broken connections of attacks", 0, len(self.attacks.wrong), "=="),
             Check("tokens of the fixed request that differ", 0, len(watched.fixed_other), "=="),
             Check("blocks that are not back", 0, self.at_end["blocks_total"] - back, "=="),
             Check("exit status after SIGTERM", 0, self.status, "=="),
             Check("p99 of /health, s", P99_SECONDS, round(p99, 4), "<="),
         ]
-        for part in ("server_mib", "engine_mib"):
-            value = round(slope(late, part), 3)
-            title = f"growth of {part.removesuffix('_mib')} over the last half, MiB a minute"
-            checks.append(Check(title, SLOPE_MIB_A_MINUTE, value, "<="))
-        growth = round(slope(late, "descriptors"), 3)
+        last = [each for each in watched.samples if each["start"] == watched.starts]
+        above = round(self.idle_mib - min(each["engine_mib"] for each in last), 1)
         checks.append(
-            Check("growth of descriptors over the last half, a minute", 1.0, growth, "<=")
+            Check("idle engine above its least since its start, MiB", FLAT_MIB, above, "<=")
         )
+        grown = round(growth(late, "server_mib"), 1)
+        checks.append(Check("growth of server over the last half, MiB", FLAT_MIB, grown, "<="))
+        more = growth(late, "descriptors")
+        checks.append(Check("growth of descriptors over the last half", 16.0, more, "<="))
         return checks
 
     def findings(self) -> dict[str, Any]:
@@ -259,7 +271,8 @@ class Soak:
             "answers": dict(sorted(seen.answers.items())),
             "tokens_of_whole_answers": seen.tokens,
             "streams_cut": seen.cut_streams,
-            "surprises": seen.surprises,
+            "surprises": seen.surprises + self.attacks.wrong,
+            "mixed_attacks": {name: dict(all) for name, all in self.attacks.answers.items()},
             "fixed_request_equal": watched.fixed_equal,
             "fixed_request_other": watched.fixed_other,
             "policies_refused_at_start": self.refused_policies,
@@ -278,13 +291,11 @@ class Soak:
         }
 
 
-def slope(samples: list[dict[str, float]], name: str) -> float:
-    """Growth per minute by least squares; 0 for fewer than two samples."""
-    if len(samples) < 2:
-        return 0.0
-    times = [each["at_s"] / 60 for each in samples]
+def growth(samples: list[dict[str, float]], name: str) -> float:
+    """From the median of the first fifth to that of the last; attacks take memory for seconds."""
     values = [each[name] for each in samples]
-    return statistics.linear_regression(times, values).slope
+    fifth = max(len(values) // 5, 1)
+    return statistics.median(values[-fifth:]) - statistics.median(values[:fifth]) if values else 0.0
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """The attack matrix: what a bystander's stream and a plain request wait beside each attack.
 
 ``python -m bench.soak.attacks``; ``python -m bench.soak`` runs it too. Gaps are without the time
-that other programs took (``bystander``), waits of plain requests as a client sees them.
+that other programs took (``bystander``), waits of plain requests as a client sees them. Attacks
+come from another address, so the server knows that it has two clients.
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ from bench.soak.served import Served, resident
 GAP, PLAIN = 0.5, 2.0
 """Seconds that a stream and a plain request may wait."""
 CONTEXT = 4096
-# A step is what everybody waits for: 2048 tokens of long prompts may take half a second of a core.
+# A step is what everybody waits for, and 1024 tokens of long prompts take a third of a second of a
+# core. A client that may hold all rows makes others wait until one of its sequences ends.
 FLAGS = (
     *("--model", "kvserve/tiny", "--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
     *("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8", "--continuations", "on"),
     *("--write-timeout", "1.5", "--read-timeout", "3", "--max-num-batched-tokens", "1024"),
+    *("--max-prefill-tokens", "256", "--max-num-seqs-per-client", "48"),
     "--disable-uvicorn-access-log",
 )
 _CLIENTS = 8
+_ADDRESS = "127.0.0.2"
+"""Attacks come from there."""
 _UNREAD = 100
 
 Statuses = Iterator[int | str]
 Attack = Callable[[str], Statuses]
 
 
-def attacks() -> dict[str, Attack]:
-    """By name; each yields what became of its requests."""
+def attacks(context: int) -> dict[str, Attack]:
+    """By name, for a server of this context; each yields what became of its requests."""
     return {
-        "nothing": lambda url: iter(time.sleep(4.0) or ()),  # type: ignore[func-returns-value]
         "grammars that are chains": lambda url: _completions(url, 3 * grammar_bombs()),
-        "log-probabilities of prompts": lambda url: _completions(url, scored_bombs(CONTEXT)),
-        "streams that nobody reads": _unread,
+        "log-probabilities of prompts": lambda url: _completions(url, scored_bombs(context)),
+        "streams that nobody reads": lambda url: _unread(url, context - 96),
         "continuations of short prompts": _continuations,
         "long texts to tokenize": _texts,
         "bodies at every limit": _large,
         "malformed bodies": _malformed,
         "half-sent requests": _half_sent,
         "long prompts": lambda url: _completions(
-            url, [{"prompt": ids, "max_tokens": 8} for ids in long_prompts(12, 3000, 3)]
+            url, [{"prompt": ids, "max_tokens": 8} for ids in long_prompts(12, 3 * context // 4, 3)]
         ),
         "streams that are cut": _cut,
     }
@@ -70,7 +74,7 @@ def run_attacks() -> list[dict[str, Any]]:
     served.start()
     rows = []
     try:
-        for name, attack in attacks().items():
+        for name, attack in {"nothing": _nothing, **attacks(CONTEXT)}.items():
             rows.append(_row(served, name, attack))
             sys.stderr.write(f"{json.dumps(rows[-1])}\n")
     finally:
@@ -138,17 +142,22 @@ def _plain(url: str) -> Iterator[list[float]]:
 
 def _completions(url: str, bodies: list[dict[str, Any]]) -> Statuses:
     def send(body: dict[str, Any]) -> int:
-        return httpx.post(
-            f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 8, **body}, timeout=120
-        ).status_code
+        body = {"prompt": "a", "max_tokens": 8, **body}
+        with _http(url) as http:
+            return http.post("/v1/completions", json=body).status_code
 
     with ThreadPoolExecutor(_CLIENTS) as clients:
         yield from clients.map(send, bodies)
 
 
-def _unread(url: str) -> Statuses:
+def _nothing(url: str) -> Statuses:
+    time.sleep(4.0)
+    return iter(())
+
+
+def _unread(url: str, tokens: int) -> Statuses:
     """Their clients have next to no room for an answer, and wait for four seconds."""
-    body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+    body = {"prompt": "a", "stream": True, "max_tokens": tokens, "logprobs": 20, "ignore_eos": True}
     made = [_socket(url, _request(body)) for _ in range(_UNREAD)]
     time.sleep(4.0)
     for each in made:
@@ -168,7 +177,8 @@ def _texts(url: str) -> Statuses:
     text = "a b c, " * 30_000
 
     def send(path: str) -> int:
-        return httpx.post(f"{url}{path}", json={"prompt": text}, timeout=120).status_code
+        with _http(url) as http:
+            return http.post(path, json={"prompt": text}).status_code
 
     with ThreadPoolExecutor(_CLIENTS) as clients:
         yield from clients.map(send, ["/tokenize", "/v1/completions"] * 8)
@@ -187,21 +197,20 @@ def _large(url: str) -> Statuses:
         json.dumps({"prompt": [1] * 3_000_000, "max_tokens": 1}),
         json.dumps({"prompt": ["a"] * 200_000, "max_tokens": 1}),
     )
-    for _ in range(3):
-        yield httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=120).status_code
-        for text in texts:
-            headers = {"Content-Type": "application/json"}
-            where = f"{url}/v1/completions"
-            yield httpx.post(where, content=text, headers=headers, timeout=120).status_code
+    headers = {"Content-Type": "application/json"}
+    with _http(url) as http:
+        for _ in range(3):
+            yield http.post("/v1/chat/completions", json=chat).status_code
+            for text in texts:
+                yield http.post("/v1/completions", content=text, headers=headers).status_code
 
 
 def _malformed(url: str) -> Statuses:
     def send(seed: int) -> int:
         wrong = malformed(seed)
         headers = {"Content-Type": wrong.content_type}
-        return httpx.post(
-            f"{url}{wrong.path}", content=wrong.body, headers=headers, timeout=120
-        ).status_code
+        with _http(url) as http:
+            return http.post(wrong.path, content=wrong.body, headers=headers).status_code
 
     with ThreadPoolExecutor(_CLIENTS) as clients:
         yield from clients.map(send, range(400))
@@ -221,12 +230,17 @@ def _cut(url: str) -> Statuses:
     body = {"prompt": "a", "stream": True, "max_tokens": 500, "ignore_eos": True}
 
     def send(_: int) -> int:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        with _http(url) as http, http.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
             return answer.status_code
 
     with ThreadPoolExecutor(_CLIENTS) as clients:
         yield from clients.map(send, range(200))
+
+
+def _http(url: str) -> httpx.Client:
+    transport = httpx.HTTPTransport(local_address=_ADDRESS)
+    return httpx.Client(base_url=url, transport=transport, timeout=120)
 
 
 def _request(body: dict[str, Any]) -> bytes:
@@ -239,6 +253,7 @@ def _socket(url: str, sent: bytes) -> socket.socket:
     where = urlsplit(url)
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.bind((_ADDRESS, 0))
     made.connect((str(where.hostname), int(where.port or 80)))
     made.sendall(sent)
     return made

@@ -131,6 +131,11 @@ def _page(about: dict[str, Any]) -> str:
         *(f"| {each['fault']} | {each['result']} |" for each in about["guests"]),
         "",
     ]
+    lines += ["## Attacks mixed in", "", "| attack | answers |", "|---|---|"]
+    for name, answers in about["mixed_attacks"].items():
+        counts = ", ".join(f"{count} x {status}" for status, count in sorted(answers.items()))
+        lines.append(f"| {name} | {counts} |")
+    lines.append("")
     if about["attacks"]:
         lines += ["## Attacks", "", *attack_table(about["attacks"]), ""]
     if about["policies_refused_at_start"]:

@@ -13,6 +13,7 @@ from kvserve.outputs import (
     KVTraceEvent,
     Logprob,
     PoolView,
+    SpeculationDetails,
 )
 from kvserve.sampling_params import StructuredOutput
 
@@ -49,6 +50,8 @@ class NewSequence:
     kv_trace: bool = False
     cache_salt: str | None = None
     kv_resume: bool = True
+    speculation: bool = True
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class FinishedSequence:
     num_cached_tokens: int
     details: KVCacheDetails
     queued_seconds: float = 0.0
+    speculation: SpeculationDetails | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,13 @@ def check_tables(
     starts: Tensor | None,
     keys: Tensor | QuantizedVectors,
     coded: Tensor | None = None,
+    nearest: Tensor | None = None,
 ) -> None:
     """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
 
     tables: [num_rows, R, M]; rows: [P]; last: [R, T]; starts: [P + 1] or ``None``, where P = T;
     keys: [num_blocks, B, ...]. No row holds block 0, which freed columns name. The first ``coded
-    [num_rows, R]`` entries are elsewhere.
+    [num_rows, R]`` entries are elsewhere; those before ``nearest [R, T]`` are not seen.
     """
     if not _looks(tables):
         return
@@ -95,6 +96,8 @@ def check_tables(
     seen = first <= last.T[..., None]
     if coded is not None:
         seen &= first >= coded[rows][..., None]
+    if nearest is not None:
+        seen &= first + block > nearest.T[..., None]
     wrong = own[seen & ((own < 1) | (own >= num_blocks))]
     if len(wrong):
         raise IndexError(
@@ -148,6 +151,17 @@ def check_references(codes: Codes, rows: Tensor) -> None:
     for ref in (read.ref_k, read.ref_v):
         inside("vector", ref, vector_tables.shape[2] * per_book)
         inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raises ``ValueError`` unless the sinks are those of the heads of q [T, Hq, D]."""
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[1:2] or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
+        raise ValueError(
+            f"sinks have to be [{q.shape[1]}] of float32, contiguous; got {list(sinks.shape)} of "
+            f"{sinks.dtype}"
+        )
 
 
 def check_shares(shares: Shares | None, q: Tensor) -> None:
@@ -217,7 +231,7 @@ def check_attention(
     _check_entries(q, keys, values)
     check_shares(shares, q)
     check_remainder(remainder, tables, q, keys)
-    rows, last, _, starts, _ = chunks
+    rows, last, starts = chunks.rows, chunks.last, chunks.starts
     tokens, per_row = len(q), tables.shape[1]
     if q.shape[1] % (per_row * keys.shape[2]):
         groups = f"{per_row} * {keys.shape[2]} KV heads"
@@ -229,10 +243,13 @@ def check_attention(
         raise ValueError(
             f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
         )
+    first = last if chunks.first is None else chunks.first
+    if first.shape != last.shape or first.dtype is not last.dtype or not first.is_contiguous():
+        raise ValueError(f"first has to be as last {list(last.shape)}, contiguous")
     if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
         raise ValueError("tables, rows and last have to be contiguous")
     coded = None if codes is None else codes.coded
-    check_tables(tables, rows, last, starts, keys, coded)
+    check_tables(tables, rows, last, starts, keys, coded, chunks.first)
     if codes is not None:
         assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables, keys)

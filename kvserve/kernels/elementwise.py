@@ -41,6 +41,18 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """As ``silu_and_mul``, with GELU approximated by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """gate_up: [T, 2 N], gates and ups in turns -> [T, N] (gpt-oss, arXiv 2508.10925, 2.2)."""
+    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
 def argmax(x: Tensor) -> Tensor:
     """x: [T, N] -> the first place of each row's largest number: int64 [T]."""
     return x.argmax(dim=-1)

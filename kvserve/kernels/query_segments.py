@@ -10,9 +10,9 @@ from torch import Tensor
 class QuerySegments(NamedTuple):
     """P chunks of consecutive tokens, T in all; tensors of integers on the device.
 
-    ``rows [P]`` of the block tables; token t sees entries 0 to ``last[r, t]`` (``[R, T]``, below
-    ``max_held``) of table r of its row. ``starts [P + 1]`` are the first tokens of chunks of at
-    most ``max_chunk``; ``None``: P = T chunks of one.
+    ``rows [P]`` of the block tables; token t sees entries ``first[r, t]`` (``None``: 0) to
+    ``last[r, t]`` (``[R, T]``, below ``max_held``) of table r of its row. ``starts [P + 1]`` are
+    the first tokens of chunks of at most ``max_chunk``; ``None``: P = T chunks of one.
     """
 
     rows: Tensor
@@ -20,3 +20,4 @@ class QuerySegments(NamedTuple):
     max_held: int
     starts: Tensor | None = None
     max_chunk: int = 1
+    first: Tensor | None = None

@@ -42,12 +42,19 @@ def merged(first: Remainder, second: Remainder) -> Remainder:
     return Remainder(keys.lerp(more_keys, share), values.lerp(more_values, share), bias)
 
 
-def logits_with(logits: Tensor, query: Tensor, remainder: Remainder, scale: float) -> Tensor:
+def logits_with(
+    logits: Tensor, query: Tensor, remainder: Remainder, scale: float, soft_cap: float = 0.0
+) -> Tensor:
     """``logits`` [..., Hkv, group, Q, n] with one more column: that of the remainder [..., Hkv].
 
     query: [..., Hq, Q, D].
     """
     keys, _ = remainder.numbers()
     folded = query.float().unflatten(-3, (keys.shape[-2], -1))
-    own = torch.einsum("...gqd,...d->...gq", folded, keys) * scale
+    own = capped(torch.einsum("...gqd,...d->...gq", folded, keys) * scale, soft_cap)
     return torch.cat([logits, (own + remainder.bias[..., None, None])[..., None]], dim=-1)
+
+
+def capped(logits: Tensor, soft_cap: float) -> Tensor:
+    """``soft_cap`` tanh(x / ``soft_cap``) of each logit x; the logits themselves if it is 0."""
+    return torch.tanh(logits / soft_cap) * soft_cap if soft_cap else logits

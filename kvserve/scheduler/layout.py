@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 
 class Granularity(enum.Enum):
@@ -25,6 +26,31 @@ class Granularity(enum.Enum):
 
 
 @dataclass(frozen=True)
+class LayerKinds:
+    """A model's ``count`` layers: those in ``windowed`` see the newest tokens alone, the others all
+    of them. Each kind counts its own; a model may have but one kind."""
+
+    count: int
+    windowed: frozenset[int] = frozenset()
+
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """The layers that see all tokens."""
+        return tuple(layer for layer in range(self.count) if layer not in self.windowed)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Each layer's number among those of its kind."""
+        seen = {True: 0, False: 0}
+        places = []
+        for layer in range(self.count):
+            kind = layer in self.windowed
+            places.append(seen[kind])
+            seen[kind] += 1
+        return tuple(places)
+
+
+@dataclass(frozen=True)
 class KVLayout:
     """All cache shapes derive from these five numbers."""
 
@@ -33,6 +59,8 @@ class KVLayout:
     head_dim: int
     block_size: int
     granularity: Granularity = Granularity.MODEL
+    holds_entries: bool = True
+    """Whether these layers are of the kind that sees all tokens; else rows hold nothing in them."""
 
     @property
     def layer_groups(self) -> int:
@@ -75,4 +103,4 @@ class KVLayout:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` in every group of one sequence."""
-        return -(-num_tokens // self.block_size) * self.groups
+        return -(-num_tokens // self.block_size) * self.groups * self.holds_entries

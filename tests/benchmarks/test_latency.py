@@ -15,6 +15,10 @@ SMALL = (
     *("--input-len", "8", "--output-len", "24", "--batch-size", "3", "--kv-blocks", "60"),
     *("--num-iters", "4", "--num-iters-warmup", "1", "--block-size", "4"),
 )
+SPECULATION = (
+    *("--compare-speculation", "--speculative-config"),
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}',
+)
 KARA = "kara:window=16,buffer=4,chunk_budget=2,period=4"
 
 
@@ -38,3 +42,13 @@ def test_iterations_of_all_policies(bench: Bench, monkeypatch: pytest.MonkeyPatc
     assert kara["percentiles"]["90"] == pytest.approx(np.percentile([4, 6, 8, 10], 90))
     assert kara["ratio_to_first"] == pytest.approx(np.median([4 / 3, 6 / 5, 8 / 7, 10 / 9]))
     assert none["compactions_per_request"] is None and kara["compactions_per_request"] > 0
+
+
+def test_speculation_off_and_on(bench: Bench) -> None:
+    """Random weights soon repeat themselves, which the lookup finds."""
+    flags = ("--policy", "none", "--output-len", "60", "--num-iters", "1")
+    status, saved = bench("bench latency", *SMALL, *flags, *SPECULATION)
+    off, on = saved["rows"]
+    assert status == 0 and (off["speculation"], on["speculation"]) == ("off", "on")
+    assert off["draft_tokens"] is off["accepted_share"] is None
+    assert on["draft_tokens"] > 0 and 0 <= on["accepted_share"] <= 1

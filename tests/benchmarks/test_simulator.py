@@ -15,6 +15,7 @@ from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import play
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Queries
+from kvserve.benchmarks.simulator.scenario import Scenario
 from kvserve.benchmarks.simulator.simulator import Simulation
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import parse_spec
@@ -28,7 +29,7 @@ from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.trigger import EvictionSpec, Never, Trigger, WhenOver
 from tests.test_architecture import loaded_by
 
-LLAMA, QWEN = LARGE_SHAPES
+LLAMA, QWEN, _, GPT_OSS = LARGE_SHAPES
 NO_QUERIES = Queries("none")
 
 
@@ -101,6 +102,28 @@ def test_a_step_takes_what_the_cost_model_says() -> None:
     assert figures["simulated_s"] == pytest.approx(prefill + sum(decodes))
     assert figures["steps"] == 3 and figures["requests"] == 1
     assert figures["itl_max_ms"] == pytest.approx(1e3 * decodes[1])
+
+
+def test_layers_with_windows_hold_and_read_no_more_than_a_window() -> None:
+    """As many layers see 128 tokens as see all: a step reads 128 entries more."""
+    cost = cost_model(GPT_OSS)
+    assert (cost.entry_bytes, cost.window_entries) == (12 * 8 * 2 * 64 * 2, 128)
+    scenario = Scenario(
+        *("gpt-oss", "a card", cost, 16 * 80, 4, 512, 16, np.array([300]), np.array([300]))
+    )
+    scheduler = scenario.scheduler(log_block_tokens=16)
+    simulation = Simulation(
+        scheduler, Never(), cost, NO_QUERIES, scenario.prompts, scenario.outputs
+    )
+    simulation.step()
+    assert simulation.now == pytest.approx(cost.step(300, 1, 300 + 128, 300 * (150 + 128)))
+    before = simulation.now
+    simulation.step()
+    assert simulation.now - before == pytest.approx(cost.step(1, 1, 301 + 128, 0))
+    for _ in range(290):
+        simulation.step()
+    used = scheduler.pool.capacity - scheduler.blocks.headroom
+    assert used == -(-591 // 16) + 128 // 16 + 2  # one block more, and one that is begun
 
 
 def test_a_prompt_that_cannot_fit_is_refused() -> None:

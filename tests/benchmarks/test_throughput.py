@@ -20,6 +20,7 @@ from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, Reque
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
+from tests.benchmarks.test_latency import SPECULATION
 
 KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
 SMALL = (
@@ -85,13 +86,13 @@ def test_repeats_take_turns_and_show_the_median(
 
 
 def test_weights_are_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, reads = startup.load_model, []
+    real, reads = startup.load, []
 
     def counted(*given: Any) -> Any:
         reads.append(given)
         return real(*given)
 
-    monkeypatch.setattr(startup, "load_model", counted)
+    monkeypatch.setattr(startup, "load", counted)
     flags = ("--num-prompts", "2", "--output-len", "4", "--kv-blocks", "40", "--repeat", "2")
     status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", KARA)
     assert status == 0 and len(saved["rows"]) == 2
@@ -131,6 +132,18 @@ def test_codes_that_are_read_and_rebuilt(bench: Bench) -> None:
     assert direct["compactions"] == rebuild["compactions"] > 4
     assert direct["allocated_bytes_at_end"] < rebuild["allocated_bytes_at_end"]
     assert direct["output_tokens"] == rebuild["output_tokens"] == 48
+
+
+def test_speculation_off_and_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-prompts", "3", "--output-len", "60", "--policy", "none", *SPECULATION)
+    status, saved = bench("bench throughput", *flags)
+    off, on = saved["rows"]
+    assert status == 0 and (off["speculation"], on["speculation"]) == ("off", "on")
+    assert off["accepted_tokens"] == 0 < on["accepted_tokens"] and on["steps"] < off["steps"]
+    assert on["accepted_share"] == on["accepted_tokens"] / on["draft_tokens"]
+    assert off["output_tokens"] == on["output_tokens"] == 180
+    assert "of these right" in capsys.readouterr().out
+    assert saved["settings"]["speculative_config"]["method"] == "ngram"
 
 
 def test_what_is_printed_can_be_saved(
@@ -207,6 +220,8 @@ def test_policy_specs_are_read(text: str) -> None:
         (["--save-result", "results.txt"], "results.txt"),
         (["--policy", "kara", "--policy.windw", "3"], "windw"),
         (["--policy", "kara", "--policy", "kara", "--policy.window", "64"], "--policy.FIELD"),
+        (["--compare-speculation"], "--speculative-config"),
+        (["--speculative-config", "ngram"], "--speculative-config"),
         (["--nonsense"], "--nonsense"),
     ],
 )

@@ -126,6 +126,15 @@ def test_refusals_name_the_flag(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("shape", "weights"), [("qwen3-30b-a3b", 56.3), ("gpt-oss-20b", 37.9)])
+def test_a_card_that_does_not_hold_the_weights(
+    shape: str, weights: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["tune", "--shape", shape, "--device", "rtx4090"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert f"--device: its memory does not hold {weights} GiB of weights" in said
+
+
 @pytest.mark.parametrize("line", ["", "[1, 2]", '{"prompt": 1}', '{"prompt": 0, "output": 5}', "x"])
 def test_a_bad_line_of_lengths_is_named(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -20,15 +20,18 @@ from kvserve.kernels.quantized_entries import quantize
 
 @dataclass(frozen=True)
 class DensePass:
-    """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE."""
+    """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE, and sinks [L, Hq]
+    if there are any, of the layers that see all tokens."""
 
     logits: Tensor
     queries: Tensor
     keys: Tensor
+    sinks: Tensor | None
 
 
 def load_dense(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    how: Any = {"dtype": torch.float32, "attn_implementation": "eager"}  # it takes masks by head
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **how)
     return model.eval()
 
 
@@ -47,16 +50,19 @@ def dense_pass(
     """
     heads = model.config.num_attention_heads
     hooks = []
+    full = full_layers(model)
     for layer, block in enumerate(model.model.layers):
         visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
-        for number, event in enumerate(events):
+        for number, event in enumerate(events if layer in full else ()):
             # Later events overwrite the rows they share.
             first = 0 if pruned and number == 0 else event.seen
             for head in range(heads):
                 visible[head, first:, : event.seen] = False
-                of_layer = event.held[layer]
+                of_layer = event.held[full.index(layer)]
                 held = torch.as_tensor(of_layer[head * len(of_layer) // heads]).long()
                 visible[head, first:, held[held >= 0]] = True
+        if layer not in full:
+            visible = visible.triu(1 - model.config.sliding_window)
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
         if form is not None:
             hooks.append(block.self_attn.v_proj.register_forward_hook(_rounding(model, form.value)))
@@ -72,8 +78,18 @@ def dense_pass(
     finally:
         for hook in hooks:
             hook.remove()
-    queries, keys = (torch.cat(layers) for layers in zip(*rotated, strict=True))
-    return DensePass(logits, queries, keys)
+    seen = [rotated[layer] for layer in full]
+    queries, keys = (torch.cat(layers) for layers in zip(*seen, strict=True))
+    attention = [model.model.layers[layer].self_attn for layer in full]
+    sinks = [module.sinks.data for module in attention if hasattr(module, "sinks")]
+    return DensePass(logits, queries, keys, torch.stack(sinks) if sinks else None)
+
+
+def full_layers(model: PreTrainedModel) -> list[int]:
+    """The layers that see all tokens."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
 def _rounding(model: PreTrainedModel, form: VectorForm) -> Callable[..., Tensor]:

@@ -20,6 +20,7 @@ from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.quantized_entries import places_of
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 
@@ -79,7 +80,7 @@ class Recorder:
         self._runner = runner = llm.engine.core.runner
         self._owner: dict[int, int] = {}
         self._choices: list[tuple[Tensor, Tensor]] = []
-        self._sampled: list[int] = []
+        self._new: list[Tensor] = []
         self._sources: dict[int, Tensor] = {}
         self._launch, self._run = runner.launch, runner.compressor.run
         self._model_logits = runner.model.logits
@@ -94,8 +95,10 @@ class Recorder:
         self.logits.clear()
 
     def _on_launch(self, output: SchedulerOutput) -> LaunchedStep:
-        self._sampled = [seq.seq_id for seq in output.sampled]
+        self._new = []
         step = self._launch(output)
+        if step.sampled is not None:
+            self._take_logits(output, step.sampled.token_ids.cpu().numpy())
         for a, b in output.row_swaps:
             self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
         layout = self._runner.cache.layout
@@ -110,9 +113,21 @@ class Recorder:
 
     def _on_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model_logits(hidden)
-        for seq_id, row in zip(self._sampled, logits, strict=True):
-            self.logits[seq_id].append(row.clone())
+        self._new += logits.clone()
         return logits
+
+    def _take_logits(self, output: SchedulerOutput, tokens: IntArray) -> None:
+        """Those that each sampled token came from; of guesses only up to the first wrong one."""
+        counts = np.ones(len(output.sampled), np.int32)
+        lengths = counts.copy()
+        if output.drafts is not None:
+            lengths[: output.num_decoding] = output.drafts.lengths
+            guessed = tokens[: len(output.drafts.token_ids)]
+            counts[: output.num_decoding] = output.drafts.confirmed(guessed)
+        for seq, first, count in zip(
+            output.sampled, np.cumsum(lengths) - lengths, counts, strict=True
+        ):
+            self.logits[seq.seq_id] += self._new[first : first + count]
 
     def _on_run(
         self,

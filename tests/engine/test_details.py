@@ -11,7 +11,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.outputs import KVCacheDetails
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, write_checkpoint
 
 
 def details_of(directory: Path, policy: Any, prompt: int) -> tuple[KVCacheDetails, LLM]:
@@ -46,6 +46,19 @@ def test_logged_queries_are_counted_apart(llama_dir: Path) -> None:
     block = cache.block_bytes(cache.layout)
     assert none.held_bytes == roomy.held_bytes == 3 * block
     assert none.log_bytes == 0 and roomy.log_bytes >= 3 * block
+
+
+def test_bytes_of_layers_with_windows_are_told(tmp_path: Path) -> None:
+    """98 + 11 tokens in blocks of 16, and windows of 20: all of them, or 40, in two layers, and the
+    last three blocks in the two others."""
+    directory = write_checkpoint("gpt-oss", tmp_path)
+    told = []
+    for policy in ("none", {"name": "streaming_llm", "budget": 40, "period": 1}):
+        details, llm = details_of(directory, policy, 98)
+        cache = llm.engine.core.runner.cache
+        block = cache.block_bytes(cache.layout)
+        told.append((details.held_bytes // block, details.window_bytes // block))
+    assert told == [(7 + 3, 3), (3 + 3, 3)]
 
 
 def test_the_readme_shows_what_its_example_gives() -> None:

@@ -11,9 +11,11 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -39,6 +41,16 @@ def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS)
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def right_guesses(output: SchedulerOutput, step: LaunchedStep, rows: int) -> IntArray:
+    """How many guesses of each of the first rows are confirmed: the device counts these at once,
+    the host when it has the tokens."""
+    right = np.zeros(rows, np.int32)
+    if output.drafts is not None and step.sampled is not None:
+        sampled = step.sampled.token_ids.cpu().numpy()[: len(output.drafts.token_ids)]
+        right[: output.num_decoding] = output.drafts.confirmed(sampled) - 1
+    return right
+
+
 def watch(llm: LLM) -> None:
     """After every step: tables name no free block, host and device agree, free ones are spoilt."""
     core = llm.engine.core
@@ -48,10 +60,11 @@ def watch(llm: LLM) -> None:
     def checked(output: SchedulerOutput) -> LaunchedStep:
         step = launch(output)
         n = scheduler.rows.num_rows
+        right = right_guesses(output, step, n)
         held, device = scheduler.blocks.kv_lens[:, :n], runner.batch.kv_lens[:, :n].cpu().numpy()
-        assert np.array_equal(held, device)
+        assert np.array_equal(held + right[:, None], device)
         computed = scheduler.rows.num_computed[:n]
-        assert np.array_equal(computed, runner.batch.num_computed[:n].cpu().numpy())
+        assert np.array_equal(computed + right, runner.batch.num_computed[:n].cpu().numpy())
         assert (computed >= held.max(axis=(0, 2), initial=0)).all()
         for table, mirror in (
             (scheduler.blocks.kv, runner.batch.block_tables),
@@ -98,6 +111,30 @@ def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(
     assert stats.preemptions_total > 0 and stats.early_compactions_total == 0
     assert sum(c.blocks_released for c in stats.compaction_counts) == stats.blocks_released_total
     assert bool(stats.swaps_total) == bool(swap_space and policy != "none")
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+
+@pytest.mark.parametrize("swap_space", [0, 1 / 2048])
+@pytest.mark.parametrize("policy", ["none", {**KARA, "period": 1}], ids=["none", "kara"])
+def test_a_tiny_pool_has_no_room_for_wrong_guesses(
+    llama_dir: Path, policy: Any, swap_space: int
+) -> None:
+    """Their blocks are free and overwritten at once, and nobody makes way for them."""
+    answers = generate(make_llm(llama_dir, policy))
+    tight = make_llm(
+        llama_dir,
+        policy,
+        block_size=4,
+        num_gpu_blocks_override=56,
+        swap_space=swap_space,
+        speculative_config=SPECULATIVE,
+    )
+    watch(tight)
+    oracle = Oracle(tight, answers.__getitem__, 0.8)
+    assert generate(tight) == answers
+    stats = tight.stats()
+    assert oracle.guessed > oracle.confirmed > 50
+    assert stats.preemptions_total > 0 and stats.early_compactions_total == 0
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
 

@@ -49,6 +49,7 @@ from kvserve.kernels.quantized_triton import (
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.scores.centre_scores import centre_scores_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
@@ -103,16 +104,20 @@ def attend(
     form: str | None = None,
     shares: bool = False,
     remainder: bool = False,
+    window: bool = False,
+    sinks: bool = False,
+    soft_cap: float = 0.0,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
     hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
     newest entries got is handed out too, for a log in 4 bits. ``remainder``: rows may have one, as
-    an engine's always may."""
+    an engine's always may. ``window``, ``sinks``, ``soft_cap``: what some layers' attention has."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
-    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk)
+    first = new(rows, 8 * chunk, dtype=torch.int32) if window else None
+    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk, first)
     coded = None
     if codes:
         kv = new(4096, 2, 64, 1, dim, dtype=dtype)
@@ -130,7 +135,9 @@ def attend(
     if remainder:
         vectors = new(256, 8, dim, dtype=dtype)
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
-    paged_attention_triton(q, keys, values, tables, chunks, 0.1, splits, coded, told, left)
+    more = new(8 * group, dtype=torch.float32) if sinks else None
+    given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
+    paged_attention_triton(*given)
 
 
 def score(
@@ -157,6 +164,13 @@ def sample(vocab: int = 128_256, filtered: bool = True) -> None:
     settings = new(64, 4, dtype=torch.float32)
     logits = new(64, vocab, dtype=torch.float32)
     sample_tokens_triton(logits, settings, slots(64), slots(64), filtered)
+
+
+def point(heads: int, dim: int, futures: int) -> None:
+    """An event of TriAttention at its defaults, or with aggregation max."""
+    vectors = new(2, 32, heads, futures, dim, dtype=torch.float32)
+    spread = new(32, heads, dim // 2, dtype=torch.float32)
+    centre_scores_triton(new(2, 32, 8, 2048, dim), vectors, spread)
 
 
 def choose(count: int, keep: int) -> None:
@@ -208,6 +222,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/k8v4_remainder": lambda: attend(form="k8v4", remainder=True),
     "decode/fp8_remainder": lambda: attend(form="fp8", remainder=True),
     "prefill/remainder": lambda: attend(chunk=512, remainder=True),
+    # gpt-oss's layers with windows and without, and Gemma 2's.
+    "decode/window": lambda: attend(group=8, dim=64, window=True, sinks=True),
+    "decode/window_split": lambda: attend(group=8, dim=64, window=True, sinks=True, splits=8),
+    "decode/sinks": lambda: attend(group=8, dim=64, sinks=True),
+    "decode/capped": lambda: attend(group=2, dim=256, soft_cap=50.0),
+    "prefill/window": lambda: attend(chunk=512, group=8, dim=64, window=True, sinks=True),
     "decode/shares": lambda: attend(shares=True),
     "decode/shares_split": lambda: attend(splits=8, shares=True),
     "prefill/shares": lambda: attend(chunk=512, shares=True),
@@ -273,6 +293,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "window_scores/e4m3": lambda: score(queries=torch.float8_e4m3fn),
     "window_scores/int4": score_int4,
     "window_scores/float32_queries": lambda: score(queries=torch.float32),
+    "centre_scores": lambda: point(32, 128, 1),
+    "centre_scores/max": lambda: point(16, 64, 17),
     "token_to_chunk": lambda: choose(480, 144),
     "token_to_chunk/longest": lambda: choose(4096, 1000),
     "sample_tokens": sample,
@@ -283,9 +305,10 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 SPILLING = {
     80: ("decode/few", "decode/many", "prefill/dim256"),
-    100: ("prefill/dim64", "prefill/float32"),
+    90: ("decode/remainder_split",),
+    100: ("prefill/dim64", "prefill/float32", "prefill/window"),
 }
-"""Variants of numbers that spill 16 to 32 bytes under one of the Tritons."""
+"""Variants of numbers that spill 8 to 32 bytes under one of the Tritons."""
 
 
 def is_budgeted(name: str, arch: int) -> bool:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bench import kernels as bench
 from bench.kernel_rows import cases as kernel_cases
+from bench.kernel_rows import model_cases
 from bench.kernel_rows import peers as kernel_peers
-from bench.kernel_rows import stored_cases as stored_kernel_cases
 from bench.kernel_rows.cases import Setting
+from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.peers import Run
-from bench.kernel_rows.stored_cases import all_cases
 from bench.kernel_rows.targets import EVENT, targets
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
@@ -54,6 +54,8 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *codes,
         *("decode with shares", "prefill with shares"),
         *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
+        *("decode in a window", "prefill in a window"),
+        *("scores by centres", "scores by the best centre"),
         *("norm", "norm of heads", "rotation", "activation"),
         *(
             f"{kernel} of {form}"
@@ -103,7 +105,8 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
     monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)
     monkeypatch.setattr(kernel_cases, "event_cases", lambda *_: ())
-    monkeypatch.setattr(stored_kernel_cases, "stored_cases", lambda *_: ())
+    for others in ("stored_cases", "window_cases", "centre_cases"):
+        monkeypatch.setattr(model_cases, others, lambda *_: ())
     found = bench.differences(tiny(Granularity.MODEL, device))
     assert found["store"].error and "illegal memory access" in found["store"].error
     assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)

@@ -20,6 +20,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.blocks.token_group import TokenGroup
+from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
 from kvserve.scheduler.messages.continuation import Continuation, Resumption
 from kvserve.scheduler.messages.event import EventKind, Scores, answer
 from kvserve.scheduler.messages.output import (
@@ -61,8 +62,9 @@ class ShadowRunner:
         self.size = layout.block_size
         self.log_size = scheduler.blocks.log.block_tokens
         self.codes = scheduler.blocks.find(CodeGroup)
-        self.further = [group for group in scheduler.blocks.groups if type(group) is TokenGroup]
-        """At most one: something of every token, which no event evicts."""
+        kinds = TokenGroup, WindowGroup
+        self.further = [group for group in scheduler.blocks.groups if type(group) in kinds]
+        """At most one: something of every token, or of the newest, which no event evicts."""
         self.further_tables = [np.zeros_like(group.tables[0].blocks) for group in self.further]
         self.further_memory: dict[Slot, tuple[int, int]] = {}
         self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
@@ -98,11 +100,14 @@ class ShadowRunner:
         self.resuming: dict[int, Resumption] = {}
         """Rows that go on from a continuation in the step that is scheduled."""
         self.resumed = 0
+        self.ahead = np.zeros(rows, int)
+        """Confirmed guesses of the last step, which the host counts when it has the tokens."""
         if scheduler.conversations is not None:
             self._follow(scheduler.conversations)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
+        self.ahead[:] = 0
         self.log_from[output.turns.rows] = output.turns.log_from
         for task in output.compactions:
             self._compact(task)
@@ -129,8 +134,14 @@ class ShadowRunner:
         _scatter(self.log_tables, output.table_updates[1])
         for tables in self.further_tables:
             _scatter(tables, output.table_updates[-1])
+        verified: list[int] = []
         for row in range(output.num_decoding):
-            self._store(row, [int(self.last_token[row])])
+            if output.drafts is None:
+                self._store(row, [int(self.last_token[row])])
+            else:
+                at = int(output.drafts.starts[row])
+                chunk = output.drafts.token_ids[at : at + output.drafts.lengths[row]]
+                verified += self._verify(row, chunk.tolist())
         first = 0
         for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
             self._store(row, output.prefill.token_ids[first : first + length].tolist())
@@ -138,10 +149,36 @@ class ShadowRunner:
         for task in output.pruned:
             self._prune(task)
         self.check()
-        for seq in output.sampled:
-            newest = [lane[-1] for lane in self.held[seq.row].values()]
-            self.last_token[seq.row] = content(newest, 0) % 97 + 2
-        return np.array([self.last_token[seq.row] for seq in output.sampled], np.int32)
+        chunks = output.sampled if output.drafts is None else output.sampled[output.num_decoding :]
+        for seq in chunks:
+            self.last_token[seq.row] = self.next_token(self.held[seq.row])
+        return np.array(verified + [self.last_token[seq.row] for seq in chunks], np.int32)
+
+    def next_token(self, held: dict[Lane, list[int]]) -> int:
+        """What a row that holds this generates."""
+        return content([lane[-1] for lane in held.values()], 0) % 97 + 2
+
+    def _verify(self, row: int, chunk: list[int]) -> list[int]:
+        """Store a row's newest token and guesses; what follows each. What was guessed wrong leaves
+        marks that nobody may read."""
+        assert chunk[0] == self.last_token[row]
+        found = []
+        for token in chunk:
+            self._store(row, [token])
+            found.append(self.next_token(self.held[row]))
+        right = next(i for i, token in enumerate([*chunk[1:], None]) if token != found[i])
+        self.ahead[row], self.last_token[row] = right, found[right]
+        for _ in chunk[right + 1 :]:
+            self.computed[row] -= 1
+            position = int(self.computed[row])
+            for slot in self._further_slots(row, position) if self.further else ():
+                self.further_memory[slot] = -1, -1
+            for lane, held in self.held[row].items():
+                held.pop()
+                self.memory[self._slot(row, lane, len(held))] = -1
+                if position >= self.log_from[row]:
+                    self.log_memory[self._query_slot(row, lane, position)] = -1, -1
+        return found
 
     def check(self) -> None:
         """Rows and cached columns hold what they should."""
@@ -151,7 +188,8 @@ class ShadowRunner:
                 raw = range(coded, len(held))
                 assert [self.memory[self._slot(row, lane, i)] for i in raw] == held[coded:]
                 self._check_codes(row, lane)
-                assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == len(held)
+                counted = len(held) - self.ahead[row]
+                assert self.scheduler.blocks.kv_lens[lane[0], row, lane[1]] == counted
             self._check_held(row)
             self._check_further(row)
             if self.scheduler.rows.leaves_remainder[row]:
@@ -174,17 +212,25 @@ class ShadowRunner:
         assert blocks.held(row + 1)[row] == len(np.unique(blocks.named(row)))
 
     def _check_further(self, row: int) -> None:
-        """A further group holds something of every token so far."""
+        """A further group holds something of every token so far, or of those that the next sees."""
         rows = self.scheduler.rows
         known = rows.num_tokens[row] - rows.num_unknown[row]
-        for position in range(min(int(self.computed[row]), int(known))) if self.further else ():
-            held = self.further_memory[self._further_slot(row, position)]
-            assert held == (position, rows.token_ids[row, position])
+        for group in self.further:
+            first = 0
+            if isinstance(group, WindowGroup):
+                first = max(0, int(self.computed[row]) - group.spec.window + 1)
+                most = window_blocks(rows.token_ids.shape[1], group.spec)
+                assert (group.tables[0].end - group.tables[0].first)[:, row].max() <= most
+            for position in range(first, min(int(self.computed[row]), int(known))):
+                for slot in self._further_slots(row, position):
+                    held = self.further_memory[slot]
+                    assert held == (position, rows.token_ids[row, position])
 
-    def _further_slot(self, row: int, position: int) -> Slot:
+    def _further_slots(self, row: int, position: int) -> list[Slot]:
+        """In each of its lanes."""
         (tables,), (group,) = self.further_tables, self.further
-        column, place = divmod(position, group.block_tokens)
-        return int(tables[0, row, 0, column]), place
+        column, place = divmod(position, group.tables[0].block_tokens)
+        return [(int(block), place) for block in tables[:, row, :, column].ravel()]
 
     def _check_codes(self, row: int, lane: Lane) -> None:
         """Codes are where the tables say; a lane's table begins behind them, or names its head's
@@ -312,7 +358,10 @@ class ShadowRunner:
                 # What is still to come of a step that is being scheduled comes here too.
                 row, events = seq.row, self.events[seq.seq_id]
                 who = events, seq.seq_id, self.lost[row]
-                self.left[newest] = LeftRow(self.held[row], self.loggers[row], *who)
+                # Tokens behind a stop token were confirmed, and are not the sequence's.
+                over = max(0, int(self.computed[row] - self.scheduler.rows.num_computed[row]))
+                held = {lane: x[: len(x) - over] for lane, x in self.held[row].items()}
+                self.left[newest] = LeftRow(held, self.loggers[row], *who)
 
         def seated(seq: Sequence, turn: NextTurn) -> int:
             self.resuming[seq.seq_id] = turn.resumption
@@ -347,8 +396,7 @@ class ShadowRunner:
         """Keys and values in all lanes, or those of ``stored``; queries in all."""
         for token in tokens:
             position = int(self.computed[row])
-            if self.further:
-                slot = self._further_slot(row, position)
+            for slot in self._further_slots(row, position) if self.further else ():
                 assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
                 self.further_memory[slot] = position, token
             for lane in self.lanes:

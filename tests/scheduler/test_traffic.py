@@ -48,7 +48,7 @@ def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> 
         traffic = Traffic(seed, CODES)
         traffic.run(operations)
         seen += what_happened(traffic) + Counter(added=traffic.num_added)
-        assert all(seq.held_blocks >= 0 for seq in traffic.finished)
+        assert all(min(seq.held_blocks.values(), default=0) >= 0 for seq in traffic.finished)
     assert seen["added"] > requests and seen["finished"] < seen["added"], seen
     assert seen["compactions"] > requests and seen["recomputed"] and seen["hits"], seen
 
@@ -74,8 +74,44 @@ def test_a_further_group_goes_where_rows_go() -> None:
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "pruned")), seen
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("windows", [1, 9, 50])
+def test_layers_with_windows_hold_what_the_next_token_sees(windows: int) -> None:
+    """And no more than their window, through all that happens to rows."""
+    seen: Counter[str] = Counter()
+    for seed in range(8):
+        traffic = Traffic(seed, overlaps=seed > 4, continuations=bool(seed % 2), windows=windows)
+        traffic.run(250)
+        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+    assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "early")), seen
+
+
+def test_guesses_leave_no_trace() -> None:
+    """Right ones are tokens like others; of wrong ones nothing is held, read or said later."""
+    seen: Counter[str] = Counter()
+    for seed in range(9):
+        windows = 9 * (seed % 3 == 0)
+        traffic = Traffic(seed, continuations=bool(seed % 2), windows=windows, speculation=4)
+        traffic.run(200)
+        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+        seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
+        seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
+    assert len(seen) == 13, seen
+    assert seen["guessed"] > seen["right"] > 500, seen
+
+
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+def test_clients_take_turns(overlaps: bool) -> None:
+    """With a bound on the rows of each, and on the prompts of a step that decodes."""
+    seen: Counter[str] = Counter()
+    for seed in range(6):
+        traffic = Traffic(seed, overlaps=overlaps, continuations=bool(seed % 2), clients=4)
+        traffic.run(300)
+        seen += what_happened(traffic)
+    assert all(seen[what] for what in ("swaps", "recomputed", "hits", "pruned")), seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["plain", "overlaps", "speculation"])
 @pytest.mark.parametrize("seed", range(100, 200))
-def test_a_million_random_operations(seed: int, overlaps: bool) -> None:
-    Traffic(seed, overlaps=overlaps).run(5_000)
+def test_a_million_random_operations(seed: int, mode: str) -> None:
+    Traffic(seed, overlaps=mode == "overlaps", speculation=4 * (mode == "speculation")).run(5_000)

@@ -12,11 +12,14 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.messages.drafts import Confirmed
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
@@ -31,7 +34,7 @@ from kvserve.scheduler.triggers.trigger import (
     Trigger,
     WhenOver,
 )
-from tests.scheduler.shadow import ShadowRunner
+from tests.scheduler.shadow import ShadowRunner, content
 
 
 class WholeBlocks(Budget):
@@ -172,14 +175,20 @@ class Loop:
         self.scheduler = scheduler
         self.shadow = shadow
         self.overlaps = overlaps
-        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[Scores]]] = []
+        self.num_guessed = self.num_right = 0
+        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[Scores], Confirmed | None]] = []
 
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
         output = self.scheduler.schedule()
-        for earlier, _, _ in self._in_flight:
+        for earlier, *_ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
-        self._in_flight.append((output, self.shadow.run(output), self.shadow.scores))
+        tokens = self.shadow.run(output)
+        confirmed = self.scheduler.confirm(output, tokens)
+        self._in_flight.append((output, tokens, self.shadow.scores, confirmed))
+        if confirmed is not None:
+            self.num_guessed += output.drafts.num_guessed if output.drafts else 0
+            self.num_right += int(confirmed.counts.sum()) - len(output.sampled)
         finished = self._update(self.overlaps)
         return output, finished
 
@@ -196,7 +205,7 @@ class Loop:
         finished: list[Sequence] = []
         while len(self._in_flight) > left:
             finished += self.scheduler.update(*self._in_flight.pop(0))
-        coming = Counter(seq.seq_id for output, _, _ in self._in_flight for seq in output.sampled)
+        coming = Counter(seq.seq_id for output, *_ in self._in_flight for seq in output.sampled)
         for seq in self.scheduler.running:
             assert self.scheduler.rows.num_unknown[seq.row] == coming[seq.seq_id]
         self.scheduler.check_integrity()
@@ -246,6 +255,28 @@ def preempt_now_and_then(
     scheduler.rows.promote_ready = and_more  # type: ignore[method-assign]
 
 
+class Oracle:
+    """In the place of a row's drafter: guesses that are right more often than not."""
+
+    ask_at = 0
+
+    def __init__(self, shadow: ShadowRunner, rng: np.random.Generator, row: int) -> None:
+        self._shadow, self._rng, self._row = shadow, rng, row
+
+    def draft(self, token_ids: IntArray, most: int, least_chance: float) -> list[int]:
+        held = {lane: list(entries) for lane, entries in self._shadow.held[self._row].items()}
+        guess, token = list[int](), int(token_ids[-1])
+        for _ in range(int(self._rng.integers(0, most + 1))):
+            for entries in held.values():
+                entries.append(content(entries, token))
+            token = self._shadow.next_token(held) if self._rng.random() < 0.8 else 1
+            guess.append(token)
+        return guess
+
+    def learn(self, guessed: int, right: int) -> None:
+        assert 0 <= right <= guessed
+
+
 class Traffic:
     """Arrivals, forks, aborts and forced preemptions, one operation at a time."""
 
@@ -257,15 +288,28 @@ class Traffic:
         overlaps: bool = False,
         continuations: bool = False,
         further: bool = False,
+        windows: int = 0,
+        speculation: int = 0,
+        clients: int = 1,
     ) -> None:
-        """``further``: rows also hold something of every token in a cache group of its own."""
+        """``further``: rows also hold something of every token in a cache group of its own;
+        ``windows``: three layers see so many of the newest tokens alone; ``speculation``: most
+        guesses in a chunk; ``clients``: how many send, with bounds on the rows of one and on the
+        prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
         layout = LAYOUTS[seed % 3]
         self.policies = sorted(policies or policies_of(layout))
+        groups: tuple[GroupSpec, ...] = (GroupSpec(layout.block_size),) if further else ()
+        more = 0
+        if windows:
+            spec = WindowSpec(layout.block_size, 3, windows, self.budget)
+            groups += (spec,)
+            more = spec.blocks_for(layout, 128) // layout.groups // 2
+            self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows
         self.scheduler = make_scheduler(
-            int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)),
+            int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)) + more,
             layout,
             chunked_prefill=chunked,
             max_num_batched_tokens=self.budget,
@@ -276,11 +320,19 @@ class Traffic:
             code_scratch=bool(seed % 2),
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
-            further_groups=(GroupSpec(layout.block_size),) if further else (),
+            further_groups=groups,
+            speculation=NgramSettings(speculation, 1, 2) if speculation else None,
+            max_num_seqs_per_client=None if clients == 1 else 5,
+            max_prefill_tokens=None if clients == 1 else 7,
         )
+        self.clients = clients
         self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
+        if self.scheduler.speculation is not None:
+            rows = lambda row: Oracle(self.loop.shadow, rng, row)  # noqa: E731
+            self.scheduler.speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+            self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations
         self.num_added = self.num_hits = self.num_pruned = 0
         preempt_now_and_then(self.scheduler, rng, 0.01)
@@ -331,6 +383,9 @@ class Traffic:
                 stops=(7, 8, 9) if self.num_added % 3 else (),
                 history=history,
             )
+            if seq.seq_id % 5 and not isinstance(seq.trigger, EngineWide):
+                seq.guess_from = 0
+            seq.client = str(self.num_added * 7 % self.clients)
             needed = scheduler.blocks_at_least(seq.num_tokens, seq.max_len, seq.trigger)
             if history is not None and needed > scheduler.pool.capacity:
                 return  # a request that is refused

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
 from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
-from kvserve.server.state.metrics import Metrics, StatsLog
+from kvserve.server.state.metrics import Metrics
 from kvserve.server.state.server_state import ServerOptions
+from kvserve.server.state.stats_log import StatsLog
 from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
 from tests.server.fake_engine import BOS, FakeEngine
 

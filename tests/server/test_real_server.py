@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from pydantic import BaseModel, Field
 
 import kvserve
 from tests.server.conftest import wait_until
-from tests.server.real_server import MODEL, Server, start
+from tests.server.real_server import MODEL, Server
 
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
 KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
@@ -295,50 +297,42 @@ def test_sigterm_drains(server: Server) -> None:
 
 # ---- what cannot start ------------------------------------------------------------------------
 
+CONFIGS = [
+    ("{", "config.json"),
+    ("[]", "config.json"),
+    ('{"architectures": ["T5Model"]}', "T5Model"),
+    ('{"architectures": ["LlamaForCausalLM"], "model_type": "nothing"}', "num_hidden_layers"),
+]
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from kvserve.server.cli.commands import run
+for argv in json.loads(sys.argv[1]):
+    print(run(["serve", *argv, "--port", "0"]), file=sys.stderr)
+    print("-" * 9, file=sys.stderr)
+"""
 
-def last_line(*argv: str) -> str:
-    process = start(*argv, "--port", "0")
-    try:
-        _, text = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1, text
-    assert "Traceback" not in text
-    line: str = text.strip().splitlines()[-1]
-    assert line.startswith("kvserve serve: error: ")
-    return line
 
-
-def test_a_missing_shard(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DIRECTORY / name, tmp_path)
+def test_what_cannot_start(tmp_path: Path) -> None:
+    """One line, which names what is wrong; a config's fault is not the tokenizer's, whose library
+    reads it too. In one process, since a start takes seconds."""
+    cases = [(["--model", str(tmp_path / "nowhere")], str(tmp_path / "nowhere"))]
+    cases.append((["--model", MODEL, "--policy", "kara", "--policy.windw", "3"], "windw"))
+    for i, (text, named) in enumerate(CONFIGS):
+        copy = shutil.copytree(DIRECTORY, tmp_path / str(i))
+        (copy / "config.json").write_text(text)
+        cases.append((["--model", str(copy)], named))
     shard = "model-00002-of-00002.safetensors"
+    (tmp_path / "shards").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DIRECTORY / name, tmp_path / "shards")
     index = {"weight_map": {"model.embed_tokens.weight": shard}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert shard in last_line("--model", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("{", "config.json"),
-        ("[]", "config.json"),
-        ('{"architectures": ["T5Model"]}', "T5Model"),
-        ('{"architectures": ["LlamaForCausalLM"], "model_type": "nothing"}', "num_hidden_layers"),
-    ],
-)
-def test_a_wrong_config_is_not_the_tokenizers(tmp_path: Path, text: str, named: str) -> None:
-    """The tokenizer's library reads it too, and was first."""
-    copy = shutil.copytree(DIRECTORY, tmp_path / "model")
-    (copy / "config.json").write_text(text)
-    process = start("--model", str(copy), "--port", "0")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "--model" in err and named in err, err
-    assert "--tokenizer" not in err and "Traceback" not in err, err
-
-
-def test_an_unknown_model_or_policy_argument(tmp_path: Path) -> None:
-    missing = str(tmp_path / "nowhere")
-    assert missing in last_line("--model", missing)
-    assert "windw" in last_line("--model", MODEL, "--policy", "kara", "--policy.windw", "3")
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    cases.append((["--model", str(tmp_path / "shards")], shard))
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps([argv for argv, _ in cases])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    *told, rest = done.stderr.split("-" * 9 + "\n")
+    assert "Traceback" not in done.stderr and not rest, done.stderr
+    for text, (_, named) in zip(told, cases, strict=True):
+        *_, line, status = text.strip().splitlines()
+        assert status == "1" and line.startswith("kvserve serve: error: "), text
+        assert named in line and "--tokenizer" not in line, text

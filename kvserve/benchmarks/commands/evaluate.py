@@ -8,7 +8,7 @@ reached scores as the full cache does, which proves nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from kvserve.benchmarks.datasets.published import FORMATS, read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
+from kvserve.benchmarks.measuring.match_bytes import can_match, matched
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
 from kvserve.benchmarks.measuring.traffic import held_bytes
 from kvserve.benchmarks.reports.columns import columns
@@ -37,6 +38,7 @@ from kvserve.benchmarks.setup.options import (
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
 _COLUMNS = columns(
@@ -45,6 +47,7 @@ _COLUMNS = columns(
     *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
     *("compactions_per_request", "resumed_turns"),
 )
+_TRIALS = 8
 _LENGTHS = [256, 512, 1024, 1536, 2048]
 _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
@@ -98,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare-kv-cache-dtypes", nargs="+", metavar="DTYPE", choices=KV_CACHE_DTYPES, help=words
     )
+    words = (
+        "hold as many bytes per sequence as this: bytes, or one of the policies; the others' "
+        f"budgets are found on {_TRIALS} samples of another seed, task by task"
+    )
+    parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
     words = f"draw accuracy against memory, and {NEEDLE_GRID}, into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
 
@@ -122,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--max-new-tokens is for --benchmark")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
+    if args.match_bytes and (args.benchmark or NEEDLE_GRID in args.tasks or args.retention):
+        args.fail("--match-bytes is for shipped tasks, without --retention")
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
     return run_benchmark(Evaluation, args, policies_by_retention(args))
@@ -144,18 +154,25 @@ class Evaluation(Benchmark):
             longest = args.max_model_len or checkpoint.spec.max_position
             self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
         self._rows: dict[tuple[str, str, str], Row] = {}
+        self._bytes: dict[str, float] = {}
+        self._target = self._target_of(args.match_bytes)
+        self._tokenizer = tokenizer
         self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
 
     def measure(self) -> None:
         for spec, stored in product(self.policies, self._dtypes):
-            engine = self.engines.build(spec, kv_cache_dtype=stored)
+            ran, engine = spec, None
             for task, workload in self._workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
+                if self._target is not None:
+                    engine, ran = None, self._matched(spec, task, stored)
+                if engine is None:
+                    engine = self.engines.build(ran, kv_cache_dtype=stored)
                 played = play(engine, workload, title, show)
                 row = {
                     "task": task,
-                    "policy": spec.label,
-                    "policy_args": spec.as_dict,
+                    "policy": ran.label,
+                    "policy_args": ran.as_dict,
                     "retention": spec.fields.get("ratio"),
                     "kv_cache_dtype": stored,
                     "seed": self.args.seed,
@@ -169,6 +186,42 @@ class Evaluation(Benchmark):
                 self._rows[task, spec.label, stored] = row
             del engine
 
+    def _target_of(self, text: str | None) -> PolicySpec | float | None:
+        """Of ``--match-bytes``: one of the policies, or bytes."""
+        named = [spec for spec in self.policies if text in (spec.label, spec.name)]
+        if text is None or named:
+            return named[0] if named else None
+        if not text.isdigit() or int(text) == 0:
+            labels = ", ".join(spec.label for spec in self.policies)
+            raise ConfigError(f"--match-bytes: {text!r} is neither bytes nor one of {labels}")
+        return float(text)
+
+    def _matched(self, spec: PolicySpec, task: str, stored: str) -> PolicySpec:
+        """The policy with a budget that holds the target's bytes, on samples that do not count."""
+        target = self._target
+        assert target is not None
+        if spec == target or not can_match(spec):
+            return spec
+        workload = task_prompts(task, _TRIALS, self._tokenizer, self.args.seed + 1)
+
+        def held(tried: PolicySpec) -> float:
+            engine = self.engines.build(tried, kv_cache_dtype=stored)
+            figures = play(engine, workload).figures
+            return float(held_bytes(engine, figures)["mean_held_bytes"])
+
+        wanted = target if isinstance(target, float) else self._target_bytes(target, task, held)
+        try:
+            return matched(spec, wanted, self.checkpoint.spec.max_position, held)
+        except PolicyError as error:
+            raise ConfigError(f"--match-bytes: {error}") from None
+
+    def _target_bytes(
+        self, target: PolicySpec, task: str, held: Callable[[PolicySpec], float]
+    ) -> float:
+        if task not in self._bytes:
+            self._bytes[task] = held(target)
+        return self._bytes[task]
+
     def report(self) -> Report:
         args = self.args
         rows = [
@@ -178,7 +231,9 @@ class Evaluation(Benchmark):
             )
             if each in self._rows
         ]
-        settings = self.settings("tasks", "num_samples", "max_num_seqs", "max_new_tokens")
+        settings = self.settings(
+            "tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"
+        )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         about = [f"{self.checkpoint.name}, greedy; interval: Wilson's"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []

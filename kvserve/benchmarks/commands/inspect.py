@@ -109,6 +109,13 @@ def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> l
     ]
     if found.details.coded_entries:
         lines += [_codes(found), ""]
+    if found.details.window_bytes:
+        held = found.details.held_bytes
+        lines += [
+            f"bytes held: {held:,}, of which {found.details.window_bytes:,} are of the layers "
+            "with sliding windows, which are not above",
+            "",
+        ]
     if found.details.remainder_entries:
         weights = np.exp(found.remainder)
         lines += [

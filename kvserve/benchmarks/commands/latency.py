@@ -16,15 +16,17 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.measuring.measure import play, share
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
+    add_compare_speculation_argument,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
     at_least,
+    check_speculation,
     chosen_policies,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
@@ -40,8 +42,9 @@ _SIZES = (
     ("num_iters_warmup", 10, "iterations before them"),
 )
 _COLUMNS = columns(
-    *("policy", "avg_latency_ms", "p50_latency_ms", "p90_latency_ms", "p99_latency_ms"),
-    *("ratio_to_first", "compactions_per_request"),
+    *("policy", "speculation", "avg_latency_ms", "p50_latency_ms", "p90_latency_ms"),
+    "p99_latency_ms",
+    *("ratio_to_first", "compactions_per_request", "draft_tokens", "accepted_share"),
 )
 
 
@@ -49,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
     add_report_arguments(parser)
     add_pool_argument(parser)
+    add_compare_speculation_argument(parser)
     for name, default, what in _SIZES:
         flag, words = f"--{name.replace('_', '-')}", f"{what} (default: {default})"
         parser.add_argument(flag, type=at_least(1), default=default, metavar="N", help=words)
@@ -57,17 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_speculation(args)
     return run_benchmark(Latency, args, chosen_policies(args))
 
 
 @dataclass
 class _Side:
-    """One policy's engine, and the seconds and events of its iterations."""
+    """One policy's engine, and the seconds, events and guesses of its iterations."""
 
     spec: PolicySpec
     engine: LLMEngine
+    facts: dict[str, str] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     compactions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def row(self, first: _Side, batch: int) -> Row:
         seconds, pairs = self.seconds, zip(self.seconds, first.seconds, strict=False)
@@ -76,6 +84,7 @@ class _Side:
         return {
             "policy": self.spec.label,
             "policy_args": self.spec.as_dict,
+            **self.facts,
             "avg_latency": mean(seconds),
             "latencies": seconds,
             "percentiles": by_name,
@@ -85,6 +94,8 @@ class _Side:
             "compactions_per_request": None
             if self.spec == NO_COMPRESSION
             else self.compactions / (batch * len(seconds)),
+            "draft_tokens": self.draft_tokens or None,
+            "accepted_share": share(self.accepted_tokens, self.draft_tokens),
         }
 
 
@@ -105,7 +116,17 @@ class Latency(Benchmark):
             "skip_tokenizer_init": True,
             "num_gpu_blocks_override": args.num_gpu_blocks_override or ample,
         }
-        self._sides = [_Side(spec, self.engines.build(spec, **settings)) for spec in policies]
+        ways: list[tuple[dict[str, str], dict[str, Any]]] = [({}, {})]
+        if args.compare_speculation:
+            ways = [
+                ({"speculation": "off"}, {"speculative_config": {}}),
+                ({"speculation": "on"}, {}),
+            ]
+        self._sides = [
+            _Side(spec, self.engines.build(spec, **settings, **how), facts)
+            for spec in policies
+            for facts, how in ways
+        ]
 
     def measure(self) -> None:
         args = self.args
@@ -116,6 +137,8 @@ class Latency(Benchmark):
                 if turn >= args.num_iters_warmup:
                     side.seconds.append(figures["wall_s"])
                     side.compactions += figures["compactions"]
+                    side.draft_tokens += figures["draft_tokens"] or 0
+                    side.accepted_tokens += figures["accepted_tokens"]
 
     def report(self) -> Report:
         args = self.args

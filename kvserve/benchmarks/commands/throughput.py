@@ -25,11 +25,13 @@ from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
     KV_CACHE_DTYPES,
+    add_compare_speculation_argument,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
     at_least,
     check_matplotlib,
+    check_speculation,
     chosen_policies,
     number,
 )
@@ -40,11 +42,13 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.progress import progress
 
 _COLUMNS = columns(
-    *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "output_tokens", "wall_s"),
+    *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "speculation"),
+    *("output_tokens", "wall_s"),
     *("output_tok_s", "spread", "ratio_to_first", "mean_running", "peak_running"),
     *("mean_pool_usage", "held_over_logical", "mean_held_bytes", "allocated_bytes_at_end"),
     *("blocks_released", "compactions", "early_compactions", "evicted_tokens", "preemptions"),
-    *("swaps", "prompt_cached", "steps", "itl_p50_ms", "itl_p99_ms"),
+    *("swaps", "prompt_cached", "draft_tokens", "accepted_share", "steps", "itl_p50_ms"),
+    "itl_p99_ms",
     *("exact_match", "interval_95", "correct_prefix"),
 )
 
@@ -54,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_arguments(parser)
     add_traffic_arguments(parser)
     add_pieces_argument(parser)
+    add_compare_speculation_argument(parser)
     pool = parser.add_mutually_exclusive_group()
     add_pool_argument(pool)
     pool.add_argument(
@@ -100,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib(args, "--save-plots")
     policies = chosen_policies(args)
     check_dataset(args)
+    check_speculation(args)
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
@@ -153,12 +159,16 @@ class Throughput(Benchmark):
             ways = [way | {"kv_cache_dtype": dtype} for way in ways for dtype in dtypes]
         if self.args.compare_code_attention and writes_codes(make_policy(spec.as_dict)):
             ways = [way | {"code_attention": how} for way in ways for how in ("direct", "rebuild")]
+        if self.args.compare_speculation:
+            ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
         return [Contestant(spec.label, spec, self._run(spec, way), way) for way in ways]
 
     def _run(self, spec: PolicySpec, way: dict[str, str]) -> Callable[[str], Figures]:
         settings: dict[str, Any] = {**way}
         if "prefix_caching" in way:
             settings["enable_prefix_caching"] = settings.pop("prefix_caching") == "on"
+        if settings.pop("speculation", None) == "off":
+            settings["speculative_config"] = {}
         return partial(self._traffic.run, spec, pool=self._pool, **settings)
 
     def _run_transformers(self, title: str) -> Figures:
@@ -189,6 +199,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
             label += f", prefix caching {row['prefix_caching']}"
         if "code_attention" in row:
             label += f", codes {row['code_attention']}"
+        if "speculation" in row:
+            label += f", speculation {row['speculation']}"
         if row["policy_args"] is None:
             continue
         if row["policy_args"]["name"] != NO_COMPRESSION.name and not row["compactions"]:

@@ -36,7 +36,7 @@ class Benchmark(ABC):
         """The named flags and the flags that all commands have, for the JSON file."""
         common = (
             *("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
-            "continuations",
+            *("continuations", "speculative_config"),
         )
         given = {name: getattr(self.args, name) for name in (*names, *common)}
         given = {name: value for name, value in given.items() if value is not None}

@@ -31,6 +31,8 @@ _COUNTERS = (
     ("preemptions", "preemptions_total"),
     ("swaps", "swaps_total"),
     ("resumed_turns", "resumed_total"),
+    ("draft_tokens", "draft_tokens_total"),
+    ("accepted_tokens", "accepted_tokens_total"),
 )
 
 
@@ -139,6 +141,9 @@ class _Meter:
         prompted = sum(len(turn.prompt_token_ids) for turn in ended)
         tokens = sum(len(turn.outputs[0].token_ids) for turn in ended)
         steps = len(self.running)
+        counted = {
+            name: getattr(after, total) - getattr(self.before, total) for name, total in _COUNTERS
+        }
         p50, p99 = np.percentile(self.gaps, [50, 99]).tolist() if self.gaps else (None, None)
         return {
             "requests": len(ended),
@@ -157,10 +162,9 @@ class _Meter:
             **_held_at_end([conversation[-1] for conversation in turns if conversation]),
             "blocks_total": after.blocks_total,
             "mean_pool_usage": self.pool_usage / steps,
-            **{
-                name: getattr(after, total) - getattr(self.before, total)
-                for name, total in _COUNTERS
-            },
+            **counted,
+            "draft_tokens": counted["draft_tokens"] or None,
+            "accepted_share": share(counted["accepted_tokens"], counted["draft_tokens"]),
             "itl_p50_ms": None if p50 is None else 1000 * p50,
             "itl_p99_ms": None if p99 is None else 1000 * p99,
             "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),
@@ -171,6 +175,11 @@ class _Meter:
             ),
             "running_over_steps": _thinned(self.running),
         }
+
+
+def share(part: int, whole: int) -> float | None:
+    """``part`` of ``whole``, if there is any."""
+    return part / whole if whole else None
 
 
 def _held_at_end(last: Sequence[RequestOutput]) -> Figures:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
-from kvserve.config import EngineConfig
+from kvserve.config import EngineConfig, ModelConfig
+from kvserve.engine.compression.query_statistics import FILE, QueryStatistics, identity_of
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 
 # Flags that are passed to the engine; for a flag that is not given, the engine's default holds.
@@ -29,6 +31,7 @@ _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
     *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
     *("kv_cache_dtype", "continuations", "tensor_parallel_size", "trust_remote_code"),
+    "speculative_config",
 )
 _LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
@@ -40,6 +43,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_LLAMA,
         **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 688},
         **{"num_attention_heads": 8, "num_key_value_heads": 4},
+    },
+    "4m-moe": {  # of which a token uses 1.9 million weights in its layers
+        **{**_LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+        **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 688, "head_dim": 32},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "norm_topk_prob": True},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    },
+    "4m-gpt-oss": {  # as 4m-moe, with sinks, and windows in every second layer
+        **{**_LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+        **{"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 128, "head_dim": 32},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 128},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True},
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "truncate": False},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096},
+        },
     },
     "79m": {
         **_LLAMA,
@@ -116,10 +135,21 @@ def opened_checkpoint(
         else:
             name, path, load_format = f"shape {shape}", Path(scratch), "dummy"
             (path / "config.json").write_text(json.dumps(SHAPES[shape]))
-        spec, tokenizer = read_spec(path), args.tokenizer or str(path)
+            random_statistics(choose_spec(path, ModelConfig()), args.seed).save(path / FILE)
+        spec, tokenizer = choose_spec(path, ModelConfig()), args.tokenizer or str(path)
         if load_format == "dummy" and write_weights:
             path, load_format = _write_random_weights(path, Path(scratch), args.seed), "auto"
         yield Checkpoint(name, path, tokenizer, load_format, spec, code)
+
+
+def random_statistics(spec: ModelSpec, seed: int) -> QueryStatistics:
+    """Statistics as random as the weights: what an event costs does not depend on them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = spec.num_layers, spec.num_heads, spec.head_dim
+    mean = torch.randn(*shape, generator=generator)
+    magnitude = mean.unflatten(-1, (2, -1)).norm(dim=-2)
+    magnitude += torch.rand(magnitude.shape, generator=generator)
+    return QueryStatistics(mean, magnitude, 1, identity_of(spec))
 
 
 def _write_random_weights(config: Path, target: Path, seed: int) -> Path:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.policy_spec import (
@@ -61,6 +62,17 @@ def _dtype(text: str) -> str:
     return name
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 def file_name(suffix: str) -> Callable[[str], Path]:
     """A parser of names of files to write, which must have this suffix."""
 
@@ -112,6 +124,25 @@ def add_engine_arguments(
         + (f" (default: {unless_given})" if unless_given else ""),
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
+    _add_cache_arguments(parser)
+    parser.add_argument(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="seed of prompts and random weights",
+    )
+    parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
+    words = "processes that share the model, each with a GPU of its own, or with CPU cores"
+    parser.add_argument("--tensor-parallel-size", "-tp", type=count, metavar="N", help=words)
+    words = "let the tokenizer run code from its repository"
+    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
+    parser.set_defaults(fail=parser.error, default_policies=policies)
+
+
+def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the cache and of a step."""
+    count = at_least(1)
     parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=_DTYPE_HELP)
     words = "how keys and values are stored (default: auto, in the model's dtype)"
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
@@ -130,21 +161,10 @@ def add_engine_arguments(
         action=argparse.BooleanOptionalAction,
         help="reuse the cache of prompts that begin alike (default: on)",
     )
+    words = "guess next tokens, as `kvserve serve` does with the same JSON (default: off)"
+    parser.add_argument("--speculative-config", type=_json_object, metavar="JSON", help=words)
     words = "on: later turns go on from the compressed cache of the turn before (default: off)"
     parser.add_argument("--continuations", choices=("off", "on"), help=words)
-    parser.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="seed of prompts and random weights",
-    )
-    parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
-    words = "processes that share the model, each with a GPU of its own, or with CPU cores"
-    parser.add_argument("--tensor-parallel-size", "-tp", type=count, metavar="N", help=words)
-    words = "let the tokenizer run code from its repository"
-    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
-    parser.set_defaults(fail=parser.error, default_policies=policies)
 
 
 def add_pool_argument(parser: argparse._ActionsContainer) -> None:
@@ -155,6 +175,20 @@ def add_pool_argument(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="KV blocks in the pool",
     )
+
+
+def add_compare_speculation_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare-speculation",
+        action="store_true",
+        help="run every policy without and with --speculative-config, alternating",
+    )
+
+
+def check_speculation(args: argparse.Namespace) -> None:
+    """Refuse to compare what is not given."""
+    if args.compare_speculation and not args.speculative_config:
+        args.fail("--compare-speculation needs --speculative-config: how tokens are guessed")
 
 
 def add_retention_argument(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +256,8 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
             except PolicyError as error:
                 args.fail(f"--retention: {error}")
     specs = list({spec.label: spec for spec in specs}.values())
-    check_complete(args, specs)
+    if not getattr(args, "match_bytes", None):  # which finds the budgets that are left out
+        check_complete(args, specs)
     return specs
 
 

@@ -53,8 +53,10 @@ def break_even(
     event_s_per_token: float,
     windows_per_token: float = 0.0,
 ) -> BreakEven:
-    """``held_0`` and ``held_1``: mean entries per sequence while it decodes. Events take
-    ``event_s_per_token`` for each generated token, and a fixed time in each step that has any."""
+    """``held_0`` and ``held_1``: mean entries per sequence while it decodes, those of layers with
+    windows aside. Events take ``event_s_per_token`` for each generated token, and a fixed time in
+    each step that has any."""
+    held_0, held_1 = held_0 + cost.window_entries, held_1 + cost.window_entries
 
     def state(held: float) -> tuple[float, float]:
         sequences = min(max_sequences, pool_tokens / held)

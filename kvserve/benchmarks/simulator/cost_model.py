@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvserve.kernels.entry_format import entry_format
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import CompactionTask
 
 if TYPE_CHECKING:  # not imported at run time, because the module loads torch
@@ -28,8 +31,25 @@ _QWEN3: dict[str, Any] = {
     **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
     "tie_word_embeddings": True,
 }
-LARGE_SHAPES = {"llama-3.1-8b": _LLAMA, "qwen3-4b": _QWEN3}
-"""The parts of two config.json files that costs depend on."""
+_QWEN3_MOE: dict[str, Any] = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 40960},
+    **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128},
+    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "norm_topk_prob": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    **{"architectures": ["GptOssForCausalLM"], "max_position_embeddings": 131072},
+    **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64},
+    **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+    **{"num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True},
+    **{"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
+}
+LARGE_SHAPES = {
+    **{"llama-3.1-8b": _LLAMA, "qwen3-4b": _QWEN3},
+    **{"qwen3-30b-a3b": _QWEN3_MOE, "gpt-oss-20b": _GPT_OSS},
+}
+"""The parts of config.json files that costs depend on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +147,11 @@ class Queries:
 class CostModel:
     """Times in seconds, for one model on one device.
 
-    ``weights_s``: reading all weights once. ``token_s``: the arithmetic of one decoded token.
-    ``entry_s``: reading one token's keys and values in all layers, stored as ``kv_cache_dtype``.
+    ``params`` are those that a token uses: of a mixture, the experts that it is sent to.
+    ``weights_s``: reading all weights once, as a batch of many tokens does. ``token_s``: the
+    arithmetic of one decoded token.
+    ``entry_s``: reading one token's keys and values, stored as ``kv_cache_dtype``, in the layers
+    that see all tokens. A sequence's windows are as many bytes as ``window_entries`` of those.
     The arithmetic with entries takes the same time in every dtype.
     """
 
@@ -139,24 +162,32 @@ class CostModel:
         query_width = spec.num_heads * spec.head_dim
         kv_width = spec.num_kv_heads * spec.head_dim
         to_queries = spec.hidden_size * query_width
-        without_kv = 2 * to_queries + 3 * spec.hidden_size * spec.intermediate_size
+        used, held = _feed_forward_params(spec)
+        without_kv = 2 * to_queries + used
         self.layer_params = spec.num_layers * (without_kv + 2 * spec.hidden_size * kv_width)
         self.head_params = spec.vocab_size * spec.hidden_size
         # Recomputed queries need no key and value projections, and in the last layer only the query
         # projection.
         self.recompute_params = (spec.num_layers - 1) * without_kv + to_queries
         self.params = self.layer_params + self.head_params
-        lanes = spec.num_layers * spec.num_kv_heads
-        self.entry_bytes = lanes * self.form.entry_bytes(spec.head_dim)
-        self.weights_bytes = self.params * device.dtype_bytes
+        self._full = len(spec.layers.full) or spec.num_layers
+        self._windowed_per_full = len(spec.windowed) / self._full
+        self.entry_bytes = self._full * spec.num_kv_heads * self.form.entry_bytes(spec.head_dim)
+        self.window_entries = float(self.in_windows(np.array(spec.max_position)))
+        self.weights_bytes = (self.params + spec.num_layers * (held - used)) * device.dtype_bytes
         self.weights_s = self.weights_bytes / device.bandwidth
         self.token_s = 2 * self.params / device.gemm
         self.entry_s = self.entry_bytes / device.attention_bandwidth
 
-    def step(self, tokens: int, sampled: int, held: int, prefill_pairs: int) -> float:
+    def in_windows(self, tokens: IntArray) -> IntArray:
+        """What layers with windows hold of ``tokens``, in entries of the layers without."""
+        return self._windowed_per_full * np.minimum(tokens, self.spec.window or 0)
+
+    def step(self, tokens: int, sampled: int, held: float, prefill_pairs: float) -> float:
         """One forward of ``tokens`` tokens, ``sampled`` of which go through the head.
 
-        ``held`` entries are read once; chunks score ``prefill_pairs`` pairs of query and key.
+        ``held`` entries are read once; chunks score ``prefill_pairs`` pairs of query and key. Both
+        are of the layers that see all tokens, with ``in_windows`` for the others.
         """
         operations = 2 * (self.layer_params * tokens + self.head_params * sampled)
         return (
@@ -203,7 +234,7 @@ class CostModel:
         Recomputing the queries also attends over ``seen`` pairs.
         """
         spec, device = self.spec, self.device
-        width = spec.num_layers * queries.heads * spec.head_dim
+        width = self._full * queries.heads * spec.head_dim
         scoring = 2 * 2 * width * scored / device.scoring
         if queries.source == "host":
             return max(scoring, asked * width * device.dtype_bytes / device.host_bandwidth)
@@ -219,7 +250,7 @@ class CostModel:
         Solving is left out: it is N x N beside products of Q x N, and fewer entries N are kept than
         there are queries Q.
         """
-        width = self.spec.num_layers * queries.heads * self.spec.head_dim
+        width = self._full * queries.heads * self.spec.head_dim
         return 2 * width * pairs / self.device.scoring
 
     def move(self, entries: float) -> float:
@@ -228,4 +259,17 @@ class CostModel:
 
     def _attention(self, pairs: float) -> float:
         spec = self.spec
-        return 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs / self.device.gemm
+        return 4 * self._full * spec.num_heads * spec.head_dim * pairs / self.device.gemm
+
+
+def _feed_forward_params(spec: ModelSpec) -> tuple[int, int]:
+    """Weights of a layer's MLP that a token uses, and all that it holds; of most layers."""
+    experts = spec.experts
+    if experts is None:
+        used = 3 * spec.hidden_size * spec.intermediate_size
+        return used, used
+    router, each = (
+        experts.count * spec.hidden_size,
+        3 * spec.hidden_size * experts.intermediate_size,
+    )
+    return router + experts.per_token * each, router + experts.count * each

@@ -12,10 +12,13 @@ import numpy as np
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.simulator.cost_model import DEVICES, LARGE_SHAPES, CostModel, Device
-from kvserve.config import KV_CACHE_DTYPES, EngineConfig, SchedulerConfig
+from kvserve.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig, SchedulerConfig
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.spec import ModelSpec, parse_spec, read_spec
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec, parse_spec
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -45,7 +48,8 @@ class Scenario:
     @property
     def layout(self) -> KVLayout:
         spec = self.cost.spec
-        return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.block_size)
+        layers = len(spec.layers.full)
+        return KVLayout(layers, spec.num_kv_heads, spec.head_dim, self.block_size)
 
     def scheduler(self, log_block_tokens: int) -> Scheduler:
         """A new scheduler; prompts share nothing, so prefix caching is off."""
@@ -56,8 +60,17 @@ class Scenario:
             max_model_len=int((self.prompts + self.outputs).max()),
             log_block_tokens=log_block_tokens,
             prefix_caching=False,
+            further_groups=self._windows(),
         )
         return Scheduler(self.layout, settings)
+
+    def _windows(self) -> tuple[GroupSpec, ...]:
+        spec = self.cost.spec
+        if not spec.windowed:
+            return ()
+        assert spec.window is not None
+        sizes = len(spec.windowed), spec.window, self.max_num_batched_tokens
+        return (WindowSpec(self.block_size, *sizes),)
 
     def describe(self) -> list[str]:
         return [
@@ -196,7 +209,10 @@ def _device(args: argparse.Namespace) -> Device:
 def _spec(args: argparse.Namespace) -> ModelSpec:
     if args.shape:
         return parse_spec(LARGE_SHAPES[args.shape], args.shape)
-    return read_spec(find_model(args.model, weights=False))
+    spec = choose_spec(find_model(args.model, weights=False), ModelConfig())
+    if spec.policy_refusal is not None:
+        args.fail(f"--model: {spec.policy_refusal}")
+    return spec
 
 
 def _pool_tokens(args: argparse.Namespace, cost: CostModel) -> int:
@@ -205,6 +221,11 @@ def _pool_tokens(args: argparse.Namespace, cost: CostModel) -> int:
     memory = args.kv_cache_memory
     if memory is None:
         memory = int(0.9 * cost.device.memory - cost.weights_bytes)
+        if memory < 0:
+            args.fail(
+                f"--device: its memory does not hold {cost.weights_bytes / 2**30:.1f} GiB of "
+                "weights; --kv-cache-memory simulates a pool on several such cards"
+            )
     if memory < 2 * args.block_size * cost.entry_bytes:
         args.fail(
             f"--kv-cache-memory: {max(memory, 0):,} bytes do not hold two blocks of "

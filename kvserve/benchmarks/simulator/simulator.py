@@ -120,10 +120,12 @@ class Simulation:
 
     def _forward(self, output: SchedulerOutput) -> float:
         chunks, lens = output.prefill, self.scheduler.blocks.kv_lens[0, :, 0]
-        ends = lens[chunks.rows].astype(np.int64)
-        held = int(lens[: output.num_decoding].sum()) + int(ends.sum())
-        pairs = int((chunks.lengths * (ends - chunks.lengths // 2)).sum())
-        return self._cost.step(output.num_tokens, len(output.sampled), held, pairs)
+        rows = np.concatenate([np.arange(output.num_decoding), chunks.rows])
+        held = lens[rows] + self._cost.in_windows(self.scheduler.rows.num_computed[rows])
+        seen = lens[chunks.rows] - chunks.lengths // 2
+        seen = seen + self._cost.in_windows(seen)
+        pairs = float((chunks.lengths.astype(np.int64) * seen).sum())
+        return self._cost.step(output.num_tokens, len(output.sampled), float(held.sum()), pairs)
 
     def _record(self, output: SchedulerOutput, seconds: float) -> None:
         scheduler, n = self.scheduler, self.scheduler.rows.num_rows

@@ -58,6 +58,10 @@ class ForwardBatch:
     entries whose share of attention is logged with a token's queries, at least one. ``remainders``
     are what tokens see beside entries. ``further``, each ``[LG, R, T]``, are where other cache
     groups write what they hold of the tokens.
+
+    Tokens see entries from ``first [LG, R, T]`` on (``None``: all up to the last), so that a chunk
+    sees at most ``most_seen`` of them (``None``: all in its columns). ``windowed`` are the same
+    tokens over the tables of layers with sliding windows, if the model has any.
     """
 
     positions: Tensor
@@ -75,6 +79,9 @@ class ForwardBatch:
     recent: Tensor | None = None
     remainders: RowRemainders | None = None
     further: tuple[Tensor, ...] = ()
+    first: Tensor | None = None
+    most_seen: int | None = None
+    windowed: ForwardBatch | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -93,6 +100,7 @@ class ForwardBatch:
             query_slots=None,
             further=(),
             last=self.last[..., tokens],
+            first=None if self.first is None else self.first[..., tokens],
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
@@ -160,9 +168,15 @@ class BatchAttention(Protocol):
     """Attention of one batch's tokens over the paged cache they were just stored in."""
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [T, Hq, D] -> [T, Hq, D].
+        """q: [T, Hq, D] -> [T, Hq, D]. ``sinks`` float32 [Hq] are logits that take part in each
+        head's softmax and carry no value.
 
         ``shares``, contiguous float32 [T, Hq], is filled with the logarithm of the attention that
         each query gave to the newest ``ForwardBatch.recent`` entries that it saw.

@@ -45,13 +45,18 @@ class _Planned:
     decoding: int
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         front, behind = slice(self.decoding), slice(self.decoding, None)
         before, after = (None, None) if shares is None else (shares[front], shares[behind])
         return torch.cat(
             [
-                self.decode.forward(layer, q[front], cache, before),
-                self.prefill.forward(layer, q[behind], cache, after),
+                self.decode.forward(layer, q[front], cache, before, sinks),
+                self.prefill.forward(layer, q[behind], cache, after, sinks),
             ]
         )

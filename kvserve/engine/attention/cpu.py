@@ -20,22 +20,22 @@ from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attentio
 
 
 class CpuAttention:
-    """Logits are scaled by ``scale``."""
+    """Logits are scaled by ``scale``, then capped at ``soft_cap`` unless it is 0."""
 
     replays = True
     reads_codes = True
     reads_remainders = True
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    def __init__(self, scale: float, soft_cap: float = 0.0) -> None:
+        self._scale, self._soft_cap = scale, soft_cap
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """The batch as the kernel takes it: chunks, and the tables as they are."""
         rows, starts = (to_device(x, "cpu") for x in (batch.rows, batch.starts))
-        chunks = CpuQuerySegments(rows, starts, batch.last.contiguous())
-        return _Planned(
-            chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders
-        )
+        first = None if batch.first is None else batch.first.contiguous()
+        chunks = CpuQuerySegments(rows, starts, batch.last.contiguous(), first)
+        how = chunks, batch.tables, self._scale, self._soft_cap
+        return _Planned(*how, batch.codes, batch.recent, batch.remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,22 @@ class _Planned:
     chunks: CpuQuerySegments
     tables: Tensor
     scale: float
+    soft_cap: float
     codes: tuple[Codes, ...] | None
     recent: Tensor | None
     remainders: RowRemainders | None
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         codes = None if self.codes is None else self.codes[group]
         wanted = wanted_shares(shares, self.recent)
         remainder = remainder_of(self.remainders, layer)
         how = self.tables, self.chunks, group, self.scale, codes, wanted, remainder
-        return paged_attention(q, keys, values, *how)
+        return paged_attention(q, keys, values, *how, sinks, self.soft_cap)

@@ -11,6 +11,7 @@ import torch
 
 from kvserve.engine.attention import triton
 from kvserve.engine.attention.base import AttentionBackend, StoreInt4, StoreKV, StoreQueries
+from kvserve.engine.attention.by_layer import ByLayer
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.flash import FlashAttention
@@ -36,7 +37,8 @@ class Needs:
 
     ``log_shares``: queries are logged with the share of their attention that newest entries got.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
-    stands for entries that were dropped.
+    stands for entries that were dropped. Layers ``windowed`` have sliding windows; ``sinks`` and
+    ``soft_cap`` are the model's, if it has them.
     """
 
     device: str
@@ -48,6 +50,9 @@ class Needs:
     log_shares: bool = False
     form: str = "auto"
     remainders: bool = False
+    windowed: frozenset[int] = frozenset()
+    sinks: bool = False
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +112,11 @@ def _make_cpu(needs: Needs) -> AttentionBackend:
         form = FORMATS[needs.form]
         load_library("quantized_entries")
         paged_attention.load_library_of(form.key.name, form.value.name)
-    return CpuAttention(needs.scale)
+    return CpuAttention(needs.scale, needs.soft_cap)
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
-    attention = TritonAttention(needs.scale, needs.block_size)
+    attention = TritonAttention(needs.scale, needs.block_size, needs.soft_cap)
     return ByPhase(attention, attention)
 
 
@@ -128,6 +133,8 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
         return "it does not tell apart what newest entries got, which query_dtype int4 logs"
     if needs.remainders:
         return NO_REMAINDERS
+    if needs.windowed or needs.sinks or needs.soft_cap:
+        return "sliding windows, sinks and capped logits are not handed to it"
     if needs.per_head:
         return "tables per KV head (--kv-layout head)"
     if needs.head_dim % 8 or needs.head_dim > 256:
@@ -186,7 +193,9 @@ _CANDIDATES = (
         name="torch",
         how="gathered blocks and torch's SDPA",
         devices=("cpu", "cuda"),
-        make=lambda needs: TorchAttention(needs.scale, needs.block_size, needs.dtype),
+        make=lambda needs: TorchAttention(
+            needs.scale, needs.block_size, needs.dtype, needs.soft_cap
+        ),
     ),
 )
 NAMES = ("auto", *(candidate.name for candidate in _CANDIDATES))
@@ -212,10 +221,16 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     quantized = decode.quantized or quantized_entries.TORCH
     stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
     if prefill is decode:
-        return Choice(decode.name, tokens, *stores, "; ".join([decode.how, *refusals]))
-    how = f"prefill: {prefill.how}", f"decode: {decode.how}"
+        how = "; ".join([decode.how, *refusals])
+        return Choice(decode.name, _by_layer(tokens, needs), *stores, how)
+    both = f"prefill: {prefill.how}", f"decode: {decode.how}"
     name = f"{prefill.name},{decode.name}"
-    return Choice(name, ByPhase(chunks, tokens), *stores, "; ".join([*how, *refusals]))
+    backend = _by_layer(ByPhase(chunks, tokens), needs)
+    return Choice(name, backend, *stores, "; ".join([*both, *refusals]))
+
+
+def _by_layer(backend: AttentionBackend, needs: Needs) -> AttentionBackend:
+    return ByLayer(backend, needs.windowed) if needs.windowed else backend
 
 
 def reads_codes(wanted: str, choice: Choice) -> tuple[bool, str]:

@@ -53,8 +53,11 @@ def _span(
     last = batch.last[..., tokens].transpose(1, 2).flatten(1, 2)
     entries = torch.arange(columns * block_size, device=device)
     seen = torch.zeros((), dtype=dtype, device=device)
-    mask = torch.where(entries <= last[..., None], seen, -torch.inf)[:, :, None]
-    unseen = (entries > last.amax(dim=-1, keepdim=True))[:, :, None, :, None]
+    hidden = entries > last[..., None]
+    if batch.first is not None:
+        hidden |= entries < batch.first[..., tokens].transpose(1, 2).flatten(1, 2)[..., None]
+    mask = torch.where(hidden, -torch.inf, seen)[:, :, None]
+    unseen = hidden.all(dim=2)[:, :, None, :, None]
     valid = None
     if lengths[at].min() < width:
         valid = to_device(np.arange(width) < lengths[at][:, None], device, torch.bool)

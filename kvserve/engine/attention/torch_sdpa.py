@@ -22,7 +22,7 @@ from kvserve.engine.attention.base import (
     wanted_shares,
 )
 from kvserve.engine.attention.spans import Span, build_spans
-from kvserve.kernels.remainder import Remainder, logits_with
+from kvserve.kernels.remainder import Remainder, capped, logits_with
 from kvserve.kernels.shares import Shares
 
 
@@ -33,8 +33,11 @@ class TorchAttention:
     reads_codes = False
     reads_remainders = True
 
-    def __init__(self, scale: float, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, scale: float, block_size: int, dtype: torch.dtype, soft_cap: float = 0.0
+    ) -> None:
         self._scale = scale
+        self._soft_cap = soft_cap
         self._block_size = block_size
         self._dtype = dtype
         self._buffers: list[Tensor] = []
@@ -54,10 +57,11 @@ class TorchAttention:
         cache: LayerCache,
         shares: Shares | None = None,
         remainder: Remainder | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
-        blocks = keys, values, remainder
+        blocks = keys, values, remainder, sinks
         if len(spans) == 1 and spans[0].tokens is None:
             return self._attend(spans[0], group, q[:, None], *blocks, shares)[:, 0]
         out = torch.empty_like(q)
@@ -86,6 +90,7 @@ class TorchAttention:
         keys: Entries,
         values: Entries,
         remainder: Remainder | None,
+        sinks: Tensor | None,
         shares: Shares | None,
     ) -> Tensor:
         """q: [P, Q, Hq, D]; keys, values: [num_blocks, B, Hb, D] -> [P, Q, Hq, D]."""
@@ -102,11 +107,14 @@ class TorchAttention:
             own = Remainder(*lost)
         if shares is not None:
             recent = shares.recent.view(chunks, width)
-            found = self._shares(q, k, mask, tables.shape[1], recent, own)
+            found = self._shares(q, k, mask, tables.shape[1], recent, own, sinks)
             shares.out.copy_(found.view_as(shares.out))
         if own is not None:
-            repeated = 1 if width == 1 else heads // (kv_heads * tables.shape[1])
+            by_hand = sinks is not None or self._soft_cap
+            repeated = 1 if width == 1 or by_hand else heads // (kv_heads * tables.shape[1])
             k, v, mask = _with_remainder(k, v, mask, own, repeated)
+        if sinks is not None or self._soft_cap:
+            return self._by_hand(q, k, v, mask, tables.shape[1], sinks)
         if width == 1:
             # The query heads of a KV head become its queries: no key is repeated or copied.
             q = q.reshape(rows, kv_heads, heads // (kv_heads * tables.shape[1]), dim)
@@ -118,6 +126,31 @@ class TorchAttention:
         )
         return out.unflatten(0, (chunks, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
+    def _by_hand(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, per_row: int, sinks: Tensor | None
+    ) -> Tensor:
+        """What SDPA cannot do: logits that are capped, and ``sinks [Hq]`` that carry no value."""
+        folded = _folded(q, per_row, k.shape[1])
+        logits = self._logits(folded, k, q.shape[1]) + mask[:, :, None].float()
+        if sinks is not None:
+            logits = torch.cat([logits, self._sink_column(sinks, logits, per_row)], dim=-1)
+        # A query that sees nothing but its sink gets nothing.
+        weights = logits.softmax(dim=-1).nan_to_num(0.0)[..., : k.shape[2]]
+        out = (weights.flatten(2, 3) @ v.float()).unflatten(2, (-1, q.shape[1]))
+        out = out.unflatten(0, (len(q), per_row)).permute(0, 4, 1, 2, 3, 5)
+        return out.reshape(q.shape).to(q.dtype)
+
+    def _logits(self, folded: Tensor, k: Tensor, width: int) -> Tensor:
+        """float32 [P * R, Hb, G, Q, n] of ``_folded`` queries."""
+        logits = folded.flatten(3, 4).flatten(0, 1).float() @ k.float().transpose(-1, -2)
+        return capped(logits.unflatten(2, (-1, width)) * self._scale, self._soft_cap)
+
+    def _sink_column(self, sinks: Tensor, logits: Tensor, per_row: int) -> Tensor:
+        """One more logit of each query: [P * R, Hb, G, Q, 1]."""
+        rows, kv_heads, group = logits.shape[:3]
+        own = sinks.view(per_row, kv_heads, group).repeat(rows // per_row, 1, 1)
+        return own[..., None, None].expand(*logits.shape[:4], 1)
+
     def _shares(
         self,
         q: Tensor,
@@ -126,23 +159,25 @@ class TorchAttention:
         per_row: int,
         recent: Tensor,
         remainder: Remainder | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """float32 [P, Q, Hq]: logarithms of what the newest ``recent [P, Q]`` entries got.
 
         SDPA does not return its sums, so the logits are computed again.
         """
-        chunks, width, kv_heads = *q.shape[:2], k.shape[1]
-        # [P * R, Hb, G * Q, D]
-        folded = q.view(chunks, width, per_row, kv_heads, -1, q.shape[-1]).permute(0, 2, 3, 4, 1, 5)
-        logits = folded.flatten(3, 4).flatten(0, 1).float() @ k.float().transpose(-1, -2)
-        logits = logits.unflatten(2, (-1, width)) * self._scale + mask[:, :, None].float()
-        seen = (mask[:, 0] == 0).sum(dim=-1)  # [P * R, Q]
+        chunks, width = q.shape[:2]
+        folded = _folded(q, per_row, k.shape[1])
+        logits = self._logits(folded, k, width) + mask[:, :, None].float()
+        places = torch.arange(1, k.shape[2] + 1, device=q.device)
+        seen = ((mask[:, 0] == 0) * places).amax(dim=-1)  # [P * R, Q]: up to the last
         first = seen - recent.repeat_interleave(per_row, dim=0)
         older = torch.arange(k.shape[2], device=q.device) < first[..., None]
         newest = logits.masked_fill(older[:, None, None], -torch.inf).logsumexp(dim=-1)
         if remainder is not None:
             heads = folded.flatten(0, 1).flatten(1, 2)
-            logits = logits_with(logits, heads, remainder, self._scale)
+            logits = logits_with(logits, heads, remainder, self._scale, self._soft_cap)
+        if sinks is not None:
+            logits = torch.cat([logits, self._sink_column(sinks, logits, per_row)], dim=-1)
         found = (newest - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
         return found.unflatten(0, (chunks, per_row)).permute(0, 4, 1, 2, 3).flatten(2)
 
@@ -162,6 +197,12 @@ class TorchAttention:
         out = self._buffers[which][: count * size * heads * dim].view(count, size, heads, dim)
         torch.index_select(blocks, 0, tables.reshape(-1), out=out)
         return out.view(rows, -1, heads, dim).transpose(1, 2)
+
+
+def _folded(q: Tensor, per_row: int, kv_heads: int) -> Tensor:
+    """Queries [P, Q, Hq, D] by their KV heads: [P, R, Hb, G, Q, D]."""
+    chunks, width, _, dim = q.shape
+    return q.reshape(chunks, width, per_row, kv_heads, -1, dim).permute(0, 2, 3, 4, 1, 5)
 
 
 def _with_remainder(
@@ -185,7 +226,12 @@ class _Planned:
     remainders: RowRemainders | None
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         beside = wanted_shares(shares, self.recent), remainder_of(self.remainders, layer)
-        return self.backend.attend(self.spans, layer, q, cache, *beside)
+        return self.backend.attend(self.spans, layer, q, cache, *beside, sinks)

@@ -36,14 +36,15 @@ def refusal(device: str, head_dim: int) -> str | None:
 
 
 class TritonAttention:
-    """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
+    """Logits are scaled by ``scale``, then capped at ``soft_cap`` unless it is 0; blocks hold
+    ``block_size`` entries."""
 
     replays = True
     reads_codes = True
     reads_remainders = True
 
-    def __init__(self, scale: float, block_size: int) -> None:
-        self._scale = scale
+    def __init__(self, scale: float, block_size: int, soft_cap: float = 0.0) -> None:
+        self._scale, self._soft_cap = scale, soft_cap
         self._block_size = block_size
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
@@ -51,14 +52,14 @@ class TritonAttention:
         device, max_chunk = batch.tables.device, int(np.diff(batch.starts).max())
         rows = to_device(batch.rows, device)
         starts = None if max_chunk == 1 else to_device(batch.starts, device)
-        max_held = int(batch.columns.max()) * self._block_size
+        max_held = batch.most_seen or int(batch.columns.max()) * self._block_size
+        firsts = [None] * len(batch.last) if batch.first is None else batch.first.contiguous()
         chunks = [
-            QuerySegments(rows, last, max_held, starts, max_chunk)
-            for last in batch.last.contiguous()
+            QuerySegments(rows, last, max_held, starts, max_chunk, first)
+            for last, first in zip(batch.last.contiguous(), firsts, strict=True)
         ]
-        return _Planned(
-            chunks, batch.tables, self._scale, batch.codes, batch.recent, batch.remainders
-        )
+        how = chunks, batch.tables, self._scale, self._soft_cap
+        return _Planned(*how, batch.codes, batch.recent, batch.remainders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,31 @@ class _Planned:
     chunks: list[QuerySegments]
     tables: Tensor
     scale: float
+    soft_cap: float
     codes: tuple[Codes, ...] | None
     recent: Tensor | None
     remainders: RowRemainders | None
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
         tables, chunks = self.tables[group], self.chunks[group]
         codes = None if self.codes is None else self.codes[group]
         how = tables, chunks, self.scale
-        wanted = wanted_shares(shares, self.recent)
-        remainder = remainder_of(self.remainders, layer)
         return paged_attention_triton(
-            q, keys, values, *how, codes=codes, shares=wanted, remainder=remainder
+            q,
+            keys,
+            values,
+            *how,
+            codes=codes,
+            shares=wanted_shares(shares, self.recent),
+            remainder=remainder_of(self.remainders, layer),
+            sinks=sinks,
+            soft_cap=self.soft_cap,
         )

@@ -52,9 +52,14 @@ class _Planned:
     scale: float
 
     def forward(
-        self, layer: int, q: Tensor, cache: LayerCache, shares: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        cache: LayerCache,
+        shares: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        assert shares is None, "refused by select.py where they are logged"
+        assert shares is None and sinks is None, "refused by select.py where there are any"
         keys, values, group = cache.keys_values(layer)
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
         tokens, q_heads, dim = q.shape

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
-from kvserve.engine.models.spec import ModelSpec, RopeSpec
+from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.coded_entries import (
@@ -24,9 +24,15 @@ from kvserve.scheduler.blocks.code_group import MAX_VECTORS, SLOT_BYTES
 assert SLOT_BYTES == 2 * CODE_WORDS
 
 
-def check_codes(rope: RopeSpec, max_len: int, block_bytes: int) -> int:
+def check_codes(spec: ModelSpec, max_len: int, block_bytes: int) -> int:
     """Slots in an index block; ``ConfigError`` if the model's rows cannot be held as codes."""
-    if rope.kind == "dynamic":
+    if spec.without_rope or spec.borrowed:
+        how = "is transformers' own matter in" if spec.borrowed else "is not in every layer of"
+        raise ConfigError(
+            f"--policy.codebook: keys are coded before RoPE, which {how} {spec.architecture}; use "
+            "--policy.codebook false"
+        )
+    if spec.rope.kind == "dynamic":
         raise ConfigError(
             "--policy.codebook: keys are coded before RoPE, which dynamic NTK makes depend on the "
             "prompt's length; use --policy.codebook false"

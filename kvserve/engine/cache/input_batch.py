@@ -18,12 +18,14 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup, scatter
+from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.drafts import Drafts
 from kvserve.scheduler.messages.output import (
     BegunTurns,
     CompactionTask,
@@ -64,6 +66,7 @@ class InputBatch(RowArrays):
         self.groups = groups
         """Those beside keys and values and logged queries."""
         self._writers = [group for group in groups if group.writes]
+        self._windows = next((group for group in groups if isinstance(group, WindowRows)), None)
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -132,15 +135,17 @@ class InputBatch(RowArrays):
 
     def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
         """Token ids [T] and the batch; the rows' lengths count its new entries from here on."""
-        decoding, prefill = output.num_decoding, output.prefill
+        decoding, prefill, drafts = output.num_decoding, output.prefill, output.drafts
         rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
-        lengths = np.concatenate([np.ones(decoding, np.int32), prefill.lengths])
+        first = np.ones(decoding, np.int32) if drafts is None else drafts.lengths
+        lengths = np.concatenate([first, prefill.lengths])
         at: Tensor | slice
         chunk_rows: Tensor | slice
-        if len(prefill.rows):
+        if len(prefill.rows) or drafts is not None:
             at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
             chunk_rows, added = self._long(rows), self._long(lengths)
-            input_ids = torch.cat([self.last_token[:decoding], self._long(prefill.token_ids)])
+            known = self.last_token[:decoding] if drafts is None else self._long(drafts.token_ids)
+            input_ids = torch.cat([known, self._long(prefill.token_ids)])
         else:  # views of the first rows: no numbers have to go to the device
             at = chunk_rows = slice(decoding)
             offset, added = self.num_computed.new_zeros(1), self.num_computed.new_ones(1)
@@ -166,14 +171,31 @@ class InputBatch(RowArrays):
             further=self._further_slots(by_token, positions),
             **self._of_groups(output, chunk_rows),
         )
+        if self._windows is not None:
+            batch = self._windows.over(batch, by_token, output.token_columns)
         return input_ids, batch
+
+    def confirm(self, drafts: Drafts, rows: IntArray, token_ids: Tensor) -> None:
+        """Take the tokens ``[S]`` that were sampled for ``rows [S]``: chunks of ``drafts``, then
+        one token of each other row. Lengths no longer count what was guessed wrong."""
+        n, guessed = len(drafts.lengths), len(drafts.token_ids)
+        places = drafts.starts[:, None] + np.arange(int(drafts.lengths.max()))
+        right = token_ids[:guessed] == self._long(drafts.guesses)
+        # Behind a chunk's end nothing is right: its own last place says so first.
+        right = right[self._long(np.minimum(places, guessed - 1))]
+        counts = right.long().cumprod(dim=1).sum(dim=1)
+        wrong = self._long(drafts.lengths) - 1 - counts
+        self.kv_lens[:, :n] -= wrong[:, None]
+        self.num_computed[:n] -= wrong
+        self.last_token[:n] = token_ids[self._long(drafts.starts) + counts]
+        self.last_token[self._long(rows[guessed:])] = token_ids[guessed:]
 
     def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
         """Buffers for one token of each of the first ``size`` rows, which ``update_graph_inputs``
         fills; rows may be as long as the tables allow."""
         lanes = self.layout.layer_groups, self.layout.rows, size
         slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
-        return ForwardBatch(
+        batch = ForwardBatch(
             positions=torch.zeros(size, dtype=torch.int64, device=self.device),
             prompt_lens=self.prompt_lens[:size],
             slots=slots,
@@ -188,13 +210,14 @@ class InputBatch(RowArrays):
             further=self._null_slots(size),
             **self._of_groups(),
         )
+        return batch if self._windows is None else self._windows.nothing_of(batch)
 
     def padding(self, tokens: int) -> ForwardBatch:
         """A chunk of ``tokens`` tokens that see no entries and are stored in the null block."""
         lanes = self.layout.layer_groups, self.layout.rows, tokens
         slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
         zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        return ForwardBatch(
+        batch = ForwardBatch(
             positions=zeros,
             prompt_lens=zeros + 1,
             slots=slots,
@@ -209,6 +232,7 @@ class InputBatch(RowArrays):
             further=self._null_slots(tokens),
             **self._of_groups(),
         )
+        return batch if self._windows is None else self._windows.nothing_of(batch)
 
     def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
         """Fill ``decoding``'s buffers for the first ``count []`` rows, and count their new entries.
@@ -228,6 +252,8 @@ class InputBatch(RowArrays):
             batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
         if batch.recent is not None:
             batch.recent.copy_(self._recent(places, positions))
+        if self._windows is not None:
+            self._windows.update(batch, places, positions, real)
         for buffer, new in zip(batch.further, self._further_slots(places, positions), strict=True):
             buffer.copy_(torch.where(real, new, 0))
         self.kv_lens[:, :size] += real[:, None]
@@ -237,6 +263,7 @@ class InputBatch(RowArrays):
     def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
         assert not self._writers, "layers that drop tokens write nothing of them"
+        assert self._windows is None, "layers that drop tokens have no windows"
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.after_compaction(task)
         self.num_computed[rows] = count
@@ -264,6 +291,7 @@ class InputBatch(RowArrays):
 
         rows: [P]; positions (logical), entries (physical): [P, Q].
         """
+        assert self._windows is None, "what earlier tokens saw there has been given back"
         last, count = self._long(entries).view(-1), positions.shape[1]
         return ForwardBatch(
             positions=self._long(positions).view(-1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, SwapTask
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
@@ -49,6 +49,7 @@ class KVCache:
     """``kv [num_blocks, L/LG, ...]``, read and written as ``entries`` and as ``query_log``.
 
     ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
+    ``layers`` are those of the model (default: as many as the layout has, of one kind).
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class KVCache:
         *,
         num_host_blocks: int = 0,
         form: EntryFormat | None = None,
+        layers: LayerKinds | None = None,
         store_kv: StoreKV = store_kv,
         store_queries: StoreQueries = store_queries,
         store_int4: StoreInt4 = store_int4,
         quantized: QuantizedKernels = TORCH,
     ) -> None:
         self.layout = layout
+        self.layers = layers or LayerKinds(layout.num_layers)
         self.form = form or entry_format("auto", dtype.itemsize)
         self.dtype = dtype
         self._store_kv = store_kv
@@ -90,6 +93,8 @@ class KVCache:
         blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
         self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
         self.logs_shares = self.query_log.holds_shares
+        self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
+        """Called with each layer's queries [T, Hq, D], for who measures them."""
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
 
@@ -112,15 +117,22 @@ class KVCache:
         The layer's earlier entries are prepared for attention first.
         """
         self.entries.prepare(layer, batch)
-        group, place = divmod(layer, self.layout.layers_per_block)
-        self.entries.write(place, batch.slots[group], k, v)
+        group, place = self._where(layer)
+        own = batch.windowed if layer in self.layers.windowed else batch
+        assert own is not None, "a batch has the tables of all kinds of layers"
+        self.entries.write(place, own.slots[group], k, v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
             writer.write(layer, slots, k, v)
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
-        """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq]."""
-        if batch.query_slots is not None:
-            group, place = divmod(layer, self.layout.layers_per_block)
+        """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq].
+
+        Those of layers with windows are not: no event observes them.
+        """
+        if self.on_queries is not None:
+            self.on_queries(layer, batch, q)
+        if batch.query_slots is not None and layer not in self.layers.windowed:
+            group, place = self._where(layer)
             self.query_log.store(place, batch.query_slots[group], q, shares)
 
     def swap(
@@ -158,6 +170,11 @@ class KVCache:
             yield device, host, self._staging[: len(host)]
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
-        """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
-        group, place = divmod(layer, self.layout.layers_per_block)
+        """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group among those
+        of its kind."""
+        group, place = self._where(layer)
         return *self.entries.layer(place), group
+
+    def _where(self, layer: int) -> tuple[int, int]:
+        """A layer's group among those of its kind, and its place in a block."""
+        return divmod(self.layers.places[layer], self.layout.layers_per_block)

@@ -7,6 +7,8 @@ or saved for the next turn of their conversation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -25,15 +27,24 @@ class Remainders:
     """``whole`` [L, rows + places, Hkv, ...]; attention reads the rows of one layer of it."""
 
     def __init__(
-        self, layout: KVLayout, max_rows: int, dtype: torch.dtype, device: str, places: int = 0
+        self,
+        layout: KVLayout,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: str,
+        places: int = 0,
+        layers: Iterable[int] | None = None,
     ) -> None:
+        """``layers``: what the model calls the layers of ``layout`` (default: by their number)."""
         lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
         vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=dtype, device=device)
         bias = torch.full(lanes, -torch.inf, device=device)
         self.whole = Remainder(vectors[0], vectors[1], bias)
         self.used = False
-        layers = range(layout.num_layers)
-        self._layers = [self.whole.at(layer, slice(max_rows)) for layer in layers]
+        named = range(layout.num_layers) if layers is None else layers
+        self._layers = {
+            name: self.whole.at(place, slice(max_rows)) for place, name in enumerate(named)
+        }
 
     @property
     def nbytes(self) -> int:

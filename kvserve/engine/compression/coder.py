@@ -75,9 +75,11 @@ class Coder:
     def observe(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
-        """Counts of entries kept (or newly coded) and of new vectors they need: [LG, E, R, 2].
+        """How many entries each lane keeps (or newly codes), and how many new vectors these need:
+        [LG, E, R, 2].
 
-        Also, by sequence, the results of its batch of events and its index in that batch.
+        The second result has, for each sequence, what its batch of events found, and the
+        sequence's index in that batch.
         """
         lanes = self._cache.layout.num_layers, self._cache.layout.num_kv_heads
         device = self._cache.kv.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
+from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 
@@ -46,10 +47,14 @@ class Observer:
         scratch_bytes: int = SCRATCH_BYTES,
         group: RankGroup = ALONE,
         remainders: Remainders | None = None,
+        sinks: Tensor | None = None,
+        centres: Centres | None = None,
     ) -> None:
+        """``sinks``: float32 [L, Hq] of the model, if it has them; ``centres``: of its queries, if
+        they were measured."""
         self.scratch_bytes = scratch_bytes
         self._cache = cache
-        self._scale = scale
+        self._scale, self._sinks, self.centres = scale, sinks, centres
         self._recomputer = recomputer
         self._group = group
         self._remainders = remainders
@@ -72,7 +77,8 @@ class Observer:
         each = len(scored) * self._layer_bytes(windows, policy)
         step = max(1, self.scratch_bytes // each)
         count = len(scored)
-        if each > self.scratch_bytes and not policy.fits_values:
+        whole = policy.fits_values or policy.couples_layers
+        if each > self.scratch_bytes and not whole:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
@@ -121,8 +127,20 @@ class Observer:
         left = None
         if policy.leaves != "off" and self._remainders is not None:
             left = self._remainders.of(to_device(part.rows, keys.device), at)
-        how = self._scale, scores, missing, self._gather, policy.later_entries, values, left
-        return Observation(queries, keys, *how)
+        sinks = self._sinks_of(queries.shape[:-2], at)
+        how = self._scale, scores, missing, self._gather, policy.later_entries, values, left, sinks
+        if not policy.uses_centres:
+            return Observation(queries, keys, *how)
+        centres = self.centres
+        if centres is not None and at is not None:
+            centres = centres.of_layers(at)
+        return Observation(queries, keys, *how, centres, to_device(part.positions, keys.device))
+
+    def _sinks_of(self, lanes: Sequence[int], layers: Tensor | None) -> Tensor | None:
+        """For queries of ``lanes``: E, L', Hlog. A group's mean query has its heads' mean sink."""
+        if self._sinks is None:
+            return None
+        return led(self._sinks, layers, 0).unflatten(1, (lanes[-1], -1)).mean(dim=2).expand(*lanes)
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._group.gather(x, dim=2)

@@ -11,6 +11,7 @@ from typing import Protocol
 from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
 from kvserve.engine.core.grammar_queue import GrammarQueue
 from kvserve.engine.core.pool_watch import PoolWatch
+from kvserve.engine.device.pages import KeptMemory
 from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
 from kvserve.engine.sampling.grammar import Matcher
 from kvserve.log import RequestError, logger
@@ -72,7 +73,7 @@ def run_core(core: EngineCore, channel: Channel) -> None:
 
 def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
     channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
-    pool = PoolWatch(core)
+    pool, kept = PoolWatch(core), KeptMemory()
     refused: list[RefusedSequence] = []
 
     def add(new: NewSequence, compiled: Future[Matcher] | None = None) -> None:
@@ -91,7 +92,11 @@ def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
         refused.clear()
         if not core.has_work:
             core.grammars.tidy()
-        for command in channel.receive(block=not (core.has_work or grammars)):
+        busy = core.has_work or bool(grammars)
+        commands = list(channel.receive(block=not busy))
+        if not (busy or commands):
+            kept.give_back()
+        for command in commands:
             if isinstance(command, Stop):
                 return
             if isinstance(command, Abort):

@@ -17,6 +17,7 @@ from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
+from kvserve.engine.core.step_costs import record_costs
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
     EngineInfo,
@@ -29,7 +30,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
-from kvserve.outputs import Compaction, EngineStats, KVCacheDetails
+from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, SpeculationDetails
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over
@@ -180,13 +181,18 @@ class EngineCore:
             return self._contain(following.launched, output, result)
         self._failures = 0
         self._counts.compaction_seconds += result.compaction_seconds
-        if self.scheduler.events.gate is not None:
-            self._record_costs(output, self._collected - since, result.compaction_seconds)
         traced = self._tracer.read(step.traced)
-        refused = self._end_failed_grammars(output, result)
-        gets = [seq.status is not SequenceStatus.FINISHED for seq in output.sampled]
-        finished = self.scheduler.update(output, result.token_ids, result.scores)
-        outputs = self._tokens_of(output, result, gets)
+        confirmed = self.scheduler.confirm(output, result.token_ids)
+        sampled, token_ids = list(output.sampled), result.token_ids
+        if confirmed is not None and output.drafts is not None:
+            sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
+            self._counts.add_drafts(output.drafts, confirmed)
+        seconds = self._collected - since
+        record_costs(self.scheduler, output, len(sampled), seconds, result.compaction_seconds)
+        refused = self._end_failed_grammars(sampled, result)
+        gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
+        finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
+        outputs = self._tokens_of(sampled, result, gets)
         return replace(
             outputs,
             refused=refused,
@@ -197,25 +203,25 @@ class EngineCore:
         )
 
     def _tokens_of(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, gets: list[bool]
+        self, sampled: Iterable[Sequence], result: ModelRunnerOutput, gets: list[bool]
     ) -> StepOutputs:
-        """A step's tokens, for the sequences whose ``gets`` is true."""
+        """A step's tokens, each of the one of ``sampled``, where ``gets`` is true."""
         token_ids = list(compress(result.token_ids.tolist(), gets))
         self._counts.generation_tokens += len(token_ids)
         return StepOutputs(
-            seq_ids=[seq.seq_id for seq in compress(output.sampled, gets)],
+            seq_ids=[seq.seq_id for seq in compress(sampled, gets)],
             token_ids=token_ids,
             logprobs=result.logprobs and list(compress(result.logprobs, gets)),
             prompt_logprobs=result.prompt_logprobs,
         )
 
     def _end_failed_grammars(
-        self, output: SchedulerOutput, result: ModelRunnerOutput
+        self, sampled: list[Sequence], result: ModelRunnerOutput
     ) -> list[RefusedSequence]:
-        """End the sequences whose grammar failed in this step."""
+        """End the sequences whose grammar failed in this step; ``sampled`` got its tokens."""
         refused = []
         for place, error in result.failed_grammars:
-            seq = output.sampled[place]
+            seq = sampled[place]
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(seq, "error")
                 self._finished(seq)
@@ -240,7 +246,7 @@ class EngineCore:
         outputs = StepOutputs()
         if known is not None and result is not None:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
-            outputs = self._tokens_of(known, result, gets)
+            outputs = self._tokens_of(known.sampled, result, gets)
         tokens = None if result is None else result.token_ids
         ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
         names = [self._sequences[seq.seq_id][1] for seq in ended]
@@ -289,17 +295,6 @@ class EngineCore:
         ended = [self._finished(seq) for seq in finished]
         return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
-    def _record_costs(self, output: SchedulerOutput, seconds: float, compacting: float) -> None:
-        """Tell the gate how long this step took."""
-        gate, decoding = self.scheduler.events.gate, output.num_decoding
-        assert gate is not None
-        if output.compactions:
-            observed = sum(int(task.plan.observed.sum()) for task in output.compactions)
-            gate.record_events(observed, compacting)
-        elif decoding == output.num_tokens > 0:
-            entries = int(self.scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
-            gate.record_step(decoding, entries, seconds)
-
     def check(self) -> None:
         """``EngineDeadError`` if a tensor-parallel rank has ended."""
         self.executor.check()
@@ -330,7 +325,7 @@ class EngineCore:
         self._give_back(seq)
         self._sequences.pop(seq.seq_id, None)
         self._waiting_since.pop(seq.seq_id, None)
-        queued = self._queued_seconds.pop(seq.seq_id, 0.0)
+        queued, blocks = self._queued_seconds.pop(seq.seq_id, 0.0), seq.held_blocks
         assert seq.finish_reason is not None
         details = KVCacheDetails(
             policy=self.runner.policies[seq.policy_id].name,
@@ -341,9 +336,10 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=seq.held_blocks * self._block_bytes
+            held_bytes=(blocks.total() - blocks["log"]) * self._block_bytes
             + bool(seq.remainder_entries) * self._remainder_bytes,
-            log_bytes=seq.log_blocks * self._block_bytes,
+            window_bytes=blocks["windows"] * self._block_bytes,
+            log_bytes=blocks["log"] * self._block_bytes,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
             remainder_entries=seq.remainder_entries,
             **seq.held_counts,
@@ -354,8 +350,15 @@ class EngineCore:
                 "(--kv-cache-memory, --num-gpu-blocks-override, or a --policy)",
                 seq.num_tokens - seq.num_prompt_tokens,
             )
+        speculation = None
+        if self.scheduler.speculation is not None:
+            counts = seq.num_drafted, seq.num_accepted
+            speculation = SpeculationDetails(*counts, seq.guesses_refused)
         return FinishedSequence(
-            seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens, details, queued
+            *(seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens),
+            details,
+            queued,
+            speculation,
         )
 
     def _give_back(self, seq: Sequence) -> None:

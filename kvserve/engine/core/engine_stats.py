@@ -24,6 +24,8 @@ def engine_stats(
 ) -> EngineStats:
     """Counters and the state of every running request; ``request_ids`` are by sequence id."""
     requests = _requests(scheduler, policies, request_ids, block_bytes, remainder_bytes)
+    running = slice(scheduler.rows.num_rows)
+    of_groups: dict[str, Any] = dict(scheduler.blocks.counts(running))
     capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
     cached = scheduler.blocks.num_cached
     return EngineStats(
@@ -34,6 +36,7 @@ def engine_stats(
         blocks_cached=cached,
         bytes_total=capacity * block_bytes,
         bytes_held=(capacity - free - cached) * block_bytes,
+        window_bytes=scheduler.blocks.held_by_kind(running)["windows"] * block_bytes,
         tokens_logical=sum(request.logical_tokens for request in requests),
         tokens_held=sum(request.held_tokens for request in requests),
         prompt_tokens_total=counts.prompt_tokens,
@@ -49,10 +52,13 @@ def engine_stats(
         steps_total=scheduler.num_steps,
         scoring_workspace_bytes=workspace_bytes,
         compaction_counts=counts.compactions,
+        drafts_total=counts.drafts,
+        draft_tokens_total=counts.draft_tokens,
+        accepted_tokens_total=counts.accepted_tokens,
         iterations=counts.iterations,
         iteration_tokens_total=counts.num_tokens,
         requests=requests,
-        **_of_groups(scheduler),
+        **of_groups,
         **_of_continuations(scheduler.conversations),
     )
 
@@ -85,11 +91,6 @@ def _requests(
         )
         for seq in scheduler.running
     )
-
-
-def _of_groups(scheduler: Scheduler) -> dict[str, Any]:
-    """What cache groups say of the running rows' entries."""
-    return dict(scheduler.blocks.counts(slice(scheduler.rows.num_rows)))
 
 
 def _of_continuations(conversations: Conversations | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class GrammarQueue:
     def add(self, new: NewSequence, wanted: StructuredOutput) -> None:
         job = _Job(wanted, Future())
         self._queue[new.seq_id] = new, job.result
-        self._jobs.setdefault(wanted.client, deque()).append(job)
+        self._jobs.setdefault(new.client, deque()).append(job)
         self._thread.submit(self._compile_next)
 
     def drop(self, seq_ids: Iterable[int]) -> None:

@@ -24,8 +24,9 @@ from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.pruning import Pruned
-from kvserve.scheduler.triggers.trigger import RowState
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
 
 class Intake:
@@ -88,9 +89,13 @@ class Intake:
             leaves_remainder=policy.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
+            client=new.client,
             num_shareable=0 if prunes else self._spec.num_shareable(prompt),
         )
         self._continue(sequence, new, policy)
+        if self._scheduler.speculation is not None:
+            sequence.guesses_refused = speculation_refusal(new, policy)
+            sequence.guess_from = 0 if sequence.guesses_refused is None else NO_EVENT
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits. A random first hash finds none.
             sequence.column_hashes = [os.urandom(16)]
@@ -193,6 +198,25 @@ class Intake:
             return None
         matcher = matcher or self._grammars.compile(wanted)
         return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
+
+
+def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:
+    """Why a sequence's next tokens may not be guessed, if so: what a token may be depends on the
+    one before it by more than its position, or its events are due by the engine's steps."""
+    if isinstance(policy.event_trigger, EngineWide):
+        return "kv_policy"
+    for name, used in (
+        ("speculation", not new.speculation),
+        ("presence_penalty", new.presence_penalty != 0.0),
+        ("frequency_penalty", new.frequency_penalty != 0.0),
+        ("repetition_penalty", new.repetition_penalty != 1.0),
+        ("bad_words", bool(new.bad_words)),
+        ("thinking_token_budget", new.thinking_token_budget is not None),
+        ("" if new.structured_output is None else new.structured_output.field, True),
+    ):
+        if used and name:
+            return name
+    return None
 
 
 def event_kind(policy: Policy) -> EventKind:

@@ -9,11 +9,13 @@ from typing import Any
 
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.code_store import mask_refusal
+from kvserve.engine.core.resolve import policy_refusal
 from kvserve.engine.core.startup import FITTED_WHERE_ROUNDED, NO_TURNS, BuiltEngine
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import check_bounds
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.log import RequestError
 from kvserve.scheduler.blocks.code_group import CodeGroup
@@ -28,6 +30,7 @@ class RequestPolicies:
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
         self._rounds_values = config.cache.kv_cache_dtype != "auto"
+        self._stats = config.compression.policy_args.get("stats")
         self._has_turns = config.cache.continuations == "on"
         self._built = built
         self._ids: dict[Policy, int] = {}
@@ -41,6 +44,7 @@ class RequestPolicies:
         policy = read_policy(spec, limit)
         try:
             policy = policy.for_model(layout.num_layers, layout.block_size)
+            policy = self._with_servers_statistics(policy)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
         if self._allowed == "none" and policy.name != "none" and not self._is_servers(policy):
@@ -48,8 +52,8 @@ class RequestPolicies:
                 "this server does not let requests choose a policy (--allow-request-policy none)",
                 param="kv_policy",
             )
-        refusal = self._built.executor.runner.model.spec.policy_refusal
-        if policy.name != "none" and refusal is not None:
+        refusal = policy_refusal(policy, self._built.executor.runner.model.spec)
+        if refusal is not None:
             raise RequestError(f"{refusal}; use none", param="kv_policy")
         if not policy.granularity.fits(layout.granularity):
             raise RequestError(
@@ -87,6 +91,22 @@ class RequestPolicies:
             self._ids[policy] = self._free_id(policy, sequences)
             self._built.executor.set_policy(self._ids[policy], policy)
         return self._ids[policy]
+
+    def _with_servers_statistics(self, policy: Policy) -> Policy:
+        """Statistics are read at start; a request may name no other file."""
+        if not policy.uses_centres:
+            return policy
+        if not self._built.has_statistics:
+            raise RequestError(
+                f"policy {policy.name} wants statistics of the model's queries; start the server "
+                f"with --policy {policy.name} (kvserve calibrate makes them)",
+                param="kv_policy",
+            )
+        if not isinstance(policy, TriAttention) or policy.stats is None:
+            return policy
+        if policy.stats != self._stats:
+            raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
+        return replace(policy, stats=None)
 
     def _check_codes(self, policy: Policy) -> None:
         """Code blocks, and how attention reads them, are fixed at start."""

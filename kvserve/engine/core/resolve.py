@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.config_sections import SchedulerConfig
 from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.compression.query_statistics import FILE, load_statistics, refusal
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.entry_format import EntryFormat, entry_format
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, logger
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.triggers.pruning import Pruned
 
+_CPU_PREFILL = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,12 +71,12 @@ def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
-    # Up to the window's length, a sliding-window layer is the same as full attention.
-    longest = min(spec.max_position, spec.window or spec.max_position)
+    longest = spec.max_position
     wanted = config.model.max_model_len or longest
     if wanted > longest:
-        what = "sliding window of" if longest == spec.window else "longest context,"
-        raise ConfigError(f"--max-model-len: {wanted} exceeds the model's {what} {longest} tokens")
+        raise ConfigError(
+            f"--max-model-len: {wanted} exceeds the model's longest context, {longest} tokens"
+        )
     budget = config.scheduler.max_num_batched_tokens
     if not config.scheduler.enable_chunked_prefill and budget < wanted:
         raise ConfigError(
@@ -79,12 +86,67 @@ def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
+def max_prefill_tokens_of(scheduler: SchedulerConfig, device: str) -> int:
+    """The most tokens of prompts in a step that also generates."""
+    most = scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill:
+        return most
+    # On a CPU a step's time is in proportion to its tokens, and small chunks cost nothing.
+    return scheduler.max_prefill_tokens or (min(most, _CPU_PREFILL) if device == "cpu" else most)
+
+
+def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
+    """Why the model may not be served under this policy, if so."""
+    if policy.name == "none":
+        return None
+    prunes = isinstance(policy.event_trigger, Pruned)
+    if spec.borrowed and prunes:
+        return f"{policy.name} prunes between layers, and these are transformers' own"
+    if spec.soft_cap and (policy.query_reduction or policy.recomputed_reduction):
+        return f"the model caps its logits, and {policy.name} scores by logits that are not"
+    if spec.windowed and spec.layers.full:
+        if prunes:
+            return f"{policy.name} drops tokens between layers, and some have sliding windows"
+        if writes_codes(policy):
+            return f"{policy.name} is not built for models with sliding windows"
+        if policy.recomputed_reduction is not None:
+            return "query_source recompute wants what sliding windows have given back; use log"
+    return spec.policy_refusal
+
+
 def check_policy(policy: Policy, spec: ModelSpec, max_len: int) -> None:
-    if policy.name != "none" and spec.policy_refusal is not None:
-        raise ConfigError(f"--policy: {spec.policy_refusal}; use --policy none")
+    if (refusal := policy_refusal(policy, spec)) is not None:
+        raise ConfigError(f"--policy: {refusal}; use --policy none")
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+
+
+def statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | None:
+    """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
+    if there are none and the policy does without."""
+    named = getattr(policy, "stats", None)
+    path = directory / FILE if named is None else Path(named)
+    if not policy.uses_centres and not path.is_file():
+        return None
+    if (reason := refusal(spec)) is not None:
+        if policy.uses_centres:
+            raise ConfigError(f"--policy {policy.name}: {reason}")
+        return None
+    if not path.is_file():
+        raise ConfigError(
+            f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
+            f"queries point, which this measures: kvserve calibrate --model {directory} "
+            "--output FILE"
+        )
+    try:
+        load_statistics(path).check(spec, path)
+    except ConfigError as error:
+        if policy.uses_centres:
+            raise ConfigError(f"--policy.stats: {error}") from None
+        logger.warning("%s: requests cannot have triattention", error)
+        return None
+    return path
 
 
 def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:

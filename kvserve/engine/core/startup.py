@@ -25,8 +25,11 @@ from kvserve.engine.core.resolve import (
     entry_form_of,
     log_form_of,
     max_model_len_of,
+    max_prefill_tokens_of,
+    statistics_of,
 )
 from kvserve.engine.core.startup_table import (
+    Row,
     codes_rows,
     graphs_row,
     linear_layers_row,
@@ -36,17 +39,19 @@ from kvserve.engine.core.startup_table import (
     remainders_row,
     sampling_row,
     scheduling_rows,
+    statistics_rows,
 )
 from kvserve.engine.core.threads import limit_threads
 from kvserve.engine.messages import EngineInfo
-from kvserve.engine.models.generation import read_generation_config
+from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.loader import load_model
-from kvserve.engine.models.spec import ModelSpec, read_spec
+from kvserve.engine.models.implementation import choose_spec, load
+from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.runner.executor import Executor, OtherRanks
 from kvserve.engine.runner.memory import (
     Profile,
@@ -60,8 +65,10 @@ from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
@@ -82,8 +89,21 @@ class BuiltEngine:
     overlaps: bool
     most_kept_scores: int
     """Most scores per head that a policy may keep for each row."""
+    has_statistics: bool
+    """Whether it is known where the model's queries point."""
     new_scheduler: Callable[[], Scheduler]
     """Builds another scheduler with the same settings and no sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What runs: the scheduler, the ranks and their pool, and the memory that was measured."""
+
+    scheduler: Scheduler
+    new_scheduler: Callable[[], Scheduler]
+    executor: Executor
+    pool: Pool
+    profile: Profile
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -106,15 +126,13 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     attention = plan.attention(config.attention_backend)
     direct, reason = reads_codes(config.code_attention, attention)
     plan = replace(plan, groups=tuple(_read_by_attention(group, direct) for group in plan.groups))
+    codes = codes_rows(plan.groups, reason)
     if (refusal := mask_refusal(policy, spec, direct=direct)) is not None:
         raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
-        scheduler, new_scheduler, executor, pool, profile = _start(
-            plan, max_len, attention, others, model
-        )
+        started = _start(plan, max_len, attention, others, model)
         on_failure.pop_all()
-    num_blocks, operators = pool.num_blocks - 1, executor.runner.model.operators
     use_sampling = config.model.generation_config != "none"
     defaults = read_generation_config(plan.directory, spec, use_sampling=use_sampling)
     info = EngineInfo(
@@ -124,35 +142,50 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         eos_token_ids=defaults.eos_token_ids,
         policy_name=policy.name,
         block_size=plan.layout.block_size,
-        num_blocks=num_blocks,
+        num_blocks=started.pool.num_blocks - 1,
         default_sampling=defaults.sampling,
-        summary=[
-            *plan_rows(policy, plan, num_blocks, max_len, fp8=executor.runner.model.fp8),
-            log_row(plan.log, device),
-            memory_row(profile),
-            remainders_row(executor.runner.batch.remainders, policy),
-            ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-            *codes_rows(plan.groups, reason),
-            graphs_row(*plan.graphs(attention)),
-            linear_layers_row(plan.dtype, device),
-            ("operators", operators.name, operators.reason),
-            *threads,
-            *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
-            sampling_row(config, defaults),
-        ],
+        summary=_summary(plan, started, attention, defaults, codes, threads),
     )
-    scores = plan.most_score_bytes // plan.score_bytes
     return BuiltEngine(
-        scheduler,
-        executor,
+        started.scheduler,
+        started.executor,
         info,
         policy,
         plan.log.reduction,
         plan.log.dtype,
         plan.overlaps,
-        scores,
-        new_scheduler,
+        plan.most_score_bytes // plan.score_bytes,
+        plan.statistics is not None,
+        started.new_scheduler,
     )
+
+
+def _summary(
+    plan: RankPlan,
+    started: _Started,
+    attention: Choice,
+    defaults: GenerationDefaults,
+    codes: list[Row],
+    threads: list[Row],
+) -> list[Row]:
+    """The start-up table."""
+    config, policy, pool, runner = plan.config, plan.policy, started.pool, started.executor.runner
+    operators, num_blocks = runner.model.operators, pool.num_blocks - 1
+    return [
+        *plan_rows(policy, plan, num_blocks, plan.max_len, fp8=runner.model.fp8),
+        log_row(plan.log, plan.device),
+        *statistics_rows(policy, plan.statistics),
+        memory_row(started.profile),
+        remainders_row(runner.batch.remainders, policy),
+        ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+        *codes,
+        graphs_row(*plan.graphs(attention)),
+        linear_layers_row(plan.spec, plan.dtype, plan.device),
+        ("operators", operators.name, operators.reason),
+        *threads,
+        *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
+        sampling_row(config, defaults),
+    ]
 
 
 def _resolved(config: EngineConfig, device: str) -> RankPlan:
@@ -166,14 +199,19 @@ def _resolved(config: EngineConfig, device: str) -> RankPlan:
         weights=config.model.load_format != "dummy",
         code=config.model.trust_remote_code,
     )
-    spec = read_spec(directory, config.model.hf_overrides)
+    spec = choose_spec(directory, config.model)
     with _naming_flags():
-        policy = policy.for_model(spec.num_layers, block_size_of(config, device))
+        layers = len(spec.layers.full) or spec.num_layers
+        policy = policy.for_model(layers, block_size_of(config, device))
     check_quantization(config, spec)
     dtype = dtype_of(config, spec, device)
     max_len = max_model_len_of(config, spec)
     check_policy(policy, spec, max_len)
-    return _plan(config, policy, spec, directory, dtype, device, max_len)
+    statistics = statistics_of(policy, spec, directory)
+    if isinstance(policy, TriAttention):
+        policy = replace(policy, stats=None)  # read once, for requests too
+    plan = _plan(config, policy, spec, directory, dtype, device, max_len)
+    return replace(plan, statistics=statistics)
 
 
 def _plan(
@@ -188,7 +226,15 @@ def _plan(
     """What every rank builds."""
     part = spec.part(config.parallel.tensor_parallel_size)
     block_size, granularity = block_size_of(config, device), choose_granularity(config, policy)
-    layout = KVLayout(spec.num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity)
+    layers = spec.layers
+    layout = KVLayout(
+        len(layers.full) or spec.num_layers,
+        part.num_kv_heads,
+        spec.head_dim,
+        block_size,
+        granularity,
+        holds_entries=bool(layers.full),
+    )
     form = entry_form_of(config, spec, dtype, device)
     if policy.fits_values and form.quantized:
         raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
@@ -200,6 +246,10 @@ def _plan(
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     groups = wanted_groups(layout, block_bytes(layout, form))
+    if layers.windowed:
+        assert spec.window is not None
+        chunk = config.scheduler.max_num_batched_tokens
+        groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if not writes_codes(policy) and config.code_attention != "auto":
         raise ConfigError(
             f"--code-attention {config.code_attention}: policy {policy.name} holds no codes; "
@@ -211,7 +261,7 @@ def _plan(
                 f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
                 "use auto, or --policy.codebook false"
             )
-        groups += (CodeSpec(check_codes(spec.rope, max_len, block_bytes(layout, form))),)
+        groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return RankPlan(*shared, max_len, policy)
 
@@ -222,24 +272,27 @@ def _start(
     attention: Choice,
     others: OtherRanks,
     model: Transformer | None,
-) -> tuple[Scheduler, Callable[[], Scheduler], Executor, Pool, Profile]:
+) -> _Started:
     """Load every rank's part of the model, size the pool, and build scheduler and runners."""
     config, group = plan.config, others.join()
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
-        model = load_model(*weights, group)
+        model = load(*weights, group)
     profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
     if plan.device == "cuda":
         check_pool(config, plan.block_bytes, free)
     layout = plan.layout
-    num_blocks = count_blocks(config, layout, plan.block_bytes, max_len, free, plan.device)
+    most = plan.blocks_for(max_len)
+    num_blocks = count_blocks(config, most, plan.block_bytes, free, plan.device)
     layout = replace(layout, num_kv_heads=plan.spec.num_kv_heads)
     num_host_blocks = count_host_blocks(config, block_bytes(layout, plan.form), num_blocks)
     settings = SchedulerSettings(
         num_blocks=num_blocks,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_prefill_tokens=max_prefill_tokens_of(config.scheduler, plan.device),
+        max_num_seqs_per_client=config.scheduler.max_num_seqs_per_client,
         max_model_len=max_len,
         log_block_tokens=plan.log_block_tokens,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
@@ -249,6 +302,7 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
+        speculation=_ngrams(config),
     )
     gate = BreakEvenGate() if config.compression.gate == "on" else None
     new_scheduler = partial(Scheduler, layout, settings, gate)
@@ -256,7 +310,7 @@ def _start(
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)
     executor = Executor(plan.ready_runner(model, attention, pool, group), others)
-    return scheduler, new_scheduler, executor, pool, profile
+    return _Started(scheduler, new_scheduler, executor, pool, profile)
 
 
 def _read_by_attention(group: GroupSpec, direct: bool) -> GroupSpec:
@@ -266,6 +320,14 @@ def _read_by_attention(group: GroupSpec, direct: bool) -> GroupSpec:
 
 def _blocks_of(memory: int | None, block_bytes: int) -> int | None:
     return None if memory is None else memory // block_bytes
+
+
+def _ngrams(config: EngineConfig) -> NgramSettings | None:
+    wanted = config.scheduler.speculation
+    if wanted is None:
+        return None
+    lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+    return NgramSettings(wanted.num_speculative_tokens, *lookup)
 
 
 @contextmanager

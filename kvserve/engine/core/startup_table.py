@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.config_sections import SchedulerConfig
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.core.continuing import continuation_refusal
+from kvserve.engine.core.resolve import max_prefill_tokens_of
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.spec import ModelSpec
@@ -26,6 +30,7 @@ from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.held import most_held
+from kvserve.speculative_config import SpeculativeConfig
 
 Row = tuple[str, str, str]
 """Feature, state, why."""
@@ -36,6 +41,17 @@ _LAYOUT_MEANS = {
 }
 
 
+def statistics_rows(policy: Policy, file: Path | None) -> list[Row]:
+    """Where queries point, if the policy asks."""
+    if file is None or not policy.uses_centres:
+        return []
+    statistics = load_statistics(file)
+    middle = float(statistics.concentration.median())
+    tokens = f"over {statistics.tokens:,} tokens" if statistics.tokens else "as released"
+    means = "1: all of a head's queries point one way; kvserve calibrate"
+    return [("query statistics", f"{tokens}, concentration {middle:.2f}", means)]
+
+
 def plan_rows(
     policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
 ) -> list[Row]:
@@ -43,14 +59,15 @@ def plan_rows(
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
     pool = num_blocks * plan.block_bytes
-    full = num_blocks / layout.blocks_for(max_len)
+    full = num_blocks / plan.blocks_for(max_len)
     most = most_held(policy.event_trigger, max_len // 2, max_len, layout.block_size)
-    bounded = num_blocks / layout.blocks_for(most)
+    evicted = layout.blocks_for(max_len) - layout.blocks_for(most)
+    bounded = num_blocks / (plan.blocks_for(max_len) - evicted)
     each = " a rank" if config.parallel.tensor_parallel_size > 1 else ""
-    chunked = config.scheduler.enable_chunked_prefill
     caching = config.cache.enable_prefix_caching
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
+        _layers_row(spec),
         _weights_row(config, spec, dtype, fp8),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
@@ -61,6 +78,7 @@ def plan_rows(
             or "--policy; a request's kv_policy may override it",
         ),
         ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
+        *_windows_rows(spec),
         _entries_row(plan),
         (
             "kv pool",
@@ -68,11 +86,22 @@ def plan_rows(
             f"{full:.1f} sequences of full length, {bounded:.1f} as {policy.name} holds them (half "
             "prompt, half answer; without logged queries); --kv-cache-memory",
         ),
-        ("chunked prefill", "on" if chunked else "off", "--enable-chunked-prefill"),
+        _prefill_row(config.scheduler, device),
         ("prefix caching", "on" if caching else "off", "--enable-prefix-caching"),
         _continuations_row(plan, policy),
         *_ranks_rows(plan),
     ]
+
+
+def _prefill_row(scheduler: SchedulerConfig, device: str) -> Row:
+    if not scheduler.enable_chunked_prefill:
+        return "chunked prefill", "off", "--enable-chunked-prefill"
+    most = max_prefill_tokens_of(scheduler, device)
+    return (
+        "chunked prefill",
+        f"at most {most} tokens beside decodes",
+        "--max-prefill-tokens; --no-enable-chunked-prefill",
+    )
 
 
 def _continuations_row(plan: RankPlan, policy: Policy) -> tuple[str, str, str]:
@@ -155,8 +184,10 @@ def graphs_row(sizes: list[int], reason: str) -> Row:
     return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
 
 
-def linear_layers_row(dtype: torch.dtype, device: str) -> Row:
+def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:
     """Which matrix product the linear layers use."""
+    if spec.borrowed:
+        return "linear layers", "torch", "transformers' modules keep their own matrices"
     return "linear layers", *select_product(dtype, device)
 
 
@@ -164,14 +195,21 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
     """Which requests run, what preemption does, and when events run."""
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
+    speculation = scheduler.speculation
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
+    overlapping = "--async-scheduling; by default on where there is a GPU"
+    if speculation is not None:
+        overlapping = "guesses follow the tokens of the step before; --speculative-config"
     return [
-        ("scheduling", scheduler.scheduling_policy, "--scheduling-policy"),
         (
-            "overlapped steps",
-            "on" if overlaps else "off",
-            "--async-scheduling; by default on where there is a GPU",
+            "scheduling",
+            f"{scheduler.scheduling_policy}, clients take turns",
+            "--scheduling-policy; a client (an API key or else an address) has at most "
+            f"{scheduler.max_num_seqs_per_client or scheduler.max_num_seqs} sequences running: "
+            "--max-num-seqs-per-client",
         ),
+        ("overlapped steps", "on" if overlaps else "off", overlapping),
+        speculation_row(speculation),
         (
             "preemption",
             swap,
@@ -180,6 +218,15 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
         ("break-even gate", config.compression.gate, "--gate on skips events that cannot pay"),
     ]
+
+
+def speculation_row(speculation: SpeculativeConfig | None) -> Row:
+    """How next tokens are guessed."""
+    if speculation is None:
+        return "speculation", "off", "--speculative-config"
+    state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
+    lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
+    return "speculation", state, f"looks up the newest {lookup}; fewer where they seldom come true"
 
 
 def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
@@ -202,6 +249,12 @@ def policy_state(policy: Policy) -> str:
     return ", ".join([policy.name, *given])
 
 
+def _layers_row(spec: ModelSpec) -> Row:
+    if spec.borrowed:
+        return "layers", "transformers", "its modules on kvserve's cache; slower than native ones"
+    return "layers", "native", "kvserve's own; --model-impl transformers runs transformers'"
+
+
 def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
     if config.model.load_format == "dummy":
         return "weights", "random FP8" if fp8 else "random", "--load-format dummy"
@@ -217,13 +270,19 @@ def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8:
 
 
 def _context_reason(spec: ModelSpec) -> str:
-    if spec.window is not None:
-        return "at most the sliding window: more is not built; --max-model-len"
     if spec.rope.kind == "dynamic":
         return (
             f"--max-model-len; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
         )
     return "--max-model-len"
+
+
+def _windows_rows(spec: ModelSpec) -> list[Row]:
+    if not spec.windowed:
+        return []
+    state = f"{spec.window} tokens in {len(spec.windowed)} of {spec.num_layers} layers"
+    reason = "blocks behind it are given back; policies act in the other layers"
+    return [("sliding window", state, reason if spec.layers.full else reason.split(";")[0])]
 
 
 def _ranks_rows(plan: RankPlan) -> list[Row]:

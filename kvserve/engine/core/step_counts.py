@@ -7,9 +7,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvserve.engine.policies.base import Policy
 from kvserve.outputs import ITERATION_TOKENS, Compaction, CompactionCounts
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 
 
@@ -22,6 +25,7 @@ class StepCounts:
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
         self.num_tokens = self.prompt_tokens = self.generation_tokens = 0
         self.compaction_seconds = 0.0
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self._events: Counter[tuple[str, str]] = Counter()
         self._released: Counter[tuple[str, str]] = Counter()
 
@@ -42,6 +46,12 @@ class StepCounts:
         self.num_tokens += output.num_tokens
         tasks = *output.compactions, *output.pruned
         return [event for task in tasks for event in self._add(task)]
+
+    def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
+        """Count what a step has verified."""
+        self.drafts += int(np.count_nonzero(drafts.lengths > 1))
+        self.draft_tokens += drafts.num_guessed
+        self.accepted_tokens += int(confirmed.counts.sum()) - len(confirmed.counts)
 
     def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
         reason = "pressure" if task.early else "due"

@@ -10,6 +10,7 @@ from pathlib import Path
 _KEPT_BYTES = 2**28
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 _LARGE_PAGE = 2**21
+_WORTH_TRIMMING = 2**26
 _MADV_COLLAPSE = 25  # of Linux 6.1's mman.h
 
 
@@ -64,3 +65,22 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class KeptMemory:
+    """What malloc keeps after a busy time (``keep_freed_memory``), to be given back in an idle one.
+
+    Small amounts stay, since the next step would map their pages again.
+    """
+
+    def __init__(self) -> None:
+        self._least = resident_bytes()
+
+    def give_back(self) -> None:
+        """Trim if the process holds 64 MiB more than it did after the last time."""
+        now = resident_bytes()
+        if now - self._least > _WORTH_TRIMMING:
+            trim_memory()
+            self._least = resident_bytes()
+        else:
+            self._least = min(self._least, now)

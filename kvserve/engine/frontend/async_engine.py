@@ -15,7 +15,7 @@ from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.spec import read_spec
+from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class AsyncEngine:
             code = model.trust_remote_code
             place = model.model, model.revision, model.download_dir
             found = find_model(*place, weights=False, code=code)
-            read_spec(found, model.hf_overrides)  # what is wrong with it is not the tokenizer's
+            choose_spec(found, model)  # what is wrong with it is not the tokenizer's
             path = str(found)
         self.tokenizer = load_tokenizer(self.config, path)
         return TaskResolver(self.config.compression, self.tokenizer)

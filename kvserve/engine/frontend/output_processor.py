@@ -183,6 +183,8 @@ class OutputProcessor:
             branch.detokenizer.flush()
             choice.text = branch.detokenizer.text
         request.kv_cache_details = _add(request.kv_cache_details, finished.details)
+        if finished.speculation is not None:
+            request.speculation = finished.speculation.plus(request.speculation)
         if choice.index == 0:
             request.num_cached_tokens = finished.num_cached_tokens
             branch.metrics.queued_seconds = finished.queued_seconds
@@ -239,6 +241,8 @@ class OutputProcessor:
             kv_trace=params.kv_trace,
             cache_salt=params.cache_salt,
             kv_resume=params.kv_resume,
+            speculation=params.speculation,
+            client=params.client,
         )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -33,6 +33,14 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x: [N, in], sorted by expert, each expert's rows up to its ``ends`` (int32 [E]); weight: [E,
+    out, in], in panels or not -> [N, out]."""
+    if isinstance(weight, compiled.ExpertPanels):
+        return compiled.expert_linear(x, weight, ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
 def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     """Which product to use, ``"compiled"``, ``"oneDNN"`` or ``"torch"``, and why."""
     if device != "cpu" or dtype not in compiled.DTYPES:
@@ -52,15 +60,16 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
 
 
 def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
-    """The weight [out, in] as ``product`` wants it, in its place if possible.
+    """The weight [out, in], or [experts, out, in], as ``product`` wants it, in place if possible.
 
     The plain weight is gone afterwards, and ``linear`` is all that can use the packed one.
     """
-    odd = weight.shape[1] % (4 // weight.itemsize)
-    if product == "torch" or (product == "compiled" and odd):
+    odd, experts = weight.shape[-1] % (4 // weight.itemsize), weight.dim() == 3
+    if product == "torch" or (product == "compiled" and odd) or (product == "oneDNN" and experts):
         return weight
     if product == "compiled":
-        panels = compiled.Panels.of(weight.data)
+        kind = compiled.ExpertPanels if experts else compiled.Panels
+        panels = kind.of(weight.data)
         use_large_pages(panels.data_ptr(), panels.nbytes)
         return panels
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, None)

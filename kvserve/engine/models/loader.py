@@ -12,13 +12,14 @@ from torch import nn
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.expert_storage import Transposed
 from kvserve.engine.models.fp8 import FP8, can_multiply
 from kvserve.engine.models.linear import select_product
 from kvserve.engine.models.quantization import Fp8, Fp8Scales, Fp8Values
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Plain, Storage
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import is_unused, weight_targets
+from kvserve.engine.models.weights import TRANSPOSED, is_unused, weight_targets
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
@@ -32,6 +33,10 @@ def load_model(
     group: RankGroup = ALONE,
 ) -> Transformer:
     """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
+    if spec.experts is not None and device == "cuda" and dtype is not torch.bfloat16:
+        raise ConfigError(
+            f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
+        )
     checkpoint = None if config.load_format == "dummy" else Checkpoint(directory)
     part = spec.part(group.size)
     heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
@@ -98,6 +103,8 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str, held: torch.d
     quantized = spec.quantization
     if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
         return quantized
+    if weight.endswith(TRANSPOSED):
+        return Transposed()
     return Plain()
 
 

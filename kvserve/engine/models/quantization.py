@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.expert_storage import Mxfp4
 from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.storage import Piece, Region, Storage, rows_per_piece
 from kvserve.log import ConfigError
 
-_READ = "kvserve reads compressed-tensors (FP8) and awq (4 bits, version gemm)"
+_READ = "kvserve reads compressed-tensors (FP8), awq (4 bits, version gemm) and mxfp4 (gpt-oss)"
 # Column j of eight shares an int32 with its neighbours, at these bits.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
@@ -49,6 +50,8 @@ def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
         return _parse_fp8(raw, where)
     if method == "awq":
         return _parse_awq(raw, where)
+    if method == "mxfp4":
+        return Mxfp4()
     raise ConfigError(f"--model: {where} is quantised by {method!r}; {_READ}")
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvserve.engine.models.spec import ModelSpec, RopeSpec
+from kvserve.engine.models.spec import RopeSpec
 
 
 class Rotary:
@@ -19,18 +19,23 @@ class Rotary:
     itself. A cached key keeps the rotation it was stored with.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: str) -> None:
         self._dtype = dtype
-        self._rope = spec.rope
-        self._dim = spec.head_dim
-        self._exponents = _exponents(spec.head_dim).to(device)
-        self._inv_freq = _inverse_frequencies(spec.rope, spec.head_dim).to(device)
-        self._scale = _attention_factor(spec.rope)
+        self._rope = rope
+        self._dim = head_dim
+        self._exponents = _exponents(head_dim).to(device)
+        self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        self._scale = attention_factor(rope)
 
     @property
     def inv_freq(self) -> Tensor | None:
         """float32 [D / 2], if they are the same for all positions and lengths."""
         return None if self._rope.kind == "dynamic" else self._inv_freq
+
+    @property
+    def factor(self) -> float:
+        """What rotated queries and keys are multiplied by, beside the rotation."""
+        return self._scale
 
     def at(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """positions, prompt_lens (of each token's sequence): [T] -> cos, sin: [T, 1, D]."""
@@ -54,7 +59,7 @@ def _exponents(dim: int) -> Tensor:
     return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
 
 
-def _inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
     """float32 [D/2]; under dynamic NTK, those up to the original context."""
     inv_freq = 1.0 / rope.theta ** _exponents(dim)
     if rope.kind == "linear":
@@ -94,7 +99,7 @@ def _yarn(inv_freq: Tensor, rope: RopeSpec, dim: int) -> Tensor:
     return inv_freq / p["factor"] * interpolated + inv_freq * (1 - interpolated)
 
 
-def _attention_factor(rope: RopeSpec) -> float:
+def attention_factor(rope: RopeSpec) -> float:
     """What cosines and sines are multiplied by (YaRN, 3.4; ``mscale`` is DeepSeek's variant)."""
     if rope.kind != "yarn":
         return 1.0

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.config_fields import Fields
+from kvserve.engine.models.families import (
+    UNDIVIDED,
+    VARIANTS,
+    ExpertSpec,
+    Variant,
+    experts_of,
+    layers_without_rope,
+    scales_of,
+    windows_of,
+)
 from kvserve.engine.models.hub import read_json
 from kvserve.engine.models.quantization import Quantization, parse_quantization
 from kvserve.log import ConfigError
+from kvserve.scheduler.layout import LayerKinds
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,15 @@ class RopeSpec:
 class ModelSpec:
     """A decoder of the Llama family as numbers and flags.
 
-    ``max_position`` is the longest context, scaled RoPE included. ``window`` is that of
-    sliding-window layers, ``None`` if every layer has full attention.
+    ``max_position`` is the longest context, scaled RoPE included. Tokens see the newest ``window``
+    in the layers ``windowed``, and all in the others. ``sinks``: each head has a logit that takes
+    part in its softmax and carries no value; ``soft_cap`` caps logits, unless it is 0.
+    ``qk_norm``: queries and keys are normalised, by head or over all heads (``"width"``).
+    ``norms``: of what a layer's halves read (``before``), of what they add (``after``), or both;
+    ``norms_from_one``: their weights count from 1. Layers in ``without_rope`` rotate nothing; those
+    with windows rotate by ``rope_of_windows``, if there is one. The scales of Granite and Gemma
+    multiply embeddings, queries, and what a layer adds; logits are divided, and capped at
+    ``logits_cap`` unless it is 0.
     """
 
     architecture: str
@@ -42,21 +62,48 @@ class ModelSpec:
     rope: RopeSpec
     max_position: int
     window: int | None
+    windowed: frozenset[int]
     tied_embeddings: bool
     qkv_bias: bool
-    qk_norm: bool
+    qk_norm: str | None
     eos_token_ids: tuple[int, ...]
     dtype: str
     quantization: Quantization | None = None
+    experts: ExpertSpec | None = None
+    norms: str = "before"
+    norms_from_one: bool = False
+    out_bias: bool = False
+    activation: str = "silu"
+    rope_of_windows: RopeSpec | None = None
+    logits_cap: float = 0.0
+    without_rope: frozenset[int] = frozenset()
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    sinks: bool = False
+    soft_cap: float = 0.0
+    borrowed: bool = False
+    """Whether its layers are transformers' own modules (``borrowed.py``)."""
+
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """The experts of one layer; ``None`` if it has an MLP for all tokens."""
+        experts = self.experts
+        return None if experts is None or layer in experts.dense else experts
+
+    @cached_property
+    def layers(self) -> LayerKinds:
+        """Which layers see all tokens."""
+        return LayerKinds(self.num_layers, self.windowed)
 
     @property
     def policy_refusal(self) -> str | None:
         """Why no policy but ``none`` may serve this model, if so."""
-        if self.window is None:
+        if self.layers.full:
             return None
         return (
-            f"the model has sliding-window layers ({self.window} tokens): they forget by position, "
-            "and a compacted cache no longer says which entries those are"
+            f"every layer of the model has a sliding window ({self.window} tokens), so its cache "
+            "is as small as that already"
         )
 
     def part(self, ranks: int) -> ModelSpec:
@@ -64,10 +111,23 @@ class ModelSpec:
 
         ``ConfigError`` if they cannot be divided equally.
         """
+        if ranks > 1 and self.borrowed:
+            raise ConfigError(
+                f"--tensor-parallel-size: {self.architecture} runs on transformers' modules, which "
+                "one rank has to hold"
+            )
+        if ranks > 1 and self.architecture in UNDIVIDED:
+            raise ConfigError(
+                f"--tensor-parallel-size: {self.architecture} {UNDIVIDED[self.architecture]}, so "
+                "one rank has to hold them"
+            )
+        experts = self.experts
         shared = {
             "KV heads (they are not copied to several ranks)": self.num_kv_heads,
             "columns of the MLP (intermediate_size)": self.intermediate_size,
         }
+        if experts is not None:
+            shared["columns of an expert"] = experts.intermediate_size
         for what, count in shared.items():
             if count % ranks:
                 raise ConfigError(
@@ -79,6 +139,8 @@ class ModelSpec:
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
+            experts=experts
+            and replace(experts, intermediate_size=experts.intermediate_size // ranks),
         )
 
     def num_shareable(self, num_prompt: int) -> int:
@@ -91,19 +153,6 @@ class ModelSpec:
         return self.rope.original if num_prompt <= self.rope.original else 0
 
 
-@dataclass(frozen=True)
-class _Variant:
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-VARIANTS = {
-    "InternLM2ForCausalLM": _Variant(),
-    "LlamaForCausalLM": _Variant(),
-    "MistralForCausalLM": _Variant(),
-    "Qwen2ForCausalLM": _Variant(qkv_bias=True),
-    "Qwen3ForCausalLM": _Variant(qk_norm=True),
-}
 _ALIBI = ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM")
 # Numbers that a RoPE type needs, and those it may have.
 _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -131,7 +180,7 @@ def read_spec(directory: Path, overrides: Mapping[str, Any] | None = None) -> Mo
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     """Build a spec from the content of a config.json; ``where`` is named in errors."""
-    config = _Fields(raw, where)
+    config = Fields(raw, where)
     architecture = (raw.get("architectures") or ["(none)"])[0]
     _refuse_unbuilt(config, architecture)
     variant = VARIANTS[architecture]
@@ -139,11 +188,11 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     kv_heads, hidden = config.count("num_key_value_heads", heads), config.count("hidden_size")
     if heads % kv_heads:
         raise config.error(f"has {heads} attention heads for {kv_heads} KV heads, no multiple")
-    head_dim = config.count("head_dim", hidden // heads)
+    head_dim = config.count("head_dim", variant.head_dim or hidden // heads)
     if head_dim % 2:
         raise config.error(f"has heads of {head_dim} dimensions; RoPE needs an even number")
     eos, quantized = raw.get("eos_token_id"), config.part("quantization_config")
-    rope = _rope(config)
+    rope, rope_of_windows = _ropes(config, variant)
     return ModelSpec(
         architecture=architecture,
         num_layers=layers,
@@ -155,63 +204,36 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         vocab_size=config.count("vocab_size"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=_max_position(config, rope),
-        window=_window(config, architecture, layers),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position=_max_position(config, rope, variant),
+        **windows_of(config, architecture, layers),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", variant.tied)),
         qkv_bias=variant.qkv_bias,
         qk_norm=variant.qk_norm,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         quantization=parse_quantization(quantized, where) if quantized else None,
+        experts=experts_of(config, architecture, layers),
+        norms=variant.norms,
+        norms_from_one=variant.norms_from_one,
+        out_bias=variant.out_bias,
+        activation=variant.activation,
+        rope_of_windows=rope_of_windows,
+        sinks=variant.sinks,
+        without_rope=layers_without_rope(config, architecture, layers),
+        **scales_of(config, architecture, head_dim),
     )
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A config.json read field by field; null counts as absent."""
-
-    raw: Mapping[str, Any]
-    where: str
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(f"--model: {self.where} {problem}")
-
-    def absent(self, name: str, why: str = "") -> ConfigError:
-        return self.error(
-            f"has no field {name!r}{why}; fetch it again, or set it by --hf-overrides"
-        )
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.raw.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.absent(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"sets {name} to {value!r}, which is no positive integer")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.raw.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float):
-            raise self.error(f"sets {name} to {value!r}, which is no number")
-        return float(value)
-
-    def part(self, name: str) -> dict[str, Any]:
-        """A JSON object in the object, empty where it is absent."""
-        value = self.raw.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.error(f"sets {name} to {value!r}, which is no JSON object")
-        return dict(value)
+def has_alibi(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json's attention depends on the distance between tokens."""
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    return architecture in _ALIBI or bool(raw.get("alibi"))
 
 
-def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
+def _refuse_unbuilt(config: Fields, architecture: str) -> None:
     """``ConfigError`` for settings that change the model's answers and are not built."""
     raw = config.raw
-    if architecture in _ALIBI or raw.get("alibi"):
+    if has_alibi(raw):
         raise config.error(
             f"names {architecture} with ALiBi: its attention depends on the distance between "
             "tokens, which a compressed cache does not keep"
@@ -220,30 +242,35 @@ def _refuse_unbuilt(config: _Fields, architecture: str) -> None:
         raise config.error(
             f"names architecture {architecture}; kvserve runs {', '.join(sorted(VARIANTS))}"
         )
-    for name in ("attention_bias", "mlp_bias", "bias"):
-        if raw.get(name):
+    variant = VARIANTS[architecture]
+    for name in ("attention_bias", "mlp_bias", "bias", "use_bidirectional_attention"):
+        if raw.get(name) and not (name == "attention_bias" and variant.out_bias):
             raise config.error(f"sets {name}, which kvserve does not run")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise config.error(f"sets hidden_act to {raw['hidden_act']!r}; kvserve runs silu")
+    for name in ("hidden_act", "hidden_activation"):
+        if (given := raw.get(name) or variant.activation) != variant.activation:
+            raise config.error(f"sets {name} to {given!r}; kvserve runs {variant.activation}")
 
 
-def _window(config: _Fields, architecture: str, layers: int) -> int | None:
-    """As transformers decides it: Mistral by ``sliding_window``, Qwen by layer, others never."""
-    if config.raw.get("sliding_window", "absent") is None:
-        return None
-    if architecture == "MistralForCausalLM":
-        sliding = True
-    elif architecture.startswith("Qwen"):
-        types = config.raw.get("layer_types")
-        full = config.count("max_window_layers", 28) >= layers
-        sliding = bool(config.raw.get("use_sliding_window"))
-        sliding &= not full if types is None else "sliding_attention" in types
-    else:
-        sliding = False
-    return config.count("sliding_window", 4096) if sliding else None
+def _ropes(config: Fields, variant: Variant) -> tuple[RopeSpec, RopeSpec | None]:
+    """That of layers that see all tokens, or of all; and that of layers with windows."""
+    if variant.local_theta is None:
+        return _rope(config, 10000.0), None
+    parts = config.part("rope_parameters")
+    if not parts.get("full_attention"):  # as it was written before transformers 5
+        local = {"rope_theta": config.raw.get("rope_local_base_freq")}
+        parts = {"full_attention": parts or config.part("rope_scaling"), "sliding_attention": local}
+    raw = {**config.raw, "rope_scaling": None}
+    full, local_part = (
+        {**raw, "rope_parameters": parts[kind]} for kind in ("full_attention", "sliding_attention")
+    )
+    local_part["rope_theta"] = None
+    return (
+        _rope(Fields(full, config.where), 1_000_000.0),
+        _rope(Fields(local_part, config.where), variant.local_theta),
+    )
 
 
-def _rope(config: _Fields) -> RopeSpec:
+def _rope(config: Fields, theta: float) -> RopeSpec:
     """transformers 5 writes ``rope_parameters``, earlier versions rope_theta and rope_scaling."""
     parameters, scaling = config.part("rope_parameters"), config.part("rope_scaling")
     if parameters and scaling and parameters != scaling:
@@ -251,7 +278,7 @@ def _rope(config: _Fields) -> RopeSpec:
             "has both rope_parameters and rope_scaling; set the other one to null "
             "(--hf-overrides does it too)"
         )
-    rope = _Fields(parameters or scaling, f"{config.where} (RoPE)")
+    rope = Fields(parameters or scaling, f"{config.where} (RoPE)")
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in _ROPE_TYPES or any(isinstance(v, dict) for v in rope.raw.values()):
         raise config.error(f"asks for RoPE type {kind!r}; kvserve has {', '.join(_ROPE_TYPES)}")
@@ -267,13 +294,14 @@ def _rope(config: _Fields) -> RopeSpec:
     if kind in ("llama3", "yarn"):
         original = rope.count("original_max_position_embeddings", original)
         original = config.count("original_max_position_embeddings", original)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", config.number("rope_theta", theta))
     return RopeSpec(theta, kind, original, {name: rope.number(name, 0.0) for name in given})
 
 
-def _max_position(config: _Fields, rope: RopeSpec) -> int:
-    """The longest context with scaled RoPE; for llama3 it is max_position_embeddings itself."""
+def _max_position(config: Fields, rope: RopeSpec, variant: Variant) -> int:
+    """The longest context with scaled RoPE; for llama3, gpt-oss and Gemma 3 it is
+    max_position_embeddings itself."""
     stated = config.count("max_position_embeddings")
-    if rope.kind in ("default", "llama3"):
+    if rope.kind in ("default", "llama3") or variant.states_longest:
         return stated
     return max(stated, int(rope.original * rope.parameters["factor"]))

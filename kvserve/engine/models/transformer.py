@@ -12,36 +12,64 @@ from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE, RankGroup
-from kvserve.engine.models.fp8 import FP8
+from kvserve.engine.models.feed_forward import Experts, Mlp, empty, matrix
 from kvserve.engine.models.linear import linear, packed
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
+from kvserve.kernels.remainder import capped
 
 
 class Layer(nn.Module):
-    """One rank's heads and part of the MLP (``spec``); qkv and gate-up are one matrix each.
+    """One rank's heads and part of the MLP (``spec``); q, k and v are one matrix.
 
-    Matrices that are held as FP8 have a scale per output.
+    Matrices that are held as FP8 have a scale per output. ``input_norm`` and ``post_norm`` are
+    before attention and before the MLP; with ``norms`` ``after``, behind them. With ``both`` there
+    are two more behind them.
     """
 
     def __init__(
-        self, spec: ModelSpec, operators: Operators, group: RankGroup, *, fp8: bool
+        self, spec: ModelSpec, index: int, operators: Operators, group: RankGroup, *, fp8: bool
     ) -> None:
         super().__init__()
         self.spec, self.operators, self.group = spec, operators, group
+        self.rotates = index not in spec.without_rope
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        self.input_norm = _empty(spec.hidden_size)
-        self.qkv, self.qkv_scales = _matrix(width, spec.hidden_size, fp8)
-        self.qkv_bias = _empty(width) if spec.qkv_bias else None
-        self.q_norm = _empty(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = _empty(spec.head_dim) if spec.qk_norm else None
+        self.windowed = index in spec.windowed
+        self.input_norm, self.post_norm = self._new_norm(), self._new_norm()
+        both = spec.norms == "both"
+        self.after_attention = self._new_norm() if both else None
+        self.after_mlp = self._new_norm() if both else None
+        self.qkv, self.qkv_scales = matrix(width, spec.hidden_size, fp8)
+        self.qkv_bias = empty(width) if spec.qkv_bias else None
+        self.q_norm, self.k_norm = self._norms_of_heads()
+        self.sinks = empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
         heads = spec.num_heads * spec.head_dim
-        self.out, self.out_scales = _matrix(spec.hidden_size, heads, fp8)
-        self.post_norm = _empty(spec.hidden_size)
-        width = 2 * spec.intermediate_size
-        self.gate_up, self.gate_up_scales = _matrix(width, spec.hidden_size, fp8)
-        self.down, self.down_scales = _matrix(spec.hidden_size, spec.intermediate_size, fp8)
+        self.out, self.out_scales = matrix(spec.hidden_size, heads, fp8)
+        self.out_bias = empty(spec.hidden_size) if spec.out_bias else None
+        experts = spec.experts_of(index)
+        self.mlp: Mlp | Experts = (
+            Mlp(
+                spec.hidden_size,
+                spec.intermediate_size,
+                operators,
+                fp8=fp8,
+                activation=spec.activation,
+            )
+            if experts is None
+            else Experts(spec.hidden_size, experts, operators)
+        )
+
+    def _norms_of_heads(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        spec = self.spec
+        if spec.qk_norm is None:
+            return None, None
+        heads = (1, 1) if spec.qk_norm == "head" else (spec.num_heads, spec.num_kv_heads)
+        q_heads, k_heads = heads
+        return self._new_norm(q_heads * spec.head_dim), self._new_norm(k_heads * spec.head_dim)
+
+    def _new_norm(self, size: int | None = None) -> nn.Parameter:
+        return new_norm(self.spec, size)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
@@ -53,9 +81,14 @@ class Layer(nn.Module):
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
-            qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
-        q, k = self.operators.rotate(qk, cos, sin).split([heads, kv_heads], dim=1)
-        return q, k, v
+            if spec.qk_norm == "width":
+                q, k = q.flatten(1), k.flatten(1)
+            both = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+            qk = torch.cat([x.view(len(x), -1, spec.head_dim) for x in both], dim=1)
+        if self.rotates:
+            qk = self.operators.rotate(qk, cos, sin)
+        q, k = qk.split([heads, kv_heads], dim=1)
+        return _scaled(q, spec.query_scale), k, v
 
     def forward(
         self,
@@ -68,31 +101,40 @@ class Layer(nn.Module):
         wanted: Tensor | None = None,
     ) -> Tensor:
         """hidden: [T, hidden] -> [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W]."""
-        q, k, v = self.project(self._norm(hidden, self.input_norm), *rope)
+        spec = self.spec
+        x = hidden if spec.norms == "after" else self._norm(hidden, self.input_norm)
+        q, k, v = self.project(x, *rope)
         cache.store(index, batch, k, v)
         shares = None
         if batch.query_slots is not None and cache.logs_shares:
             shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attended = attention.forward(index, q, cache, shares).flatten(1)
+        attended = attention.forward(index, q, cache, shares, self.sinks).flatten(1)
         cache.log(index, batch, q, shares)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):
                 return hidden
-        attended = linear(attended, self.out, scales=self.out_scales)
-        hidden = hidden + self.group.sum(attended)
-        x = self._norm(hidden, self.post_norm)
-        gate_up = linear(x, self.gate_up, scales=self.gate_up_scales)
-        activated = self.operators.silu_and_mul(gate_up)
-        return hidden + self.group.sum(linear(activated, self.down, scales=self.down_scales))
+        attended = self.group.sum(linear(attended, self.out, scales=self.out_scales))
+        if self.out_bias is not None:
+            attended = attended + self.out_bias
+        if spec.norms == "after":
+            hidden = hidden + self._norm(attended, self.input_norm)
+            return hidden + self._norm(self.group.sum(self.mlp(hidden)), self.post_norm)
+        if self.after_attention is not None:
+            attended = self._norm(attended, self.after_attention)
+        hidden = hidden + _scaled(attended, spec.residual_scale)
+        answer = self.group.sum(self.mlp(self._norm(hidden, self.post_norm)))
+        if self.after_mlp is not None:
+            answer = self._norm(answer, self.after_mlp)
+        return hidden + _scaled(answer, spec.residual_scale)
 
     def pack(self, product: str) -> None:
         """Lay the matrices out for ``product`` (``linear.py``)."""
-        for name in ("qkv", "out", "gate_up", "down"):
-            setattr(self, name, packed(getattr(self, name), product))
+        self.qkv, self.out = packed(self.qkv, product), packed(self.out, product)
+        self.mlp.pack(product)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.operators.rms_norm(x, weight, self.spec.rms_norm_eps)
+        return normed(x, weight, self.spec, self.operators)
 
 
 class Transformer(nn.Module):
@@ -118,13 +160,20 @@ class Transformer(nn.Module):
         self.group = group
         self.operators = select_operators(dtype, device)
         rows = -(-spec.vocab_size // group.size)
-        self.embedding = _empty(rows, spec.hidden_size)
+        self.embedding = empty(rows, spec.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(self.part, self.operators, group, fp8=fp8) for _ in range(spec.num_layers)
+            Layer(self.part, index, self.operators, group, fp8=fp8)
+            for index in range(spec.num_layers)
         )
-        self.norm = _empty(spec.hidden_size)
-        self.head = self.embedding if spec.tied_embeddings else _empty(rows, spec.hidden_size)
-        self.rotary = Rotary(spec, dtype, device)
+        self.norm = new_norm(spec)
+        self.head = self.embedding if spec.tied_embeddings else empty(rows, spec.hidden_size)
+        self.rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
+        local = spec.rope_of_windows
+        self.rotary_of_windows = (
+            None if local is None else Rotary(local, spec.head_dim, dtype, device)
+        )
+        scale = torch.tensor(spec.embedding_scale, dtype=dtype, device="cpu")
+        self.embedding_scale = float(scale)  # transformers rounds it, too
         self.scale = spec.head_dim**-0.5
 
     @property
@@ -132,10 +181,26 @@ class Transformer(nn.Module):
         """The layers with their type."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
+    @property
+    def sinks_of_full_layers(self) -> Tensor | None:
+        """float32 [layers that see all tokens, Hq]; ``None``: the model has no sinks."""
+        if not self.spec.sinks:
+            return None
+        layers = [self.decoder_layers[layer].sinks for layer in self.spec.layers.full]
+        return torch.stack([sinks for sinks in layers if sinks is not None])
+
     def pack(self, product: str) -> None:
         """Lay all matrices out for ``product``. A tied head is copied: lookups need it plain."""
         for layer in self.decoder_layers:
             layer.pack(product)
+        if self.spec.norms_from_one:
+            for name, parameter in self.named_parameters():
+                if (
+                    parameter.dtype is torch.float32
+                    and parameter.dim() == 1
+                    and "sinks" not in name
+                ):
+                    parameter.data += 1.0
         if self.head is self.embedding and product == "compiled":
             self.head = nn.Parameter(self.head.data.clone(), requires_grad=False)
         self.head = packed(self.head, product)
@@ -155,36 +220,48 @@ class Transformer(nn.Module):
         layer needs just the keys and values.
         """
         hidden = self.embed(input_ids)
-        rope = self.rotary.at(batch.positions, batch.prompt_lens)
+        rope = of_windows = self.rotary.at(batch.positions, batch.prompt_lens)
+        if self.rotary_of_windows is not None:
+            of_windows = self.rotary_of_windows.at(batch.positions, batch.prompt_lens)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            kept = wanted if index == last else None
-            hidden = layer(hidden, rope, batch, cache, attention, index, kept)
+            kept, angles = wanted if index == last else None, rope
+            if index in self.spec.windowed:
+                angles = of_windows
+            hidden = layer(hidden, angles, batch, cache, attention, index, kept)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""
-        hidden = self.operators.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
+        hidden = normed(hidden, self.norm, self.spec, self.operators)
         logits = self.group.gather(linear(hidden, self.head), dim=1)
-        return logits[:, : self.spec.vocab_size].float()
+        logits = _scaled(logits[:, : self.spec.vocab_size].float(), 1 / self.spec.logits_divisor)
+        return capped(logits, self.spec.logits_cap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
-            return F.embedding(input_ids, self.embedding)
+            return _scaled(F.embedding(input_ids, self.embedding), self.embedding_scale)
         rows = len(self.embedding)
         place = input_ids - self.group.rank * rows
         found = F.embedding(place.clamp(0, rows - 1), self.embedding)
         elsewhere = (place < 0) | (place >= rows)
-        return self.group.sum(found.masked_fill(elsewhere[:, None], 0))
+        whole = self.group.sum(found.masked_fill(elsewhere[:, None], 0))
+        return _scaled(whole, self.embedding_scale)
 
 
-def _empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+def new_norm(spec: ModelSpec, size: int | None = None) -> nn.Parameter:
+    """Weights of a norm over ``size`` numbers (default: a hidden state's)."""
+    held = torch.float32 if spec.norms_from_one else None
+    return empty(size or spec.hidden_size, dtype=held)
 
 
-def _matrix(rows: int, columns: int, fp8: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """A weight [rows, columns] and, as FP8, its scales [rows, 1]."""
-    if not fp8:
-        return _empty(rows, columns), None
-    return _empty(rows, columns, dtype=FP8), _empty(rows, 1, dtype=torch.float32)
+def normed(x: Tensor, weight: Tensor, spec: ModelSpec, operators: Operators) -> Tensor:
+    """RMSNorm of the last dimension, in float32 throughout if the weights are float32 alone."""
+    if weight.dtype is x.dtype:
+        return operators.rms_norm(x, weight, spec.rms_norm_eps)
+    return F.rms_norm(x.float(), weight.shape, weight, spec.rms_norm_eps).to(x.dtype)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.models.feed_forward import Experts, Mlp
 from kvserve.engine.models.storage import Region
 from kvserve.engine.models.transformer import Layer, Transformer
 
@@ -31,6 +32,31 @@ _INTERNLM2 = {
     "up": "feed_forward.w3",
     "down": "feed_forward.w2",
 }
+_OLMO2 = {
+    **_LLAMA,
+    "input_norm": "post_attention_layernorm",
+    "post_norm": "post_feedforward_layernorm",
+}
+_PHI3 = {**_LLAMA, "gate_up": "mlp.gate_up_proj"}
+_GEMMA = {
+    **_LLAMA,
+    "after_attention": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
+_NAMES = {
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "InternLM2ForCausalLM": _INTERNLM2,
+    "Olmo2ForCausalLM": _OLMO2,
+    "Phi3ForCausalLM": _PHI3,
+}
+_EXPERTS = {"router": "mlp.gate", "experts": "mlp.experts", "gate": "gate_proj", "up": "up_proj"}
+_EXPERTS["down"] = "down_proj"
+TRANSPOSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""How names end that gpt-oss gives to all experts at once."""
+_MIXTRAL = {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"}
+_MIXTRAL |= {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True)
@@ -80,8 +106,7 @@ class Target:
 def weight_targets(model: Transformer) -> dict[str, Target]:
     """Every tensor that the checkpoint must have, by its name there."""
     spec, group, vocab = model.spec, model.group, model.spec.vocab_size
-    fused = spec.architecture == "InternLM2ForCausalLM"
-    names = _INTERNLM2 if fused else _LLAMA
+    names, qkv = _NAMES.get(spec.architecture, _LLAMA), _QKV.get(spec.architecture, _separate_qkv)
     targets = {
         f"{names['embedding']}.weight": Target.shared(model.embedding, group, total=vocab),
         "model.norm.weight": Target.whole(model.norm),
@@ -90,16 +115,23 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
         targets[f"{names['head']}.weight"] = Target.shared(model.head, group, total=vocab)
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"model.layers.{index}."
-        targets |= _grouped_qkv(layer, prefix) if fused else _separate_qkv(layer, prefix)
-        gate, up = layer.gate_up.chunk(2)
+        targets |= qkv(layer, prefix)
         parts = {
             "out": Target.shared(layer.out, group, dim=1),
             "input_norm": Target.whole(layer.input_norm),
             "post_norm": Target.whole(layer.post_norm),
-            "gate": Target.shared(gate, group),
-            "up": Target.shared(up, group),
-            "down": Target.shared(layer.down, group, dim=1),
         }
+        if layer.after_attention is not None and layer.after_mlp is not None:
+            parts["after_attention"] = Target.whole(layer.after_attention)
+            parts["after_mlp"] = Target.whole(layer.after_mlp)
+        if layer.sinks is not None:
+            targets[f"{prefix}self_attn.sinks"] = Target.whole(layer.sinks)
+        if layer.out_bias is not None:
+            targets[f"{prefix}{names['out']}.bias"] = Target.whole(layer.out_bias)
+        if isinstance(layer.mlp, Experts):
+            targets |= _experts(layer.mlp, group, prefix, spec.architecture)
+        else:
+            parts |= _mlp(layer.mlp, group, names)
         targets |= {f"{prefix}{names[part]}.weight": target for part, target in parts.items()}
         targets |= _scales(layer, prefix, names)
     return targets
@@ -112,6 +144,43 @@ def is_unused(name: str, model: Transformer) -> bool:
         return True
     heads = (f"{_LLAMA['head']}.weight", f"{_INTERNLM2['head']}.weight")
     return name.endswith("rotary_emb.inv_freq") or (model.spec.tied_embeddings and name in heads)
+
+
+def _mlp(mlp: Mlp, group: RankGroup, names: dict[str, str]) -> dict[str, Target]:
+    down = {"down": Target.shared(mlp.down, group, dim=1)}
+    if "gate_up" in names:
+        return {"gate_up": Target.whole(mlp.gate_up), **down}
+    gate, up = mlp.gate_up.chunk(2)
+    return {"gate": Target.shared(gate, group), "up": Target.shared(up, group), **down}
+
+
+def _experts(mlp: Experts, group: RankGroup, prefix: str, architecture: str) -> dict[str, Target]:
+    if mlp.router_bias is not None:
+        return _experts_with_biases(mlp, f"{prefix}mlp.")
+    names = _MIXTRAL if architecture == "MixtralForCausalLM" else _EXPERTS
+    targets = {f"{prefix}{names['router']}.weight": Target.whole(mlp.router)}
+    for expert in range(mlp.spec.count):
+        gate, up = mlp.gate_up[expert].chunk(2)
+        own = f"{prefix}{names['experts']}.{expert}."
+        targets[f"{own}{names['gate']}.weight"] = Target.shared(gate, group)
+        targets[f"{own}{names['up']}.weight"] = Target.shared(up, group)
+        targets[f"{own}{names['down']}.weight"] = Target.shared(mlp.down[expert], group, dim=1)
+    return targets
+
+
+def _experts_with_biases(mlp: Experts, prefix: str) -> dict[str, Target]:
+    """gpt-oss: all experts in one tensor, on one rank."""
+    assert mlp.router_bias is not None
+    assert mlp.gate_up_bias is not None and mlp.down_bias is not None
+    parts = {
+        "router.weight": mlp.router,
+        "router.bias": mlp.router_bias,
+        "experts.gate_up_proj": mlp.gate_up,
+        "experts.gate_up_proj_bias": mlp.gate_up_bias,
+        "experts.down_proj": mlp.down,
+        "experts.down_proj_bias": mlp.down_bias,
+    }
+    return {f"{prefix}{name}": Target.whole(tensor) for name, tensor in parts.items()}
 
 
 def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
@@ -127,6 +196,11 @@ def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
         targets[attention + "q_norm.weight"] = Target.whole(layer.q_norm)
         targets[attention + "k_norm.weight"] = Target.whole(layer.k_norm)
     return targets
+
+
+def _fused_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
+    """Phi-3: as the decoder has it, on one rank."""
+    return {f"{prefix}self_attn.qkv_proj.weight": Target.whole(layer.qkv)}
 
 
 def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
@@ -147,13 +221,18 @@ def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
 
 def _scales(layer: Layer, prefix: str, names: dict[str, str]) -> dict[str, Target]:
     """Scales of matrices held as FP8; those of qkv come with its parts."""
-    if layer.out_scales is None or layer.gate_up_scales is None or layer.down_scales is None:
+    mlp = layer.mlp
+    if layer.out_scales is None or isinstance(mlp, Experts):
         return {}
-    gate, up = layer.gate_up_scales.chunk(2)
+    assert mlp.gate_up_scales is not None and mlp.down_scales is not None
+    gate, up = mlp.gate_up_scales.chunk(2)
     parts = {
         "out": Target.whole(layer.out_scales),
         "gate": Target.shared(gate, layer.group),
         "up": Target.shared(up, layer.group),
-        "down": Target.whole(layer.down_scales),
+        "down": Target.whole(mlp.down_scales),
     }
     return {f"{prefix}{names[part]}.weight_scale": target for part, target in parts.items()}
+
+
+_QKV = {"InternLM2ForCausalLM": _grouped_qkv, "Phi3ForCausalLM": _fused_qkv}

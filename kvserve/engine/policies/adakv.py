@@ -166,7 +166,7 @@ class AdaKV(BudgetedPolicy):
         return obs.all_heads(obs.there(self.scores_by.score(obs)))
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """Of each head the best entries, as many as its share, and the protected ones."""
+        """Each head keeps its protected entries, and the best of the others up to its budget."""
         newest = length - scores.shape[-1]
         counts = self.head_budgets(scores, self._layer_budgets(scores, length, keep)) + newest
         return Selection(uneven_best_and_newest(scores, length, counts), counts)

@@ -76,7 +76,7 @@ class Policy:
     avoid: ClassVar[str] = ""
     """When not to use it."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Fields of which one must be given."""
+    """At least one of these fields is required."""
     granularity: ClassVar[Granularity] = Granularity.MODEL
     """LAYER or HEAD if its events leave layers, or KV heads, with different lengths."""
     keeps_blocks: ClassVar[bool] = False
@@ -85,6 +85,8 @@ class Policy:
     """It is uneven, and can have further events on lanes whose lengths already differ."""
     ranks_entries: ClassVar[bool] = False
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
+    uses_centres: ClassVar[bool] = False
+    """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
     """The field that counts the newest entries which an event always keeps and does not score."""
 
@@ -201,6 +203,11 @@ class Policy:
         If so, its scores and choices cover the heads of all tensor-parallel ranks
         (``Observation.all_heads``), and each rank takes its own heads of the choice.
         """
+        return False
+
+    @property
+    def couples_layers(self) -> bool:
+        """Whether scores depend on several layers, which are then scored together."""
         return False
 
     @property

@@ -24,8 +24,8 @@ from kvserve.scheduler.triggers.pruning import Pruned, Taper
 
 @dataclass(frozen=True)
 class PyramidInfer(Policy):
-    """Leave a prompt's tokens that its newest ones hardly attend to out of the layers above; later,
-    keep a part of what is generated, less of it in upper layers.
+    """Drop prompt tokens layer by layer: a layer passes on the tokens that the prompt's newest
+    tokens attend to most. Of generated tokens keep a share that shrinks from layer to layer.
 
     How much is kept follows from the length of the prompt. A prompt is computed in one step: one
     longer than --max-num-batched-tokens is refused. It takes no prefix cache hits and gives none.

@@ -23,6 +23,7 @@ _BUILT_IN = {
     "snapkv": "snapkv:SnapKV",
     "rkv": "rkv:RKV",
     "keydiff": "keydiff:KeyDiff",
+    "triattention": "triattention:TriAttention",
     "chunkkv": "chunkkv:ChunkKV",
     "pyramidkv": "pyramidkv:PyramidKV",
     "pyramidinfer": "pyramidinfer:PyramidInfer",

@@ -18,6 +18,7 @@ from kvserve.kernels.scores.causal_scores import (
     past_scores,
     received_mass,
 )
+from kvserve.kernels.scores.centre_scores import FUTURES, Centres, centre_scores
 from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
 from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
@@ -27,6 +28,7 @@ from kvserve.kernels.shares import Given, Seen
 
 __all__ = [
     "AGGREGATES",
+    "FUTURES",
     "GQA_REDUCTIONS",
     "GROUP_AGGREGATES",
     "POOLINGS",
@@ -52,6 +54,9 @@ class Observation:
     no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
     ask for them. ``values``, in the shape of the keys, are given to policies that fit something.
     ``remainder [E, L, Hkv, ...]`` stands for what was dropped before; ``None``: nothing was.
+    ``sinks`` float32 [E, L, Hlog] take part in each head's softmax, if the model has them.
+    ``centres`` are where the model's queries usually point, for policies that use them;
+    ``positions [E]`` are the sequences' next logical positions then.
 
     Heads are those of this tensor-parallel rank; ``gather`` joins those of all ranks (dim 2).
     """
@@ -65,6 +70,9 @@ class Observation:
     later: int = 0
     values: Tensor | None = None
     remainder: Remainder | None = None
+    sinks: Tensor | None = None
+    centres: Centres | None = None
+    positions: Tensor | None = None
     _known: list[Given] = field(default_factory=list, repr=False)
 
     @property
@@ -118,7 +126,7 @@ class Observation:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
         ``causal``."""
         shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder
+        beside = self.missing, shares, self.remainder, self.sinks
         sums = causal_log_sums(self.queries, self.keys, self.scale, *beside)
         keys = self.keys[..., : dropped.shape[-1], :]
         probs = probs_of(self.queries, keys, sums, self.scale)
@@ -154,12 +162,12 @@ class Observation:
         ``absolute``: the softmax runs over all that a query saw, evicted or unobserved entries too.
         """
         shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder
+        beside = self.missing, shares, self.remainder, self.sinks
         return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
 
     def causal_by_head(self) -> Tensor:
         """As ``causal``, for every query head by itself: float32 [E, L, Hlog, n - W]."""
-        beside = self.missing, None, self.remainder
+        beside = self.missing, None, self.remainder, self.sinks
         return causal_scores(self.queries, self.keys, self.scale, "none", *beside)
 
     def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
@@ -168,13 +176,13 @@ class Observation:
         ``absolute``: probabilities are reduced instead, and the softmax is over all a query saw.
         """
         shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder
+        beside = self.missing, shares, self.remainder, self.sinks
         return past_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
-        left = self.remainder
-        mass = received_mass(self.queries, self.keys, self.scale, remainder=left)
+        beside = None, None, self.remainder, self.sinks
+        mass = received_mass(self.queries, self.keys, self.scale, *beside)
         if self.earlier is not None:
             mass[..., : self.earlier.shape[-1]] += self.earlier
         return mass
@@ -186,7 +194,7 @@ class Observation:
         head: float32 [E, L, H, n - W], -inf where no entry is. Lanes of a layer have one length.
         """
         (heads, window), kv_heads = self.queries.shape[-3:-1], self.keys.shape[-3]
-        beside = weights, self.missing, self.remainder
+        beside = weights, self.missing, self.remainder, self.sinks
         mass = received_mass(self.queries, self.keys, self.scale, *beside)
         mass = self.all_heads(mass[..., : mass.shape[-1] - window])
         mean = mass.mean(dim=2, keepdim=True) / (heads // kv_heads * window)
@@ -201,6 +209,14 @@ class Observation:
     def anchor_similarity(self) -> Tensor:
         """Each key's cosine with the mean direction: float32 [E, L, Hkv, n] (KeyDiff)."""
         return anchor_similarity(self.keys, self.missing)
+
+    def by_centres(self, future: str, length: int, *, normalise: bool) -> Tensor:
+        """How much queries at the centres will attend to the first ``length`` keys, by the best
+        query head of each KV head: float32 [E, L, Hkv, length] (TriAttention)."""
+        assert self.centres is not None, "centres come to policies that use them"
+        assert self.positions is not None
+        vectors = self.centres.seen_from(self.positions, future)
+        return centre_scores(self.keys[..., :length, :], vectors, self.centres.spread, normalise)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """``x [E, L, H, ...]`` of this rank's heads (KV or query), joined with all other ranks'."""

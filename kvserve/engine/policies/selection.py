@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import ALL_HEADS
+from kvserve.kernels.cpu import top_places
 from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
 
 
@@ -32,6 +33,17 @@ def mask_to_indices(mask: Tensor, count: int) -> Tensor:
     return stable_order(mask.to(torch.uint8))[..., :count]
 
 
+def best_places(scores: Tensor, count: int, room: int = 0) -> Tensor:
+    """Ascending int64 indices of the ``count`` highest scores of the last axis, with ``room`` for
+    more behind them: [..., count + room]."""
+    if top_places.takes(scores):
+        places = scores.new_empty(*scores.shape[:-1], count + room, dtype=torch.int64)
+        top_places.write_top_places(scores, places, count)
+        return places
+    best = stable_order(scores)[..., :count].sort(dim=-1).values
+    return torch.nn.functional.pad(best, (0, room))
+
+
 def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:
     """Kara's Token2Chunk: ``keep`` indices, single tokens first, then the text between them.
 
@@ -51,7 +63,7 @@ def token_to_chunk_torch(scores: Tensor, keep: int, chunk_budget: int, max_chunk
     singles = keep - chunk_budget
     num_chunks = chunk_budget // (max_chunk - 2)
     if num_chunks == 0 or singles < 2:
-        return mask_to_indices(top_mask(scores, keep), keep)
+        return best_places(scores, keep)
     selected = top_mask(scores, singles)
     index = mask_to_indices(selected, singles)
     ends = scores.gather(-1, index)
@@ -74,9 +86,9 @@ def best_and_newest(scores: Tensor, length: int, keep: int) -> Tensor:
     ``length - n`` are the unscored ones.
     """
     scored = scores.shape[-1]
-    best = stable_order(scores)[..., : keep - (length - scored)].sort(dim=-1).values
-    newest = torch.arange(scored, length, device=scores.device)
-    return torch.cat([best, newest.expand(*best.shape[:-1], -1)], dim=-1)
+    kept = best_places(scores, keep - (length - scored), length - scored)
+    kept[..., keep - (length - scored) :] = torch.arange(scored, length, device=scores.device)
+    return kept
 
 
 def uneven_best_and_newest(scores: Tensor, length: int, counts: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.log import ConfigError
-from kvserve.scheduler.layout import KVLayout
 
 _GIB = 1024**3
 
@@ -74,11 +73,10 @@ def _gib(size: int) -> str:
 
 
 def count_blocks(
-    config: EngineConfig, layout: KVLayout, block_bytes: int, max_len: int, free: int, device: str
+    config: EngineConfig, per_sequence: int, block_bytes: int, free: int, device: str
 ) -> int:
-    """Blocks of the pool, the null block included; never more than could be used at once.
-
-    ``layout`` is one rank's, and every rank has at least ``free`` bytes.
+    """Blocks of the pool, the null block included; never more than could be used at once, by
+    sequences of ``per_sequence`` blocks. Every rank has at least ``free`` bytes.
     """
     if config.cache.num_gpu_blocks_override is not None:
         return config.cache.num_gpu_blocks_override + 1
@@ -92,7 +90,7 @@ def count_blocks(
         raise ConfigError(
             f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
         )
-    usable = config.scheduler.max_num_seqs * layout.blocks_for(max_len) * 2
+    usable = config.scheduler.max_num_seqs * per_sequence * 2
     return int(min(affordable, usable + 1))
 
 

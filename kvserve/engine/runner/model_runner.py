@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.event_runner import EventRunner, ScoredEvents
 from kvserve.engine.compression.observer import Observer
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
+from kvserve.engine.compression.query_statistics import QueryStatistics
 from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
@@ -39,7 +40,8 @@ _SCORED_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """Tokens in the order of ``SchedulerOutput.sampled``; log-probabilities where asked for."""
+    """Tokens in the order of ``SchedulerOutput.sampled_rows``; log-probabilities where asked
+    for."""
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
@@ -48,7 +50,17 @@ class ModelRunnerOutput:
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
-    """Places in ``SchedulerOutput.sampled`` whose grammar failed, each with its error."""
+    """Places in ``token_ids`` whose grammar failed, each with its error."""
+
+    def part(self, at: IntArray) -> ModelRunnerOutput:
+        """The tokens in the places ``at`` alone; each grammar's is among them."""
+        places = {place: i for i, place in enumerate(at.tolist())}
+        return replace(
+            self,
+            token_ids=self.token_ids[at],
+            logprobs=self.logprobs and [self.logprobs[place] for place in places],
+            failed_grammars=[(places[place], error) for place, error in self.failed_grammars],
+        )
 
 
 @dataclass(slots=True)
@@ -136,10 +148,15 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         *,
         overlaps: bool = False,
+        statistics: QueryStatistics | None = None,
+        most_guesses: int = 0,
     ) -> None:
-        """``overlaps``: a step may be launched before the one in front of it is collected."""
+        """``overlaps``: a step may be launched before the one in front of it is collected.
+        ``statistics``: of the model's queries, for policies that score by them. ``most_guesses``: a
+        decoding row may compute so many tokens beside its newest one."""
         self.group = group
         self.graphs = graphs
+        self.most_guesses = most_guesses
         self.model = model
         self.cache = cache
         self.batch = batch
@@ -148,7 +165,16 @@ class ModelRunner:
         """By ``CompactionTask.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
         left = batch.remainders
-        observer = Observer(cache, model.scale, recomputer, group=group, remainders=left)
+        sinks = model.sinks_of_full_layers
+        observer = Observer(
+            cache,
+            model.scale,
+            recomputer,
+            group=group,
+            remainders=left,
+            sinks=sinks,
+            centres=None if statistics is None else statistics.centres(model),
+        )
         self.compressor = Compressor(cache, observer, group, left)
         prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._events = EventRunner(
@@ -174,6 +200,7 @@ class ModelRunner:
         planned = self.attention.plan(batch)
         hidden = self.model(batch.positions, batch, self.cache, planned)
         rows = torch.arange(len(self.batch.last_token), device=hidden.device)
+        rows = rows.repeat(1 + self.most_guesses)[: max(tokens, len(rows))]
         logits = self.model.logits(hidden[:1].expand(len(rows), -1))
         self.batch.sampling.draw(logits, rows, rows, filtered=True)
 
@@ -210,22 +237,30 @@ class ModelRunner:
             return
         logits = self.model.logits(hidden)
         positions = self.batch.num_computed[where]
+        if output.drafts is not None:
+            behind = np.zeros_like(rows)
+            behind[: output.num_decoding_tokens] = output.drafts.behind
+            positions = positions - to_device(behind, self.batch.device)
         if self.group.rank == 0:
             step.sampled = self._sample(output, step, logits, rows, positions)
             token_ids = self.group.broadcast(step.sampled.token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
-        self.batch.last_token[where] = token_ids
+        if output.drafts is None:
+            self.batch.last_token[where] = token_ids
+        else:
+            self.batch.confirm(output.drafts, rows, token_ids)
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
         """Hidden states [S, hidden] that are sampled from; also scores prompts.
 
         Places count the batch's tokens, then one for each pruned prompt.
         """
-        tokens = output.num_decoding + len(output.prefill.token_ids)
+        decoded = output.num_decoding_tokens
+        tokens = decoded + len(output.prefill.token_ids)
         chunks = np.concatenate([output.prefill.lengths, np.ones(len(output.pruned), np.int32)])
-        ends = np.cumsum(chunks) + output.num_decoding - 1
-        last = np.concatenate([np.arange(output.num_decoding), ends[output.sampled_chunks]])
+        ends = np.cumsum(chunks) + decoded - 1
+        last = np.concatenate([np.arange(decoded), ends[output.sampled_chunks]])
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
         hidden = self._hidden(output, wanted)
@@ -263,7 +298,8 @@ class ModelRunner:
         prompt's last one."""
         hidden = []
         chunks = len(output.prefill.rows)
-        if self.graphs is not None and not chunks and self.graphs.hold(output.num_decoding):
+        plain = not chunks and output.drafts is None
+        if self.graphs is not None and plain and self.graphs.hold(output.num_decoding):
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output)
@@ -282,7 +318,7 @@ class ModelRunner:
     ) -> list[ScoredChunk]:
         """Log-probabilities of the prompt tokens that follow those of the ``wanted`` chunks."""
         prefill = output.prefill
-        firsts = output.num_decoding + np.cumsum(prefill.lengths) - prefill.lengths
+        firsts = output.num_decoding_tokens + np.cumsum(prefill.lengths) - prefill.lengths
         scored = []
         for i, prompt in wanted:
             start, first = int(prefill.starts[i]) + 1, int(firsts[i])

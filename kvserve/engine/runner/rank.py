@@ -32,9 +32,10 @@ from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.compression.observer import event_bytes
+from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
-from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.implementation import load
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
@@ -74,6 +75,8 @@ class RankPlan:
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
+    statistics: Path | None = None
+    """The file that says where the model's queries point, if that was measured."""
 
     @property
     def score_bytes(self) -> int:
@@ -97,6 +100,11 @@ class RankPlan:
         """Bytes of one of a rank's blocks."""
         return block_bytes(self.layout, self.form)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Most blocks of a sequence of ``num_tokens``, logged queries aside."""
+        further = sum(group.blocks_for(self.layout, num_tokens) for group in self.groups)
+        return self.layout.blocks_for(num_tokens) + further
+
     @property
     def log_block_tokens(self) -> int:
         """Tokens whose queries one block holds."""
@@ -105,6 +113,8 @@ class RankPlan:
     @property
     def overlaps(self) -> bool:
         """Whether a step is launched before the one in front of it is collected."""
+        if self.config.scheduler.speculation is not None:
+            return False
         wanted = self.config.scheduler.async_scheduling
         return self.device == "cuda" if wanted is None else wanted
 
@@ -120,6 +130,9 @@ class RankPlan:
             log_shares=self.log.dtype == "int4",
             form=self.form.name,
             remainders=self.policy.leaves != "off",
+            windowed=self.spec.windowed,
+            sinks=self.spec.sinks,
+            soft_cap=self.spec.soft_cap,
         )
         return select_backend(name, needs)
 
@@ -137,6 +150,7 @@ class RankPlan:
             self.device,
             num_host_blocks=pool.num_host_blocks,
             form=self.form,
+            layers=self.spec.layers,
             store_kv=attention.store_kv,
             store_queries=attention.store_queries,
             store_int4=attention.store_int4,
@@ -146,7 +160,8 @@ class RankPlan:
         places = num_places(rows, continuations=self.config.cache.continuations == "on")
         remainders = None
         if attention.backend.reads_remainders:
-            remainders = Remainders(self.layout, rows, self.dtype, self.device, places)
+            layers = self.spec.layers.full or None
+            remainders = Remainders(self.layout, rows, self.dtype, self.device, places, layers)
         (kv_shape,), (log_shape,), *shapes = pool.table_shapes
         groups = [
             make_row_group(spec, shape, self.device)
@@ -169,7 +184,16 @@ class RankPlan:
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs = DecodeGraphs(*parts, sizes) if sizes else None
-        return ModelRunner(*parts, group, graphs, overlaps=self.overlaps)
+        statistics = None if self.statistics is None else load_statistics(self.statistics)
+        speculation = self.config.scheduler.speculation
+        return ModelRunner(
+            *parts,
+            group,
+            graphs,
+            overlaps=self.overlaps,
+            statistics=statistics,
+            most_guesses=0 if speculation is None else speculation.num_speculative_tokens,
+        )
 
     def ready_runner(
         self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
@@ -183,7 +207,13 @@ class RankPlan:
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
         rebuilds = any(group.rebuilds for group in self.groups)
-        return capture_sizes(self.config, self.device, attention, rebuilds_codes=rebuilds)
+        return capture_sizes(
+            self.config,
+            self.device,
+            attention,
+            rebuilds_codes=rebuilds,
+            borrowed=self.spec.borrowed,
+        )
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
@@ -301,7 +331,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     connection.send(JOINING)
     group = RankGroup.join(start.rank, start.size, start.store, plan.device)
     config = plan.config
-    model = load_model(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
+    model = load(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
     connection.send(plan.profile(model, attention, group).left)
     pool: Pool = inbox.get()
     return plan.ready_runner(model, attention, pool, group)

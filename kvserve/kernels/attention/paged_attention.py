@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
 from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
-
-if TYPE_CHECKING:
-    pass
 
 
 def paged_attention_torch(
@@ -27,6 +22,8 @@ def paged_attention_torch(
     codes: Codes | None = None,
     shares: Shares | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -35,7 +32,8 @@ def paged_attention_torch(
     are held as ``codes`` (Hb = 1), it does not matter which blocks the tables name for them.
     ``shares`` takes the logarithm of what each query gave to its newest entries, 0 for a token that
     sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
-    that see any.
+    that see any. ``sinks`` float32 [Hq] are one more logit of each head, without a value. Logits x
+    become ``soft_cap`` tanh(x / ``soft_cap``), unless it is 0.
     """
     rows, starts = chunks.rows, chunks.starts
     if starts is not None:
@@ -51,12 +49,15 @@ def paged_attention_torch(
         for x, entries in zip((k, v), read_codes(*coded), strict=True):
             x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
-    logits = (folded @ k.float().transpose(-1, -2) * scale).squeeze(-2)
+    logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
     if codes is not None:
         place_of = at[0], at[1], 0, slice(None), at[2]
         hidden = ~read_slots(*coded).seen_by(logits.shape[3])
         logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
-    seen = (place <= chunks.last.T[..., None])[:, :, None, None]
+    seen = place <= chunks.last.T[..., None]
+    if chunks.first is not None:
+        seen &= place >= chunks.first.T[..., None]
+    seen = seen[:, :, None, None]
     logits = logits.masked_fill(~seen, -torch.inf)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
@@ -65,9 +66,17 @@ def paged_attention_torch(
         bias = torch.where((chunks.last.T >= 0)[..., None], lost.bias, -torch.inf)
         more_keys, more = lost.numbers()
         first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
+        first = capped(first, soft_cap)
         logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
         v = torch.cat([v, more[..., None, None, :]], dim=-2)
         oldest = place.new_full((1,), torch.iinfo(place.dtype).min)  # never among the newest
+        place = torch.cat([place, oldest])
+    if sinks is not None:
+        column = sinks.float().view(per_token, k.shape[2], -1).expand(logits.shape[:-1])
+        column = column.masked_fill(~seen.any(dim=-1), -torch.inf)
+        logits = torch.cat([logits, column[..., None]], dim=-1)
+        v = torch.cat([v, torch.zeros_like(v[..., :1, :])], dim=-2)
+        oldest = place.new_full((1,), torch.iinfo(place.dtype).min)
         place = torch.cat([place, oldest])
     if shares is not None:
         older = place <= (chunks.last - shares.recent).T[..., None]

@@ -2,10 +2,12 @@
 //
 // A panel is read front to back while the sums of its outputs stay in registers and the panel after
 // it is fetched. Each sum is formed by one thread in the order of the inputs, so that neither
-// threads nor the other rows change a bit of it.
+// threads nor the other rows change a bit of it. Experts' weights lie one behind the other, and each
+// multiplies its own rows of x.
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "lanes.h"
 
@@ -15,8 +17,9 @@ extern "C" struct Linear {
   const void* panels;  // float32 [P, in, kWidth], bfloat16 [P, in / 2, kWidth, 2], P * kWidth >= out
   const void* bias;    // [out] or null
   void* y;             // [tokens, out], dense
+  const int32_t* ends; // [experts], which rows of x are each expert's; null: one weight for all
   int64_t tokens, in, out, x_stride;
-  int64_t is_bf16, num_threads;
+  int64_t experts, is_bf16, num_threads;
 };
 
 namespace {
@@ -141,10 +144,41 @@ void multiply(const Linear& c) {
       multiply_panel<T>(c, panel, c.tokens * block / blocks, c.tokens * (block + 1) / blocks);
 }
 
+// Some rows of one expert.
+struct Piece {
+  int64_t expert, first, last;
+};
+
+template <typename T>
+void multiply_by_expert(const Linear& c) {
+  const int64_t panels = (c.out + kWidth - 1) / kWidth;
+  const int64_t size = panels * kWidth * c.in, rows = 8 * kRows;
+  std::vector<Piece> pieces;
+  for (int64_t expert = 0, first = 0; expert < c.experts; first = c.ends[expert++]) {
+    const int64_t end = c.ends[expert];
+    for (int64_t row = first; row < end; row += rows)
+      pieces.push_back({expert, row, std::min(row + rows, end)});
+  }
+  const int64_t count = pieces.size();
+#pragma omp parallel for collapse(2) schedule(static) num_threads(c.num_threads) \
+    if (c.num_threads > 1)
+  for (int64_t at = 0; at < count; ++at)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      Linear own = c;
+      own.panels = static_cast<const T*>(c.panels) + pieces[at].expert * size;
+      multiply_panel<T>(own, panel, pieces[at].first, pieces[at].last);
+    }
+}
+
+template <typename T>
+void multiply_any(const Linear& c) {
+  c.ends ? multiply_by_expert<T>(c) : multiply<T>(c);
+}
+
 }  // namespace
 
 extern "C" int64_t kvserve_panel_width() { return kWidth; }
 
 extern "C" void kvserve_linear(const Linear* c) {
-  c->is_bf16 ? multiply<bf16>(*c) : multiply<float>(*c);
+  c->is_bf16 ? multiply_any<bf16>(*c) : multiply_any<float>(*c);
 }

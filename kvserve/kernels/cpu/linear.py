@@ -7,7 +7,7 @@ oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower fo
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,13 @@ class _Call(ctypes.Structure):
     """``Linear`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "panels", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "panels", "bias", "y", "ends")),
         *((name, ctypes.c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("is_bf16", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("experts", "is_bf16", "num_threads")),
     )
+
+
+P = TypeVar("P", bound="Panels")
 
 
 class Panels(nn.Parameter):
@@ -40,7 +43,7 @@ class Panels(nn.Parameter):
     outputs: int
 
     @classmethod
-    def of(cls, weight: Tensor) -> Panels:
+    def of(cls: type[P], weight: Tensor) -> P:
         """``weight`` [outputs, inputs], dense, rearranged in its own memory.
 
         It is copied only if its last panel has to be filled up.
@@ -64,7 +67,7 @@ class Panels(nn.Parameter):
         return cls._shaped(values, outputs, inputs)
 
     @classmethod
-    def _shaped(cls, values: Tensor, outputs: int, inputs: int) -> Panels:
+    def _shaped(cls: type[P], values: Tensor, outputs: int, inputs: int) -> P:
         panels = cls(values, requires_grad=False)
         panels.outputs, panels.inputs = outputs, inputs
         return panels
@@ -77,33 +80,76 @@ class Panels(nn.Parameter):
         return copied
 
 
+class ExpertPanels(Panels):
+    """Weights [experts, outputs, inputs], each expert's in panels of its own."""
+
+    @property
+    def experts(self) -> int:
+        panels, width = self.shape[0], self.shape[2]
+        return panels // -(-self.outputs // width)
+
+    @classmethod
+    def of(cls: type[P], weight: Tensor) -> P:
+        """As ``Panels.of``, of all experts."""
+        _, outputs, inputs = weight.shape
+        width = load_library("linear").kvserve_panel_width()
+        if outputs % width:
+            weight = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
+        every = Panels.of(weight.view(-1, inputs))
+        return cls._shaped(every.data, outputs, inputs)
+
+
+def expert_linear(x: Tensor, panels: ExpertPanels, ends: Tensor) -> Tensor:
+    """x: [N, inputs], sorted by expert; ends: int32 [experts], the last of which is N, where each
+    expert's rows end -> [N, outputs]; a row does not depend on the others."""
+    _check_rows(x, panels)
+    if ends.shape != (panels.experts,) or ends.dtype is not torch.int32:
+        raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
+    bounds = ends.diff(prepend=ends.new_zeros(1))
+    if int(ends[-1]) != len(x) or bool((bounds < 0).any()):
+        raise ValueError(f"expert_linear: ends {ends.tolist()} do not divide {len(x)} rows")
+    return _multiply(x, panels, None, ends.contiguous(), panels.experts)
+
+
 def linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
     """x: [T, inputs], bias: [outputs] -> [T, outputs]; a row does not depend on the others."""
-    tokens, inputs, outputs = x.shape[0], panels.inputs, panels.outputs
-    dtype = x.dtype
-    if x.shape[1] != inputs or x.stride(1) != 1 or dtype is not panels.dtype:
-        raise ValueError(
-            f"linear: x {list(x.shape)} of {dtype} does not fit a weight {[outputs, inputs]} of "
-            f"{panels.dtype}, or its rows are not dense"
-        )
+    _check_rows(x, panels)
     if bias is not None and not (
-        bias.shape == (outputs,) and bias.dtype is dtype and bias.is_contiguous()
+        bias.shape == (panels.outputs,) and bias.dtype is x.dtype and bias.is_contiguous()
     ):
         raise ValueError(
-            f"linear: bias {list(bias.shape)} of {bias.dtype}: {outputs} dense {dtype} are needed"
+            f"linear: bias {list(bias.shape)} of {bias.dtype}: {panels.outputs} dense {x.dtype} "
+            "are needed"
         )
-    y = torch.empty(tokens, outputs, dtype=dtype)
+    return _multiply(x, panels, bias, None, 1)
+
+
+def _check_rows(x: Tensor, panels: Panels) -> None:
+    if x.shape[1] != panels.inputs or x.stride(1) != 1 or x.dtype is not panels.dtype:
+        raise ValueError(
+            f"linear: x {list(x.shape)} of {x.dtype} does not fit a weight "
+            f"{[panels.outputs, panels.inputs]} of {panels.dtype}, or its rows are not dense"
+        )
+
+
+def _multiply(
+    x: Tensor, panels: Panels, bias: Tensor | None, ends: Tensor | None, experts: int
+) -> Tensor:
+    tokens, inputs, outputs = x.shape[0], panels.inputs, panels.outputs
+    y = torch.empty(tokens, outputs, dtype=x.dtype)
     threads = min(torch.get_num_threads(), tokens * inputs * outputs // _WORTH_A_THREAD)
     call = _Call(
         x.data_ptr(),
         panels.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
+        None if ends is None else ends.data_ptr(),
         tokens,
         inputs,
         outputs,
         x.stride(0),
-        dtype is torch.bfloat16,
+        experts,
+        x.dtype is torch.bfloat16,
         max(1, threads),
     )
     load_library("linear").kvserve_linear(ctypes.byref(call))

@@ -4,7 +4,9 @@
 // once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
 // of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
 // change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
-// A row's remainder, if it has one, is where its online softmax begins.
+// A row's remainder, if it has one, is where its online softmax begins. A head's sink is added to the
+// total at the end. Entries before the first one that a token sees are not read; tiles begin where
+// they do without them, so that a row's sums are the same in any company.
 // Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
 // read in place. Each code says which query heads of its KV head attend to the entry.
 //
@@ -216,6 +218,8 @@ extern "C" struct PagedAttention {
   const int64_t* rows;      // [S], table row of each chunk
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
+  const int64_t* first;     // [R, T], first entry that each token sees; null: entry 0
+  const float* sinks;       // [Hq], a logit without a value for each query head; null: none
   int64_t* fault;           // [2], the chunk and the number that were refused
   float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
   const int64_t* recent;    // [T], how many entries are the newest
@@ -242,6 +246,7 @@ extern "C" struct PagedAttention {
   int64_t block_size, num_heads, num_kv_heads, tables_per_row, head_dim;
   int64_t num_threads;
   float scale;
+  float soft_cap;  // logits x become soft_cap * tanh(x / soft_cap); 0: they stay
   int32_t is_bf16;
 };
 
@@ -252,7 +257,7 @@ namespace {
 // Rows [first, first + count) of chunk's (query, head) pairs, over one part of their context.
 struct Item {
   int chunk, kv_head, first, count, part, parts;
-  int64_t begin, end;  // entries
+  int64_t begin, seen, end;  // entries: those from `seen` on are read, tiles count from `begin`
   int64_t partial;     // where the first of its parts is kept, if there are several
 };
 
@@ -262,7 +267,7 @@ struct Scratch {
   alignas(64) float keys[kTileEntries * kMaxHeadDim];
   alignas(64) float weights[kTileRows * kTileEntries];
   float largest[kTileRows], total[kTileRows], recent[kTileRows];
-  int64_t last[kTileRows], newer[kTileRows];  // and where the newest entries begin
+  int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
   const void* key_rows[kMaxHeadDim];
   uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
@@ -324,6 +329,10 @@ class Kernel {
     return call_.last + kv_head / heads_per_table_ * call_.num_tokens;
   }
 
+  const int64_t* first_of(int kv_head) const {
+    return call_.first + kv_head / heads_per_table_ * call_.num_tokens;
+  }
+
   // Check every chunk, and cut it into items.
   int plan() {
     const PagedAttention& c = call_;
@@ -337,18 +346,27 @@ class Kernel {
         const int64_t* last = last_of(h);
         for (int64_t first = 0; first < pairs; first += kTileRows) {
           const int count = std::min<int64_t>(kTileRows, pairs - first);
-          int64_t furthest = -1;
+          int64_t furthest = -1, nearest = c.first ? INT64_MAX : 0;
           const int64_t stop = begin + (first + count - 1) / group_;
           for (int64_t t = begin + first / group_; t <= stop; ++t) {
             if (last[t] < -1 || last[t] >= c.columns * c.block_size)
               return refuse(kEntry, s, last[t]);
             furthest = std::max(furthest, last[t]);
+            if (c.first && last[t] >= 0) {
+              const int64_t from = first_of(h)[t];
+              if (from < 0 || from > last[t]) return refuse(kEntry, s, from);
+              nearest = std::min(nearest, from);
+            }
           }
-          const int parts = std::max<int64_t>(1, (furthest + kPartEntries) / kPartEntries);
+          nearest = std::min(nearest, std::max<int64_t>(furthest, 0));
+          const int64_t skipped = nearest / kPartEntries * kPartEntries;
+          const int parts =
+              std::max<int64_t>(1, (furthest - skipped + kPartEntries) / kPartEntries);
           for (int part = 0; part < parts; ++part) {
-            const int64_t from = (int64_t)part * kPartEntries;
-            const int64_t to = std::min<int64_t>(furthest + 1, from + kPartEntries);
-            items_.push_back({(int)s, h, (int)first, count, part, parts, from, to, partials});
+            const int64_t seen = std::max(skipped + (int64_t)part * kPartEntries, nearest);
+            const int64_t from = seen / kTileEntries * kTileEntries;
+            const int64_t to = std::min(furthest + 1, skipped + (part + 1) * (int64_t)kPartEntries);
+            items_.push_back({(int)s, h, (int)first, count, part, parts, from, seen, to, partials});
           }
           if (parts > 1) partials += parts * count;
         }
@@ -373,15 +391,18 @@ class Kernel {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
       const int width = (count + W - 1) / W * W;
       const void **keys = rows, **values = rows + width;
+      const int skipped = std::max<int64_t>(0, item.seen - at);
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
-      if (!find(item, at + coded, count - coded, keys + coded, values + coded, refusal)) return;
-      if (kLevels) find_scales(item, at, count, scales);
+      const int known = std::max(coded, skipped);
+      if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
+      if (kLevels) find_scales(item, at, skipped, count, scales);
+      for (int i = 0; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
       if (decodes) find_behind(index, at + count, values + count);
       score(item, own, keys, count, width, scales);
       hide(item, own, coded);
       for (int i = 0; i < item.count; ++i)
-        soften(own, i, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
+        soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
       if (kLevels) weigh(item, own, width, scales);
       if (decodes) {
         multiply_all<W, true, true, Value>(own.sums, dim_, item.count, dim_, own.weights,
@@ -401,7 +422,7 @@ class Kernel {
           X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
     if (item.parts == 1) {
       for (int i = 0; i < item.count; ++i)
-        write(item, i, own.sums + i * dim_, own.total[i], own.recent[i]);
+        write(item, i, own.sums + i * dim_, own.largest[i], own.total[i], own.recent[i]);
       return;
     }
     for (int i = 0; i < item.count; ++i) {
@@ -425,6 +446,7 @@ class Kernel {
     const int64_t* last = last_of(item.kv_head);
     for (int i = 0; i < item.count; ++i) {
       own.last[i] = last[token(item, i)];
+      own.first[i] = call_.first ? first_of(item.kv_head)[token(item, i)] : 0;
       own.newer[i] = call_.shares ? own.last[i] + 1 - call_.recent[token(item, i)] : INT64_MAX;
       own.largest[i] = -INFINITY;
       own.total[i] = own.recent[i] = 0.0f;
@@ -448,7 +470,8 @@ class Kernel {
       if (own.last[i] < 0) continue;  // it sees nothing
       F logit = {};
       for (int d = 0; d < dim_; d += W) logit += X::load(own.query + i * dim_ + d) * X::load(key + d);
-      own.largest[i] = X::total(logit) + bias;
+      const float product = X::total(logit), cap = call_.soft_cap;
+      own.largest[i] = (cap > 0.0f ? cap * std::tanh(product / cap) : product) + bias;
       own.total[i] = 1.0f;
       for (int d = 0; d < dim_; d += W)
         X::store(own.sums + i * dim_ + d, X::load(value + written(d)));
@@ -582,13 +605,15 @@ class Kernel {
     std::fill(std::begin(scales.key_rows), std::end(scales.key_rows), scales.keys);
   }
 
-  // Scales of the entries [at, at + count), whose blocks are there.
-  void find_scales(const Item& item, int64_t at, int count, Scales& scales) const {
+  // Scales of those entries [at, at + count) whose blocks are there: all but the `skipped` first.
+  void find_scales(const Item& item, int64_t at, int skipped, int count, Scales& scales) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = c.tables + lane(item) * c.columns;
     const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    at += skipped;
+    for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, skipped, 0.0f);
     int64_t offset = at % c.block_size, column = at / c.block_size;
-    for (int i = 0; i < count; ++column, offset = 0) {
+    for (int i = skipped; i < count; ++column, offset = 0) {
       const int64_t place = (blocks[column] * block_step_ + head) / 2 + offset;
       const int run = std::min<int64_t>(count - i, c.block_size - offset);
       widen_run(c.key_scales + place, run, scales.key + i);
@@ -654,12 +679,26 @@ class Kernel {
       multiply_all<W, false, false, float>(own.weights, kTileEntries, item.count, width, own.query,
                                            dim_, own.key_rows, dim_);
     }
-    if (!kLevels) return;
-    for (int i = 0; i < item.count; ++i)
-      for (int at = 0; at < width; at += W) {
-        float* logits = own.weights + i * kTileEntries + at;
-        X::store(logits, X::load(logits) * X::load(scales.key + at));
-      }
+    if (kLevels)
+      for (int i = 0; i < item.count; ++i)
+        for (int at = 0; at < width; at += W) {
+          float* logits = own.weights + i * kTileEntries + at;
+          X::store(logits, X::load(logits) * X::load(scales.key + at));
+        }
+    if (call_.soft_cap > 0.0f)
+      for (int i = 0; i < item.count; ++i)
+        for (int at = 0; at < width; at += W) {
+          float* logits = own.weights + i * kTileEntries + at;
+          X::store(logits, capped(X::load(logits)));
+        }
+  }
+
+  // soft_cap * tanh(x / soft_cap), by an exponential that stays finite.
+  F capped(F x) const {
+    F twice = x * (2.0f / call_.soft_cap);
+    twice = twice > 40.0f ? F{} + 40.0f : twice;
+    twice = twice < -40.0f ? F{} - 40.0f : twice;
+    return call_.soft_cap - 2.0f * call_.soft_cap / (X::exp(twice) + 1.0f);
   }
 
   // Of up to Q pairs from `first` on.
@@ -696,34 +735,34 @@ class Kernel {
     }
   }
 
-  // Logits of pair i become weights relative to its largest logit so far; visible: how many count,
-  // newer: from where on they are added up apart.
-  void soften(Scratch& own, int i, int64_t visible, int64_t newer, int width,
+  // Logits of pair i become weights relative to its largest logit so far. Those of [first, visible)
+  // count; those from `newer` on are added up apart.
+  void soften(Scratch& own, int i, int64_t first, int64_t visible, int64_t newer, int width,
               Scales& scales) const {
     float* row = own.weights + i * kTileEntries;
-    if (visible <= 0) {
+    if (visible <= 0 || first >= width) {
       std::memset(row, 0, width * sizeof(float));
       return;
     }
     const auto lane = X::count();
-    const int seen = std::min<int64_t>(visible, width);
+    const int seen = std::min<int64_t>(visible, width), from = std::max<int64_t>(first, 0);
     F highest = F{} - INFINITY;
     for (int v = 0; v < width; v += W) {
-      const F x = lane < seen - v ? X::load(row + v) : F{} - INFINITY;
+      const F x = (lane < seen - v) & (lane >= from - v) ? X::load(row + v) : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
       const F logit = X::load(row + v), weight = X::exp(logit - largest);
-      const F x = (lane < seen - v) & (logit > kHidden) ? weight : F{};
+      const F x = (lane < seen - v) & (lane >= from - v) & (logit > kHidden) ? weight : F{};
       X::store(row + v, x);
       sum += x;
     }
     F recent = {};
     if (newer < seen)
-      for (int v = 0, from = std::max<int64_t>(newer, 0); v < width; v += W)
-        recent += lane >= from - v ? X::load(row + v) : F{};
+      for (int v = 0, newest = std::max<int64_t>(newer, 0); v < width; v += W)
+        recent += lane >= newest - v ? X::load(row + v) : F{};
     if (largest != own.largest[i]) {
       const float shrink = std::exp(own.largest[i] - largest);
       own.total[i] *= shrink;
@@ -755,13 +794,15 @@ class Kernel {
         recent += weight * kept[2];
         for (int d = 0; d < dim_; ++d) sums[d] += weight * kept[kKept + d];
       }
-      write(item, i, sums, total, recent);
+      write(item, i, sums, largest, total, recent);
     }
   }
 
   // Weighted values over the total of their weights, of which the newest entries have `recent`.
-  void write(const Item& item, int i, const float* sums, float total, float recent) const {
+  void write(const Item& item, int i, const float* sums, float largest, float total,
+             float recent) const {
     const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    if (call_.sinks && total > 0.0f) total += std::exp(call_.sinks[head(item, i)] - largest);
     const float factor = total > 0.0f ? 1.0f / total : 0.0f;
     if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
     T* to = static_cast<T*>(call_.out) + place * dim_;

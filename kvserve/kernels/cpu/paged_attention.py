@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_codes, check_remainder, check_shares
+from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedVectors
@@ -18,12 +18,13 @@ from kvserve.kernels.shares import Shares
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
-_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last", "fault")
+_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last")
+_FURTHER = ("first", "sinks", "fault")
 _SHARES = ("shares", "recent")
 _REMAINDER = ("remainder_keys", "remainder_values", "remainder_bias")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _LEVELS = ("key_scales", "value_scales", "value_lows")
-_ALL_POINTERS = (*_POINTERS, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
+_ALL_POINTERS = (*_POINTERS, *_FURTHER, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
 _FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
 """KVSERVE_FORMAT, by the forms of keys and values."""
 DEFINES = tuple(f"KVSERVE_FORMAT={number}" for number in _FORMATS.values())
@@ -52,6 +53,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _ALL_POINTERS),
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
     )
 
@@ -61,12 +63,14 @@ class CpuQuerySegments:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and T; ``last [LG, R, T]`` the last entry that
-    each token sees of each of its tables, -1 for none.
+    each token sees of each of its tables, -1 for none; ``first [LG, R, T]`` the first one
+    (``None``: entry 0).
     """
 
     rows: Tensor
     starts: Tensor
     last: Tensor
+    first: Tensor | None = None
 
 
 def library(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> ctypes.CDLL:
@@ -99,6 +103,8 @@ def paged_attention(
     codes: Codes | None = None,
     shares: Shares | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
 
@@ -106,16 +112,23 @@ def paged_attention(
     [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
     Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes the logarithm of what
     each query gave to the newest entries, 0 for such a token. ``remainder [num_rows, Hkv, ...]`` is
-    what tokens see beside entries, if they see any. ``ValueError`` for shapes it is not
-    built for, ``IndexError`` for a row, an entry, a block or a vector that is not there; no
-    sequence holds block 0. Reference: ``paged_attention_torch`` (``kernels/attention``).
+    what tokens see beside entries, if they see any. ``sinks`` float32 [Hq] are logits that take
+    part in each head's softmax and carry no value. Logits x become ``soft_cap`` tanh(x /
+    ``soft_cap``), unless it is 0. ``ValueError`` for shapes it is not built for, ``IndexError`` for
+    a row, an entry, a block or a vector that is not there; no sequence holds block 0. Reference:
+    ``paged_attention_torch`` (``kernels/attention``).
     """
     _check(query, keys, values, tables, chunks, codes)
     check_shares(shares, query)
     check_remainder(remainder, tables[0], query, keys)
+    check_sinks(sinks, query)
     out = torch.empty(query.shape, dtype=query.dtype)
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
+    last, first = (
+        None if x is None else x.data_ptr() + group * x.stride(0) * x.itemsize
+        for x in (chunks.last, chunks.first)
+    )
     call = _Call(
         query.data_ptr(),
         out.data_ptr(),
@@ -123,7 +136,9 @@ def paged_attention(
         tables.data_ptr() + group * tables.stride(0) * tables.itemsize,
         chunks.rows.data_ptr(),
         chunks.starts.data_ptr(),
-        chunks.last.data_ptr() + group * chunks.last.stride(0) * chunks.last.itemsize,
+        last,
+        first,
+        None if sinks is None else sinks.data_ptr(),
         ctypes.addressof(fault),
         *((None, None) if shares is None else (x.data_ptr() for x in shares)),
         *((None,) * 3 if remainder is None else (x.data_ptr() for x in remainder)),
@@ -144,6 +159,7 @@ def paged_attention(
         query.shape[2],
         torch.get_num_threads(),
         scale,
+        soft_cap,
         query.dtype is torch.bfloat16,
     )
     refused = library(keys, values).kvserve_paged_attention(ctypes.byref(call))
@@ -226,11 +242,13 @@ def _problem(
         return why
     if tables.dtype is not torch.int32 or not tables.is_contiguous():
         return "tables are not dense int32"
-    parts = chunks.rows, chunks.starts, chunks.last
+    parts = [chunks.rows, chunks.starts, chunks.last]
+    if chunks.first is not None:
+        parts.append(chunks.first)
     if not all(part.dtype is torch.int64 and part.is_contiguous() for part in parts):
         return "chunks are not dense int64"
     if (
-        chunks.last.shape != (tables.shape[0], tables.shape[2], tokens)
+        any(x.shape != (tables.shape[0], tables.shape[2], tokens) for x in parts[2:])
         or len(chunks.starts) != len(chunks.rows) + 1
     ):
         return "chunks do not fit the query and the tables"

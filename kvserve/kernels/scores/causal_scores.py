@@ -29,6 +29,7 @@ class _Lanes(NamedTuple):
     missing: Tensor | None
     shares: Tensor | None
     remainder: Remainder | None
+    sinks: Tensor | None
 
     def pieces(self, rows: int | None = None) -> Iterator[_Lanes]:
         """The two halves of the first dimension that can be divided, heads at last; nothing if
@@ -65,7 +66,8 @@ class _Lanes(NamedTuple):
         left = self.remainder
         if left is not None:
             left = Remainder(cut(left.keys, 1), cut(left.values, 1), cut(left.bias, 2))
-        return _Lanes(query, cut(self.key, 0), missing, shares, left)
+        sinks = None if self.sinks is None else cut(self.sinks, 2, group)
+        return _Lanes(query, cut(self.key, 0), missing, shares, left, sinks)
 
 
 def causal_scores(
@@ -76,27 +78,31 @@ def causal_scores(
     missing: Tensor | None = None,
     shares: Tensor | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Mean probability that the last W of n tokens give each earlier one, over a group's heads.
 
     query: [..., Hq, W, D], those of the last W keys; key: [..., Hkv, n, D]. Query i sees keys up to
     n - W + i; the softmax runs over all it sees, and the window's own columns are dropped after it.
-    No query sees keys ``missing [..., Hkv, n]``, which get 0; none of the window's are missing.
-    With ``shares`` float32 [..., Hq, W] attention is absolute, over all that a query saw when it
-    ran; they are the logarithms of what it gave to the window's keys among these.
-    The softmax also runs over a ``remainder [..., Hkv, ...]``, if there is one. Returns float32
-    [..., Hkv, n - W], or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV, arXiv 2404.14469,
-    section 4.
+    Keys that are ``missing [..., Hkv, n]`` are seen by no query and get 0; the window's keys are
+    never missing. Without ``shares`` the softmax runs over the keys that are held. With ``shares``
+    float32 [..., Hq, W] it runs over all keys that a query saw in its own step: a share is the
+    logarithm of the part of its attention that the window's keys then got. A ``remainder
+    [..., Hkv, ...]`` takes part in the softmax, if there is one, and so do ``sinks`` float32 [...,
+    Hq], each a logit of its head (shares have counted both). Returns float32 [..., Hkv, n - W],
+    or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV, arXiv 2404.14469, section 4.
     """
-    lanes = _Lanes(query, key, missing, shares, remainder)
+    lanes = _Lanes(query, key, missing, shares, remainder, sinks)
     if pieces := list(lanes.pieces()):
-        parts = [causal_scores(q, k, scale, gqa_reduce, m, s, r) for q, k, m, s, r in pieces]
+        parts = [
+            causal_scores(q, k, scale, gqa_reduce, m, s, r, own) for q, k, m, s, r, own in pieces
+        ]
         return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
         return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
     window, length = query.shape[-2], key.shape[-2]
-    logits = _causal_logits(query, key, scale, missing, remainder)
+    logits = _causal_logits(query, key, scale, missing, remainder, sinks)
     votes = torch.softmax(logits, dim=-1)[..., : length - window].mean(dim=-2)
     return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
 
@@ -108,6 +114,7 @@ def causal_log_sums(
     missing: Tensor | None = None,
     shares: Tensor | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of what each query's softmax divides by: float32 [..., Hq, W].
 
@@ -116,7 +123,7 @@ def causal_log_sums(
     if shares is not None:
         _, total = _absolute_logits(query, key, scale, missing, shares)
     else:
-        total = _causal_logits(query, key, scale, missing, remainder).logsumexp(dim=-1)
+        total = _causal_logits(query, key, scale, missing, remainder, sinks).logsumexp(dim=-1)
     return total.flatten(-3, -2)
 
 
@@ -126,15 +133,32 @@ def _causal_logits(
     scale: float,
     missing: Tensor | None,
     remainder: Remainder | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Of the last W of n tokens: float32 [..., Hkv, group, W, n], and one of the remainder."""
+    """Of the last W of n tokens: float32 [..., Hkv, group, W, n], and of what is beside them."""
     length = key.shape[-2]
     place = torch.arange(length, device=key.device)
     unseen = place > place[length - query.shape[-2] :, None]
     if missing is not None:
         unseen = unseen | missing[..., None, None, :]
     logits = logits_of(query, key, scale).masked_fill_(unseen, -torch.inf)
-    return logits if remainder is None else logits_with(logits, query.float(), remainder, scale)
+    return _with_beside(logits, query, remainder, sinks, scale)
+
+
+def _with_beside(
+    logits: Tensor,
+    query: Queries,
+    remainder: Remainder | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """``logits`` [..., Hkv, group, W, n] with a column for a remainder, and one for sinks."""
+    if remainder is not None:
+        logits = logits_with(logits, query.float(), remainder, scale)
+    if sinks is not None:
+        own = sinks.unflatten(-1, logits.shape[-4:-2])[..., None, None]
+        logits = torch.cat([logits, own.expand(*logits.shape[:-1], 1)], dim=-1)
+    return logits
 
 
 def past_scores(
@@ -145,6 +169,7 @@ def past_scores(
     missing: Tensor | None = None,
     shares: Tensor | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As ``causal_scores``, but the softmax runs over the n - W earlier keys alone, and comes last.
 
@@ -152,9 +177,11 @@ def past_scores(
     importance of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares``
     there is no such softmax: a group's absolute probabilities are reduced.
     """
-    lanes = _Lanes(query, key, missing, shares, remainder)
+    lanes = _Lanes(query, key, missing, shares, remainder, sinks)
     if pieces := list(lanes.pieces()):
-        parts = [past_scores(q, k, scale, gqa_reduce, m, s, r) for q, k, m, s, r in pieces]
+        parts = [
+            past_scores(q, k, scale, gqa_reduce, m, s, r, own) for q, k, m, s, r, own in pieces
+        ]
         return torch.cat(parts, dim=1 - lanes.divided)
     if shares is not None:
         probs = _absolute_past(query, key, scale, missing, shares)
@@ -165,8 +192,7 @@ def past_scores(
         # Not -inf, which would make NaN of a lane that holds nothing but the window.
         none = missing[..., None, None, : past.shape[-2]]
         logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
-    if remainder is not None:
-        logits = logits_with(logits, query.float(), remainder, scale)
+    logits = _with_beside(logits, query, remainder, sinks, scale)
     probs = torch.softmax(over_group(logits, gqa_reduce, -3), dim=-1)
     return probs[..., : past.shape[-2]].mean(dim=-2)
 
@@ -178,6 +204,7 @@ def received_mass(
     weights: Tensor | None = None,
     missing: Tensor | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
     block: int = 256,
 ) -> Tensor:
     """Attention each key got from the last Q queries, summed over them and over a group's heads.
@@ -187,9 +214,11 @@ def received_mass(
     [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
     [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
     """
-    lanes = _Lanes(query, key, missing, None, remainder)
+    lanes = _Lanes(query, key, missing, None, remainder, sinks)
     if pieces := list(lanes.pieces(block)):
-        parts = [received_mass(q, k, scale, weights, m, r, block) for q, k, m, _, r in pieces]
+        parts = [
+            received_mass(q, k, scale, weights, m, r, own, block) for q, k, m, _, r, own in pieces
+        ]
         return torch.cat(parts, dim=1 - lanes.divided)
     length, count = key.shape[-2], query.shape[-2]
     places = torch.arange(length, device=key.device)
@@ -201,8 +230,7 @@ def received_mass(
         if missing is not None:
             unseen = unseen | missing[..., None, None, :]
         logits = logits_of(part, key, scale).masked_fill(unseen, -torch.inf)
-        if remainder is not None:
-            logits = logits_with(logits, part.float(), remainder, scale)
+        logits = _with_beside(logits, part, remainder, sinks, scale)
         probs = torch.softmax(logits, dim=-1)[..., :length]
         if weights is not None:
             probs *= weights[start : start + block, None]

@@ -6,6 +6,8 @@ physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are ar
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -75,6 +77,11 @@ class BlockManager:
         """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
         return sum(group.blocks_alone(num_tokens, log_from) for group in self.groups)
 
+    def pass_by(self, positions: IntArray) -> None:
+        """Give back what no token from ``positions [n]`` of the first rows on needs."""
+        for group in self.groups:
+            group.pass_by(positions)
+
     def advance(self, rows: IntArray, new: IntArray) -> None:
         """Count ``new`` stored entries per row."""
         self.kv_lens[:, rows] += new[:, None]
@@ -137,16 +144,26 @@ class BlockManager:
         return count <= self.pool.num_free or self.idle.have_free(count, may_park=not for_event)
 
     def match(self, hashes: list[bytes]) -> IntArray:
-        """Columns ``[n, .]`` of the longest cached prefix: all groups' blocks, side by side."""
+        """Columns ``[n, .]`` of the longest cached prefix that a row can begin with: all groups'
+        blocks, side by side; 0 where it needs none."""
         prefixes = self.idle.prefixes
         found = [] if prefixes is None else prefixes.match(hashes)
-        return np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
+        columns = np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
+        for group, part in self._by_group(columns):
+            columns = columns[: group.usable(part[: len(columns)])]
+        needed = [group.needed(part) for group, part in self._by_group(columns)]
+        return np.concatenate(needed, axis=1)
+
+    def _by_group(self, columns: IntArray) -> Iterator[tuple[CacheGroup, IntArray]]:
+        """Each group that prefixes bring, and its part of ``columns [n, .]``."""
+        parts = np.split(columns, self._column_ends[:-1], axis=1)
+        return zip(self._cached, parts, strict=True)
 
     def adopt(self, row: int, columns: IntArray) -> None:
         """Begin an empty row with the entries of shared ``columns [n, .]``."""
-        parts = np.split(columns, self._column_ends[:-1], axis=1)
-        for group, part in zip(self._cached, parts, strict=True):
+        for group, part in self._by_group(columns):
             group.adopt(row, part)
+        self.kv_lens[:, row] = len(columns) * self.layout.block_size
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
@@ -170,10 +187,14 @@ class BlockManager:
         self.kv_lens[:, row] = kv_lens
         return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
 
-    def columns_in_use(self, num_rows: int) -> IntArray:
-        """Columns in use by each of the first rows, in the longest of its groups."""
+    def resumes_from(self, row: int) -> int:
+        """The least tokens with which another row can resume what this one holds."""
+        return max(group.resumes_from(row) for group in self.groups)
+
+    def longest(self, num_rows: int) -> IntArray:
+        """Entries of each of the first rows, in the longest of its groups."""
         longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
-        return -(-longest // self.layout.block_size)
+        return longest
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -182,10 +203,11 @@ class BlockManager:
         for group in self.groups:
             group.release_row(row)
 
-    def give_back_unused(self, row: int, computed: int) -> None:
-        """Give back blocks reserved for entries behind the last one held."""
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        """Give back blocks reserved for entries behind the last one held; rows have ``computed
+        [n]`` tokens."""
         for group in self.groups:
-            group.give_back_unused(row, computed)
+            group.give_back_unused(rows, computed)
 
     def can_leave(self, row: int) -> bool:
         """Whether a row can be moved to host memory as it is."""
@@ -226,10 +248,12 @@ class BlockManager:
             held = held + group.held(num_rows)
         return held
 
-    def held_by(self, row: int) -> tuple[int, int]:
-        """Blocks that a row names, less those of its logged queries; and these."""
-        log = int(self.log.held(row + 1)[row])
-        return int(self.held(row + 1)[row]) - log, log
+    def held_by_kind(self, rows: slice) -> Counter[str]:
+        """Blocks that ``rows`` name, by what they hold (``CacheGroup.kind``)."""
+        held: Counter[str] = Counter()
+        for group in self.groups:
+            held[group.kind] += int(group.held(rows.stop)[rows].sum())
+        return held
 
     def counts(self, rows: Rows) -> dict[str, int]:
         """What groups have to say of the entries of ``rows``, beside their number."""

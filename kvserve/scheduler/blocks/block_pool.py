@@ -55,17 +55,21 @@ class BlockPool:
         np.add.at(self.ref, blocks, 1)
 
     def cache_columns(self, blocks: IntArray, columns: list[int]) -> None:
-        """Add references to the distinct ``blocks [n, .]`` as n columns of the prefix cache."""
+        """Add references to the distinct ``blocks [n, .]`` as n columns of the prefix cache; block
+        0 is none."""
         most = max(columns)
         if most >= len(self.only_cached):
             more = np.zeros(max(most + 1, 64), np.int32)
             self.only_cached = np.concatenate([self.only_cached, more])
-        self.share(blocks.ravel())
-        self._column_of[blocks] = np.asarray(columns)[:, None]
-        self._count_only_cached(blocks.ravel(), 1)
+        there = blocks > 0
+        named = blocks[there]
+        self.share(named)
+        self._column_of[named] = np.broadcast_to(np.asarray(columns)[:, None], blocks.shape)[there]
+        self._count_only_cached(named, 1)
 
     def release_columns(self, blocks: IntArray) -> None:
         """Drop the prefix cache's references to ``blocks``, which are all those of some columns."""
+        blocks = blocks[blocks > 0]
         self._count_only_cached(blocks, -1)
         self._column_of[blocks] = -1
         self.release(blocks)

@@ -62,11 +62,13 @@ class BlockTable(RowArrays):
             self.blocks.reshape(-1)[at] = self.pool.allocate(len(at))
             end[lanes] += missing
 
-    def adopt(self, row: int, columns: IntArray) -> None:
-        """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each."""
+    def adopt(self, row: int, columns: IntArray, first: int = 0) -> None:
+        """Begin an empty row with shared ``columns [n, LG, R]``, one more reference each, from
+        column ``first`` on."""
         self.pool.share(columns.ravel())
-        self.blocks[:, row, :, : len(columns)] = columns.transpose(1, 2, 0)
-        self.end[:, row] = len(columns)
+        end = first + len(columns)
+        self.blocks[:, row, :, first:end] = columns.transpose(1, 2, 0)
+        self.end[:, row] = end
 
     def shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
         """Which blocks in ``columns [n]`` of ``rows [n]`` have more than one reference.

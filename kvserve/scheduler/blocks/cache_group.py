@@ -43,6 +43,8 @@ class CacheGroup(RowArrays):
     """One kind of entry: ``tables`` over the pool, which an event fills unless a subclass says how
     they grow with tokens."""
 
+    kind: ClassVar[str] = "entries"
+    """What its blocks are counted as, where bytes are told by kind."""
     cached_with_prefixes: ClassVar[bool] = False
     """Whether cached prefixes bring this group's blocks. They then hold as many tokens each as
     blocks of keys and values."""
@@ -80,8 +82,12 @@ class CacheGroup(RowArrays):
         """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
         return 0
 
-    def give_back_unused(self, row: int, computed: int) -> None:
-        """Give back blocks reserved for entries behind the last one held."""
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        """Give back blocks reserved for entries behind the last one held; rows have ``computed
+        [n]`` tokens."""
+
+    def pass_by(self, positions: IntArray) -> None:
+        """Give back what no token from logical ``positions [n]`` of the first rows on needs."""
 
     # ---- prefixes ----------------------------------------------------------------------------
 
@@ -90,6 +96,14 @@ class CacheGroup(RowArrays):
         (table,) = self.tables
         named = table.blocks[:, row, :, first:end]
         return named.transpose(2, 0, 1).reshape(end - first, -1)
+
+    def usable(self, columns: IntArray) -> int:
+        """How many of cached ``columns [n, LG * R]`` a row can begin with."""
+        return len(columns)
+
+    def needed(self, columns: IntArray) -> IntArray:
+        """The same columns, with block 0 where a row that begins with them needs none."""
+        return columns
 
     def adopt(self, row: int, columns: IntArray) -> None:
         """Begin an empty row with shared ``columns [n, LG * R]``."""
@@ -128,6 +142,10 @@ class CacheGroup(RowArrays):
             fresh.append(new)
         self.restore_fields(row, saved.fields)
         return np.concatenate(blocks), np.concatenate(fresh)
+
+    def resumes_from(self, row: int) -> int:
+        """The least tokens with which another row can resume what this one holds."""
+        return 0
 
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
         """Blocks that a row takes to resume a saved one and to grow up to its target."""

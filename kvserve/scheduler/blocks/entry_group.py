@@ -35,13 +35,8 @@ class EntryGroup(CacheGroup):
     def blocks_alone(self, num_tokens: int, log_from: int) -> int:
         return -(-num_tokens // self._size) * self._table.num_lanes
 
-    def give_back_unused(self, row: int, computed: int) -> None:
-        at = np.array([row])
-        self._table.truncate(at, -(-self.kv_lens[:, at] // self._size))
-
-    def adopt(self, row: int, columns: IntArray) -> None:
-        super().adopt(row, columns)
-        self.kv_lens[:, row] = len(columns) * self._size
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        self._table.truncate(rows, -(-self.kv_lens[:, rows] // self._size))
 
     def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
         return int((-(-(saved.fields["kv_lens"] + reserve) // self._size)).sum())
@@ -57,3 +52,31 @@ class EntryGroup(CacheGroup):
 
     def check_integrity(self) -> None:
         assert (self.kv_lens <= self._table.end * self._size).all()
+
+
+class NoEntries(EntryGroup):
+    """That of a model without a layer that sees all tokens: it counts them and has no blocks."""
+
+    cached_with_prefixes = False
+
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        return 0
+
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
+        """Nothing is held."""
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        return 0
+
+    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
+        return 0
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        return 0
+
+    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun:
+        none = np.zeros_like(saved.fields["kv_lens"])
+        return Begun(none, none > 0, {"kv_lens": saved.fields["kv_lens"] - at.dropped})
+
+    def check_integrity(self) -> None:
+        assert not self._table.end.any()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.blocks.cache_group import CacheGroup
-from kvserve.scheduler.blocks.entry_group import EntryGroup
+from kvserve.scheduler.blocks.entry_group import EntryGroup, NoEntries
 from kvserve.scheduler.blocks.token_group import LogGroup, TokenGroup
 from kvserve.scheduler.layout import KVLayout
 
@@ -27,6 +27,10 @@ class GroupSpec:
     def rebuilds(self) -> bool:
         """Whether entries are rebuilt in each step, so that it cannot be captured as a graph."""
         return False
+
+    def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
+        """Most blocks of a sequence of ``num_tokens``, beside those of keys and values."""
+        return 0
 
     def make(
         self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
@@ -47,9 +51,10 @@ def make_groups(
 ) -> tuple[CacheGroup, ...]:
     """The groups of one scheduler: keys and values, logged queries, and ``further`` ones."""
     lanes = layout.layer_groups, layout.rows
+    holds = EntryGroup if layout.holds_entries else NoEntries
     kv, log = (
         BlockTable(pool, lanes, max_rows, tokens, max_model_len)
         for tokens in (layout.block_size, log_block_tokens)
     )
     made = pool, layout, max_rows, max_model_len
-    return EntryGroup(kv, layout.block_size), LogGroup(log), *(one.make(*made) for one in further)
+    return holds(kv, layout.block_size), LogGroup(log), *(one.make(*made) for one in further)

@@ -86,8 +86,8 @@ class PrefixCache:
 
     def held(self) -> IntArray:
         """Every block the cache names, once per reference."""
-        held: IntArray = self._blocks[self._used > 0].ravel()
-        return held
+        held: IntArray = self._blocks[self._used > 0]
+        return held[held > 0]
 
     def _column(self, place: int) -> IntArray:
         column: IntArray = self._blocks[place].reshape(self._shape).copy()

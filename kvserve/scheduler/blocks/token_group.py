@@ -49,9 +49,9 @@ class TokenGroup(CacheGroup):
         columns = -(-num_tokens // self.block_tokens) - first // self.block_tokens
         return columns * self._table.num_lanes
 
-    def give_back_unused(self, row: int, computed: int) -> None:
-        at, first = np.array([row]), self._table.first
-        self._table.truncate(at, np.maximum(-(-computed // self.block_tokens), first[:, at]))
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        columns = -(-computed[:, None] // self.block_tokens)
+        self._table.truncate(rows, np.maximum(columns, self._table.first[:, rows]))
 
     def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
         more = -(-reserve // self.block_tokens) * self._table.num_lanes
@@ -90,6 +90,7 @@ class TokenGroup(CacheGroup):
 class LogGroup(TokenGroup):
     """Logged queries: from the position on that a trigger names, until they have scored."""
 
+    kind = "log"
     cached_with_prefixes = False
     begins = NOT_LOGGING
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.drafts import Drafts
 from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import EvictionSpec
@@ -248,7 +249,8 @@ NO_CHUNKS = PrefillBatch(*(np.zeros(0, np.int32) for _ in range(4)))
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. Decoding rows are ``[0, num_decoding)``, one token each, from ``last_token``."""
+    """One step. Decoding rows are ``[0, num_decoding)``, one token each, from ``last_token``; if
+    there are ``drafts``, these have their tokens."""
 
     turns: BegunTurns
     compactions: tuple[CompactionTask, ...]
@@ -272,9 +274,13 @@ class SchedulerOutput:
     to_rebuild: tuple[int, ...]
     """Entries of the scheduled rows to be rebuilt, by layer; empty if there are none."""
     num_decoding: int
+    drafts: Drafts | None
+    """Guesses that this step verifies. Each of a chunk's tokens is sampled from."""
     prefill: PrefillBatch
     columns: IntArray
     """Blocks in use by each scheduled row (the longest of its groups), in the batch's order."""
+    token_columns: IntArray
+    """The same if every token were held: columns of what is addressed by logical position."""
     logs_queries: bool
     pruned: tuple[CompactionTask, ...]
     """Prompts that are computed whole and pruned to ``new_lens``; a task each, with row numbers
@@ -282,19 +288,27 @@ class SchedulerOutput:
     sampled_chunks: IntArray
     """Which chunks of ``prefill``, and then which of ``pruned``, are sampled from."""
     sampled: tuple[Sequence, ...]
-    """Sequences that get a token: decoding rows in order, then sampled chunks in order. Only the
-    engine's core reads them: the scheduler goes on changing them while the runner works."""
+    """Sequences that get a token, or with ``drafts`` at least one: decoding rows in order, then
+    sampled chunks in order. Only the engine's core reads them: the scheduler goes on changing them
+    while the runner works."""
     sampled_at: IntArray
-    """Logical positions of those tokens."""
+    """Logical positions of those tokens, the first of each sequence."""
+
+    @property
+    def num_decoding_tokens(self) -> int:
+        """Tokens that the decoding rows compute."""
+        return self.num_decoding if self.drafts is None else len(self.drafts.token_ids)
 
     @property
     def sampled_rows(self) -> IntArray:
-        """The rows of ``sampled``."""
+        """The rows of ``sampled``; those with drafts once for each token of their chunks."""
         decoding = np.arange(self.num_decoding, dtype=np.int32)
+        if self.drafts is not None:
+            decoding = np.repeat(decoding, self.drafts.lengths)
         chunks = np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
         return np.concatenate([decoding, chunks[self.sampled_chunks]])
 
     @property
     def num_tokens(self) -> int:
         pruned = sum(int(task.old_lens.max()) for task in self.pruned)
-        return self.num_decoding + len(self.prefill.token_ids) + pruned
+        return self.num_decoding_tokens + len(self.prefill.token_ids) + pruned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,17 @@ class Sequence:
     """Seed of its column hashes: only sequences with equal seeds share cached columns."""
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
+    guess_from: int = NO_EVENT
+    """From how many tokens on the next ones may be guessed, and several verified in a step."""
+    guesses_refused: str | None = None
+    """Why they may not, if the engine guesses at all."""
+    drafter: Any = None
+    """What guesses them (``scheduler/speculation/drafter.py``), once anything has."""
+    num_drafted: int = 0
+    num_accepted: int = 0
     priority: int = 0
+    client: str = ""
+    """Who sent it: sequences of one client wait for each other."""
     arrival: int = 0
     continues_as: Hashable = None
     """A sequence resumes a continuation only if these are equal, besides the tokens. ``None``: it
@@ -77,8 +88,8 @@ class Sequence:
     logical_tokens: int = 0
     held_tokens: int = 0
     held_entries: int = 0
-    held_blocks: int = 0
-    log_blocks: int = 0
+    held_blocks: Counter[str] = field(default_factory=Counter)
+    """By what they hold (``CacheGroup.kind``)."""
     held_counts: dict[str, int] = field(default_factory=dict)
     """What cache groups say of its entries (``CacheGroup.counts``)."""
     remainder_entries: int = 0

@@ -73,7 +73,7 @@ class Conversations:
         computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
         tokens = rows.token_ids[row, :computed].copy()
         last = seq.events[-1] if seq.events else 0
-        floor = max(seq.num_prompt_tokens, last)
+        floor = max(seq.num_prompt_tokens, last, self._blocks.resumes_from(row))
         hashes = [seq.cache_seed, *self._prefixes.hashes(seq, tokens, seq.column_hashes)]
 
         def place(end: int) -> Place:

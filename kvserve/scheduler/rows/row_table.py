@@ -30,6 +30,8 @@ class RowTable(RowArrays):
     first_uncompressed_pos: IntArray = per_row()
     """The logical position of the oldest token that no event has taken."""
     next_event: IntArray = per_row()
+    guess_from: IntArray = per_row("guess_from")
+    """From how many tokens on its drafter is asked."""
     caught_up: IntArray = per_row()
     """1 once the row's next token comes from the sampler."""
     replay_until: IntArray = per_row("replay_until")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
@@ -11,6 +13,18 @@ from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """``tokens`` that a step may still compute, ``chunked`` of them for prompts in chunks."""
+
+    tokens: int
+    chunked: int
+
+    def spend(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.chunked -= tokens
 
 
 class Admission:
@@ -37,7 +51,7 @@ class Admission:
         tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
         return self._blocks.blocks_alone(tokens, log_from)
 
-    def admit(self, seq: Sequence, budget: int) -> bool:
+    def admit(self, seq: Sequence, budget: StepBudget) -> bool:
         """Give ``seq`` a row and its blocks, if there is room beside the running sequences.
 
         A new sequence gets all blocks up to its first event at once. If its prompt begins with a
@@ -66,8 +80,9 @@ class Admission:
         if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
             return False
         pool = self._blocks.pool
-        pool.share(columns.ravel())  # these cached columns must not be evicted to make room
-        wanted -= columns.size
+        shared = columns[columns > 0]
+        pool.share(shared)  # these cached columns must not be evicted to make room
+        wanted -= len(shared)
         fits = wanted + self._expected_growth() <= self._blocks.headroom
         if fits and self._blocks.have_free(wanted):
             if parked:
@@ -75,11 +90,11 @@ class Admission:
             else:
                 self._start(seq, columns, target)
             self._admitted.append(seq)
-        pool.release(columns.ravel())
+        pool.release(shared)
         return seq.status is SequenceStatus.RUNNING
 
     def _go_on(
-        self, conversations: Conversations, seq: Sequence, turn: NextTurn, budget: int
+        self, conversations: Conversations, seq: Sequence, turn: NextTurn, budget: StepBudget
     ) -> bool:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
@@ -98,13 +113,12 @@ class Admission:
         pool.release(pinned)
         return seq.status is SequenceStatus.RUNNING
 
-    def chunk_length(self, seq: Sequence, computed: int, target: int, budget: int) -> int:
+    def chunk_length(self, seq: Sequence, computed: int, target: int, budget: StepBudget) -> int:
         """Tokens to compute in this step on the way to ``target``."""
         length = target - computed
-        if length > budget:
-            whole = seq.prunes_prompt and not computed
-            return budget if self._chunked and not whole else 0
-        return length
+        if self._chunked and not (seq.prunes_prompt and not computed):
+            return max(min(length, budget.chunked), 0)
+        return length if length <= budget.tokens else 0
 
     @property
     def has_new(self) -> bool:

@@ -8,9 +8,10 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
-from kvserve.scheduler.step.admission import Admission
+from kvserve.scheduler.step.admission import Admission, StepBudget
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.parts import Parts
+from kvserve.scheduler.step.settings import SchedulerSettings
 
 Chunk = tuple[int, int]
 """A row, and how many of its tokens a step computes."""
@@ -33,32 +34,42 @@ class CaughtUp:
 
 
 class PrefillChunks:
-    """Schedules prefill chunks: of running rows, oldest first, then of newly admitted ones."""
+    """Schedules prefill chunks: of running rows, oldest first, then of newly admitted ones.
+
+    If it is the turn of a client that has no row which catches up, its sequence gets up to half of
+    the step before all others: it does not wait for the long prompts of other clients.
+    """
 
     def __init__(
-        self, parts: Parts, admission: Admission, departures: Departures, max_tokens: int
+        self,
+        parts: Parts,
+        admission: Admission,
+        departures: Departures,
+        settings: SchedulerSettings,
     ) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
         self._prefixes, self._waiting = parts.prefixes, parts.waiting
         self._admission = admission
         self._departures = departures
-        self._max_tokens = max_tokens
+        self._max_tokens = settings.max_num_batched_tokens
+        self._max_prefill = settings.max_prefill_tokens or settings.max_num_batched_tokens
 
-    def catch_up(self, *, moves: bool) -> CaughtUp:
-        """Schedule the chunks that the step has room for; ``moves``: the step does other work too.
+    def catch_up(self, decoded: int, *, moves: bool) -> CaughtUp:
+        """Schedule the chunks that the step has room for beside ``decoded`` tokens; ``moves``: the
+        step does other work too.
 
         If the step would do nothing, the newest sequences are preempted until it does something:
         rows that catch up may hold the blocks that the others need. While an event is blocked on
         blocks, one preemption is enough: the next step carries out that event with its blocks.
         """
         rows, admission = self._rows, self._admission
-        chunks = self._schedule()
+        chunks = self._schedule(decoded)
         blocked_on_blocks = self._events.blocked_on_blocks and rows.num_rows > 1
         while rows.num_rows and not (moves or chunks or admission.has_new):
             self._departures.preempt()
             if blocked_on_blocks:
                 break
-            chunks = self._schedule()
+            chunks = self._schedule(rows.num_decoding)
         admitted = admission.take_new_rows()
         pruned = self._take_pruned(chunks)
         prefill = self._batch(chunks)
@@ -66,42 +77,59 @@ class PrefillChunks:
         complete = rows.num_computed[at] == rows.num_tokens[at]
         return CaughtUp(admitted, prefill, pruned, np.flatnonzero(complete))
 
-    def _schedule(self) -> list[Chunk]:
+    def _schedule(self, decoded: int) -> list[Chunk]:
         """Rows that catch up in this step, oldest first, and how many tokens of each."""
         rows = self._rows
-        budget = self._max_tokens - rows.num_decoding
-        chunks = []
+        tokens = self._max_tokens - decoded
+        budget = StepBudget(tokens, min(tokens, self._max_prefill) if decoded else tokens)
         at = np.arange(rows.num_decoding, rows.num_rows)
         at = at[rows.caught_up[at] == 0]
-        for row in at[np.lexsort((rows.arrival[at], rows.priority[at]))].tolist():
-            length = self._reserve(row, budget)
-            if length:
-                chunks.append((row, length))
-                budget -= length
-        if not self._events.blocked_on_blocks:  # new rows would take the blocks it waits for
-            chunks += self._admit(budget)
+        behind = at[np.lexsort((rows.arrival[at], rows.priority[at]))].tolist()
+        # New rows would take the blocks that an event waits for.
+        admits = not self._events.blocked_on_blocks
+        chunks = self._admit_before(behind, budget) if admits and behind else []
+        for row in behind:
+            self._add_chunk(chunks, row, budget)
+        if admits:
+            self._admit(chunks, budget)
         return chunks
 
-    def _admit(self, budget: int) -> list[Chunk]:
-        """Admit waiting sequences in order while there is room; return their first chunks."""
-        rows, chunks = self._rows, []
-        while self._waiting and budget > 0 and rows.num_rows < rows.max_rows:
+    def _admit_before(self, behind: list[int], budget: StepBudget) -> list[Chunk]:
+        """Admit the next sequence if its client has no row of ``behind``; return its chunk."""
+        chunks: list[Chunk] = []
+        seq = self._waiting.first
+        if seq is not None and all(self._rows.owner(row).client != seq.client for row in behind):
+            half = StepBudget(budget.tokens, budget.chunked // 2)
+            self._admit(chunks, half, most=1)
+            budget.spend(budget.tokens - half.tokens)
+        return chunks
+
+    def _admit(self, chunks: list[Chunk], budget: StepBudget, most: int | None = None) -> None:
+        """Admit waiting sequences in order while there is room, and add their first chunks."""
+        rows, last = self._rows, self._rows.max_rows
+        if most is not None:
+            last = min(last, rows.num_rows + most)
+        while budget.chunked > 0 and rows.num_rows < last:
             seq = self._waiting.first
-            if seq.awaits_token:
+            if seq is None or seq.awaits_token:
                 break
             if not self._admission.admit(seq, budget):
                 if not rows.num_rows:
                     self._departures.finish_pool_exhausted(seq)
                 break
-            self._waiting.remove(seq)
-            if not rows.caught_up[seq.row]:
-                length = self._reserve(seq.row, budget)
-                if length:  # else an event comes first
-                    chunks.append((seq.row, length))
-                    budget -= length
-        return chunks
+            row = seq.row
+            self._waiting.admit(seq, int(rows.num_tokens[row] - rows.num_computed[row]))
+            if not rows.caught_up[row]:
+                self._add_chunk(chunks, row, budget)
 
-    def _reserve(self, row: int, budget: int) -> int:
+    def _add_chunk(self, chunks: list[Chunk], row: int, budget: StepBudget) -> None:
+        """Add a row's next chunk; none if it has to wait, as for an event."""
+        length = self._reserve(row, budget)
+        if length:
+            chunks.append((row, length))
+            budget.spend(length)
+
+    def _reserve(self, row: int, budget: StepBudget) -> int:
         """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait.
 
         A chunk ends where an event is due.

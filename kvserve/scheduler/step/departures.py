@@ -36,6 +36,8 @@ class Departures:
                 self._swap.discard(seq)
         elif seq.status is SequenceStatus.RUNNING:
             self._prefixes.publish(seq, int(self._rows.num_computed[seq.row]))
+            generated = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
+            self._waiting.ended(seq, generated)
             if self._conversations is not None and reason != "error":
                 self._conversations.save_row(seq)
             self._empty_row(seq)
@@ -86,7 +88,7 @@ class Departures:
         self._empty_row(seq)
         self._rows.drop(seq)
         seq.status = SequenceStatus.WAITING
-        self._waiting.add(seq)
+        self._waiting.put_back(seq)
         self.num_preemptions += 1
 
     def _empty_row(self, seq: Sequence) -> None:
@@ -102,7 +104,7 @@ class Departures:
         per_entry = layout.layers_per_block * layout.heads_per_block
         seq.held_entries = int(lens.sum()) * per_entry
         seq.held_tokens = -(-int(lens.sum()) // lens.size)
-        seq.held_blocks, seq.log_blocks = self._blocks.held_by(seq.row)
-        seq.held_counts = self._blocks.counts(slice(seq.row, seq.row + 1))
+        row = slice(seq.row, seq.row + 1)
+        seq.held_blocks, seq.held_counts = self._blocks.held_by_kind(row), self._blocks.counts(row)
         lanes = layout.num_layers * layout.num_kv_heads
         seq.remainder_entries = lanes * self._rows.has_remainder(seq.row)

@@ -24,6 +24,7 @@ from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.event import Scores
 from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -34,6 +35,7 @@ from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
@@ -68,7 +70,7 @@ class Scheduler:
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed, gate)
         self.swap = SwapSpace(hosted, rows, self.blocks, store)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
         prefixes = Prefixes(rows, self.blocks)
         self.conversations = (
@@ -78,8 +80,11 @@ class Scheduler:
         parts = Parts(rows, self.blocks, self.events, prefixes, self.waiting, *away)
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
-        budget = settings.max_num_batched_tokens
-        self._chunks = PrefillChunks(parts, self._admission, self.departures, budget)
+        self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
+        self.speculation = None
+        if settings.speculation is not None:
+            budget = settings.max_num_batched_tokens
+            self.speculation = Speculation(rows, self.blocks, settings.speculation, budget)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -128,15 +133,19 @@ class Scheduler:
         preempted, one by one, until it does (``PrefillChunks.catch_up``).
         """
         rows = self.rows
+        self.blocks.pass_by(rows.num_computed[: rows.num_rows])
         in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
         decoding = self._make_room()
-        self._decode(decoding)
+        drafts = None if self.speculation is None else self.speculation.propose()
+        self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         scores = bool(events.observations) and not blocked_on_blocks
-        caught_up = self._chunks.catch_up(moves=bool(len(decoding)) or scores or in_flight)
-        return self._output(events, decoding, caught_up)
+        moves = bool(len(decoding)) or scores or in_flight
+        decoded = len(decoding) if drafts is None else len(drafts.token_ids)
+        caught_up = self._chunks.catch_up(decoded, moves=moves)
+        return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
@@ -157,15 +166,23 @@ class Scheduler:
             self.departures.preempt()
         return np.arange(self.rows.num_decoding, dtype=np.int32)
 
-    def _decode(self, decoding: IntArray) -> None:
-        """Allocate the blocks of one more token for each decoding row, and count that token."""
+    def _decode(self, decoding: IntArray, drafts: Drafts | None) -> None:
+        """Allocate the blocks of one more token for each decoding row, and count that token.
+
+        What it guesses gets blocks too, and is not counted before it is confirmed.
+        """
         rows, in_front = self.rows, slice(len(decoding))
-        self.blocks.grow(in_front, np.ones_like(decoding), rows.num_computed[in_front])
+        new = np.ones_like(decoding) if drafts is None else drafts.lengths
+        self.blocks.grow(in_front, new, rows.num_computed[in_front])
         self.blocks.advance_first(len(decoding))
         rows.num_computed[in_front] += 1
 
     def _output(
-        self, events: ScheduledEvents, decoding: IntArray, caught_up: CaughtUp
+        self,
+        events: ScheduledEvents,
+        decoding: IntArray,
+        drafts: Drafts | None,
+        caught_up: CaughtUp,
     ) -> SchedulerOutput:
         """Build the message from the phases' choices and what changed in tables, rows and swaps."""
         rows, n = self.rows, self.rows.num_rows
@@ -178,6 +195,11 @@ class Scheduler:
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
         remainder_saves, remainder_loads = self.blocks.remainders.take()
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
+        entries, tokens = self.blocks.longest(n)[scheduled], rows.num_computed[scheduled]
+        if drafts is not None:
+            guessed = drafts.lengths - 1
+            entries[: len(guessed)] += guessed
+            tokens[: len(guessed)] += guessed
         self.num_steps += 1
         return SchedulerOutput(
             turns=events.turns,
@@ -194,8 +216,10 @@ class Scheduler:
             table_updates=self.blocks.take_updates(n),
             to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
+            drafts=drafts,
             prefill=caught_up.prefill,
-            columns=self.blocks.columns_in_use(n)[scheduled],
+            columns=-(-entries // self.layout.block_size),
+            token_columns=-(-tokens // self.layout.block_size),
             logs_queries=self.blocks.queries.is_used(n),
             pruned=caught_up.pruned,
             sampled_chunks=caught_up.sampled,
@@ -212,17 +236,30 @@ class Scheduler:
 
     # ---- results of a step -------------------------------------------------------------------
 
+    def confirm(self, output: SchedulerOutput, token_ids: IntArray) -> Confirmed | None:
+        """What sequences get of the sampled tokens, if the step had drafts."""
+        if self.speculation is None or output.drafts is None:
+            return None
+        return self.speculation.confirm(output.drafts, token_ids)
+
     def update(
-        self, output: SchedulerOutput, token_ids: IntArray, scores: Iterable[Scores] = ()
+        self,
+        output: SchedulerOutput,
+        token_ids: IntArray,
+        scores: Iterable[Scores] = (),
+        confirmed: Confirmed | None = None,
     ) -> list[Sequence]:
         """Record the sampled tokens, in the order of ``output.sampled``; return ended sequences.
 
-        ``scores`` say what the events of each of ``output.observations`` will keep.
+        ``scores`` say what the events of each of ``output.observations`` will keep; ``confirmed``
+        is what ``confirm`` says.
         """
         rows = self.rows
         self.events.take_back(output, scores)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
+        if self.speculation is not None and confirmed is not None:
+            places, token_ids = self.speculation.take_in(output, token_ids, confirmed)
         running = [seq.status is SequenceStatus.RUNNING for seq in sequences]
         if not all(running):
             finished += self._learn_late(output, token_ids)
@@ -277,6 +314,7 @@ class Scheduler:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
         self.swap.check_integrity()
+        self.waiting.check_integrity(self.running)
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n
         assert all(seq.row == row for row, seq in enumerate(self.rows.live()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,9 @@ class SchedulerSettings:
 
     ``max_observed_tokens`` (default: ``max_num_batched_tokens``): queries that the events of a step
     observe. ``admission_reserve``: tokens of growth kept for each running sequence.
+    ``speculation``: how the next tokens of sequences are guessed, if they are.
+    ``max_prefill_tokens`` (default: ``max_num_batched_tokens``): tokens of prompts in a step that
+    also decodes. ``max_num_seqs_per_client`` (default: ``max_num_seqs``): rows of one client.
     """
 
     num_blocks: int
@@ -27,4 +31,7 @@ class SchedulerSettings:
     num_host_blocks: int = 0
     max_observed_tokens: int | None = None
     admission_reserve: int = 32
+    max_prefill_tokens: int | None = None
+    max_num_seqs_per_client: int | None = None
     further_groups: tuple[GroupSpec, ...] = ()
+    speculation: NgramSettings | None = None

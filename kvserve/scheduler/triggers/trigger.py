@@ -194,7 +194,7 @@ class AtPrefillEnd(OnDate):
         def keep(n: IntArray) -> IntArray:
             return self.budget.of(n, rows.num_computed)
 
-        return _whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
+        return whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class WhenOver(OnDate):
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
-        return _whole_row(rows, self._protected(rows), keep, self.num_queries)
+        return whole_row(rows, self._protected(rows), keep, self.num_queries)
 
     def _protected(self, rows: RowState) -> IntArray:
         # The whole prompt counts, even before all of it is in the cache.
@@ -273,7 +273,7 @@ class Bounded(OnDate):
         def keep(n: IntArray) -> IntArray:
             return np.full_like(n, self.keep)
 
-        return _whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
+        return whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def last_queries(next_event: IntArray, count: int) -> IntArray:
     return np.where(next_event == NO_EVENT, NOT_LOGGING, first).astype(np.int32)
 
 
-def _whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EvictionSpec:
+def whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EvictionSpec:
     """One window from ``start`` to the row's end."""
     length = rows.kv_len - start
     return EvictionSpec(

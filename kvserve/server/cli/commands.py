@@ -53,6 +53,9 @@ COMMANDS = {
     "inspect": Command(
         "kvserve.benchmarks.commands.inspect", "show which positions a policy keeps"
     ),
+    "calibrate": Command(
+        "kvserve.benchmarks.commands.calibrate", "measure where a model's queries point"
+    ),
     "collect-env": Command(
         "kvserve.server.cli.collect_env", "describe this machine, for bug reports"
     ),

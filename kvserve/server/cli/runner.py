@@ -28,9 +28,9 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.metrics import StatsLog
 from kvserve.server.state.options import ServerOptions, server_options
 from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.stats_log import StatsLog
 from kvserve.server.state.tracing import Tracer
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

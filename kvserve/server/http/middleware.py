@@ -118,7 +118,10 @@ class TurnstileMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Requires ``Authorization: Bearer KEY`` on every path that is not in ``open_paths``."""
+    """Requires ``Authorization: Bearer KEY`` on every path that is not in ``open_paths``.
+
+    The number of the key goes with the request (``state["api_key"]``).
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: frozenset[str]) -> None:
         self.app = app
@@ -145,7 +148,10 @@ class ApiKeyMiddleware:
         digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
         # No early exit: the time must not reveal which key came close.
         matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        if scheme.lower() != "bearer" or not any(matches):
+            return False
+        scope.setdefault("state", {})["api_key"] = matches.index(True)
+        return True
 
 
 class BodyLimitMiddleware:

@@ -39,7 +39,7 @@ from kvserve.server.openai.responses import (
 from kvserve.server.openai.responses_protocol import ResponsesRequest, in_own_names
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
-from kvserve.server.state.clients import in_turn
+from kvserve.server.state.clients import from_client
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
@@ -50,10 +50,10 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     state, model = _admit(body, request)
-    params = in_turn(body.sampling_params(state.default_sampling), request)
+    params = from_client(body.sampling_params(state.default_sampling), request)
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
-    state.check_queue(len(body.prompt) * params.n)  # before many texts are tokenized
+    state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
     check_lengths(state, body, prompts)
@@ -84,7 +84,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    params = in_turn(plan.params, request)
+    params = from_client(plan.params, request)
     generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
@@ -115,7 +115,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         plan = await plan_chat(state, chat)
     except RequestError as error:
         raise in_own_names(error) from None
-    params = in_turn(plan.params, request)
+    params = from_client(plan.params, request)
     generation = Generation(state, [plan.prompt], params, request_id, request.headers)
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)

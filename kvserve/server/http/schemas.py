@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kvserve.outputs import KVCacheDetails
+from kvserve.outputs import KVCacheDetails, SpeculationDetails
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -43,6 +43,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
     kv_cache_details: KVCacheDetails
+    speculation: SpeculationDetails | None = None
 
 
 class CompletionLogprobs(BaseModel):

@@ -11,14 +11,28 @@ from kvserve.log import RequestError, shown
 
 
 def _is_token_ids(value: Any) -> bool:
-    """Whether these are token ids that fit the engine's messages; the engine checks the ids."""
-    return isinstance(value, list) and all(type(i) is int and abs(i) < 2**31 for i in value)
+    """Whether these are token ids that fit the engine's messages; the engine checks the ids.
+
+    There may be millions, for which all other requests wait: so no loop of Python's.
+    """
+    if not isinstance(value, list) or (value and type(value[0]) is not int):
+        return False
+    return not value or (
+        set(map(type, value)) == {int} and min(value) > -(2**31) and max(value) < 2**31
+    )
+
+
+def _all_texts(value: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in value)
 
 
 def _parse_prompt(value: Any) -> list[str | list[int]]:
     """Any of the four forms of ``prompt`` -> a list of texts or of token id lists."""
-    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
-    if not (all(isinstance(prompt, str) for prompt in prompts) or all(map(_is_token_ids, prompts))):
+    if isinstance(value, str) or _is_token_ids(value):
+        prompts = [value]
+    elif isinstance(value, list) and (_all_texts(value) or all(map(_is_token_ids, value))):
+        prompts = value
+    else:
         raise RequestError(
             "prompt must be a string, a list of strings, a list of token ids or a list of token id "
             "lists"

@@ -61,6 +61,7 @@ _SAMPLING_FIELDS = (
     *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
     *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("allowed_token_ids", "bad_words", "priority", "kv_trace", "cache_salt", "kv_resume"),
+    "speculation",
 )
 
 _unknown_fields: set[str] = set()
@@ -115,6 +116,7 @@ class GenerationRequest(BaseModel):
     kv_policy: KVPolicy = None
     kv_trace: bool | None = None
     kv_resume: bool | None = None
+    speculation: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")

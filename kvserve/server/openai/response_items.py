@@ -156,6 +156,8 @@ class ResponseWriter:
             "total_tokens": counts["total_tokens"],
             "kv_cache_details": counts["kv_cache_details"],
         }
+        if "speculation" in counts:
+            body["usage"]["speculation"] = counts["speculation"]
         return body
 
     def _body(self, status: str) -> Json:

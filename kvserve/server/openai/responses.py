@@ -24,7 +24,7 @@ def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int = 0) -> Json:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    return {
+    counts = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -32,6 +32,11 @@ def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int = 0) -> Json:
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "kv_cache_details": _summed([output.kv_cache_details for output in outputs]),
     }
+    total = None
+    for output in outputs:
+        if output.speculation is not None:
+            total = output.speculation.plus(total)
+    return counts if total is None else {**counts, "speculation": asdict(total)}
 
 
 def _summed(details: Sequence[KVCacheDetails]) -> Json:

@@ -79,8 +79,8 @@ class ServeSettings:
     )
     max_connections: int = setting(
         4096,
-        "most connections open at once; above it, the one that has waited longest for its client "
-        "is closed, else the new one gets a 503",
+        "most connections open at once; above it, the connection whose request is awaited longest "
+        "is closed; if no request is awaited, the new connection gets a 503",
     )
     docs: bool = setting(True, "serve the API's documentation at /docs")
     ui: bool = setting(True, "serve the live page at /")

@@ -5,6 +5,7 @@ from __future__ import annotations
 _LORA = "LoRA adapters are not built: merge them into the weights"
 _MEDIA = "images and audio are not built"
 _GRAMMARS = "see --grammar-backend"
+_LONG_PROMPTS = "see --max-prefill-tokens; prompts of several clients are computed side by side"
 
 ABSENT = {
     "--enable-lora": _LORA,
@@ -13,12 +14,15 @@ ABSENT = {
     "--max-lora-rank": _LORA,
     "--pipeline-parallel-size": "layers are not split over devices; see --tensor-parallel-size",
     "-pp": "layers are not split over devices; see --tensor-parallel-size",
-    "--enable-expert-parallel": "models with experts are not built",
+    "--enable-expert-parallel": "each rank has a part of every expert; see --tensor-parallel-size",
     "--distributed-executor-backend": "ranks are processes of one machine",
     "--api-server-count": "one process answers HTTP; see --data-parallel-size",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",
     "--kv-offloading-size": "see --swap-space",
     "--preemption-mode": "see --swap-space",
+    "--max-num-partial-prefills": _LONG_PROMPTS,
+    "--max-long-partial-prefills": _LONG_PROMPTS,
+    "--long-prefill-token-threshold": _LONG_PROMPTS,
     "--kv-transfer-config": "caches are not moved between servers",
     "--calculate-kv-scales": "scales are of each token and head, and need no calibration",
     "--max-logprobs": "a request may ask for 20",

@@ -64,9 +64,11 @@ class Engine(Protocol):
 
 
 class OpenRequest(Protocol):
-    """A request that is being answered: how many sequences it has, and two ways to end it."""
+    """A request that is being answered: whose it is, how many sequences it has, and two ways to
+    end it."""
 
     request_id: str
+    client: str
     num_sequences: int
 
     @property

@@ -37,7 +37,8 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
-        state.check_queue(self.num_sequences)
+        self.client = params.client
+        state.check_queue(self.num_sequences, self.client)
         check_logprobs(params, prompts, state.engine.max_model_len, state.generations)
         self._prompt_numbers = prompt_numbers(params, prompts)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)

@@ -1,4 +1,4 @@
-"""``GET /metrics`` and the log line: the engine's counts as ``kvserve:*``, mirrored as ``vllm:*``.
+"""``GET /metrics``: the engine's counts as ``kvserve:*``, mirrored as ``vllm:*``.
 
 Gauges and counters are read from the newest ``EngineStats`` when scraped; histograms are observed
 where requests and outputs pass through the server.
@@ -6,12 +6,9 @@ where requests and outputs pass through the server.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -26,12 +23,9 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from kvserve.config import EngineConfig
-from kvserve.log import logger
 from kvserve.outputs import ITERATION_TOKENS, EngineStats
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.options import ServerOptions
-
-LOG_INTERVAL = 10.0
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
@@ -166,6 +160,11 @@ class Metrics:
         ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
             yield self._counter_by(f"prefix_cache_{key}", help, (), found)
+        yield counter("spec_decode_num_drafts", "Chunks of guesses", lambda s: s.drafts_total)
+        help = "Tokens that were guessed and verified"
+        yield counter("spec_decode_num_draft_tokens", help, lambda s: s.draft_tokens_total)
+        help = "Guessed tokens that were right"
+        yield counter("spec_decode_num_accepted_tokens", help, lambda s: s.accepted_tokens_total)
         yield self._iterations(engines)
         yield self._cache_info(engines)
 
@@ -223,6 +222,8 @@ class Metrics:
         help = "Bytes of all blocks, as --kv-cache-dtype stores them"
         yield gauge("kv_pool_bytes", help, lambda s: s.bytes_total)
         yield gauge("kv_held_bytes", "Bytes of blocks that requests hold", lambda s: s.bytes_held)
+        help = "Bytes of blocks that running requests hold in layers with sliding windows"
+        yield gauge("kv_window_bytes", help, lambda s: s.window_bytes)
         yield gauge(
             "kv_admission_headroom_blocks",
             "Blocks that new requests can have",
@@ -343,45 +344,3 @@ def _renamed(family: Metric, prefix: str) -> Metric:
         for sample in family.samples
     ]
     return copy
-
-
-@dataclass
-class StatsLog:
-    """Logs a line of statistics at an interval, unless the engine is idle."""
-
-    engine: Engine
-    metrics: Metrics
-    _last: EngineStats = field(default_factory=EngineStats)
-    _time: float = 0.0
-    _prefix: Counter[str] = field(default_factory=Counter)
-
-    async def run(self, interval: float = LOG_INTERVAL) -> None:
-        self._time = time.monotonic()
-        while True:
-            await asyncio.sleep(interval)
-            self.log()
-
-    def log(self) -> None:
-        new, old, now = self.engine.stats, self._last, time.monotonic()
-        seconds = max(now - self._time, 1e-9)
-        self._last, self._time = new, now
-        total = self.metrics.prefix
-        prefix, self._prefix = total - self._prefix, total
-        prompt = new.prompt_tokens_total - old.prompt_tokens_total
-        generated = new.generation_tokens_total - old.generation_tokens_total
-        if not (prompt or generated or new.num_running or new.num_waiting):
-            return
-        logger.info(
-            "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
-            "KV usage: %.1f%%, prefix hits: %.1f%%, tokens held/logical: %d/%d, "
-            "blocks released: %d",
-            prompt / seconds,
-            generated / seconds,
-            new.num_running,
-            new.num_waiting,
-            100 * new.kv_cache_usage,
-            100 * prefix["hits"] / max(prefix["queries"], 1),
-            new.tokens_held,
-            new.tokens_logical,
-            new.blocks_released_total - old.blocks_released_total,
-        )

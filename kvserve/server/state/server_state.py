@@ -118,15 +118,22 @@ class ServerState:
                 code="policy_not_allowed",
             )
 
-    def check_queue(self, count: int) -> None:
-        """429 if the queue has no room for ``count`` more sequences, 400 if it never has."""
+    def check_queue(self, count: int, client: str) -> None:
+        """429 if the queue has no room for ``count`` more sequences, 400 if it never has.
+
+        An eighth more is for clients that have less than that: who fills the queue turns away
+        himself, not others.
+        """
         most = self.config.scheduler.max_num_seqs + self.options.max_queued
         if count > most:
             raise RequestError(
                 f"prompt: {count} sequences at once, and this server queues at most {most}",
                 param="prompt",
             )
-        if count + sum(generation.num_sequences for generation in self.generations) > most:
+        own = count + sum(each.num_sequences for each in self.generations if each.client == client)
+        spare = max(most // 8, 1)
+        room = most + spare if own <= spare else most
+        if count + sum(generation.num_sequences for generation in self.generations) > room:
             raise ApiError(
                 429,
                 "the queue is full (--max-queued-requests)",

@@ -154,6 +154,11 @@ def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case, swap_space:
     same(lab.alone(case.label), lab.preempted(swap_space)[case.label])
 
 
+@EACH
+def test_guesses_do_not_matter(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.guessed[case.label])
+
+
 @pytest.mark.parametrize("hits", [False, True])
 @EACH
 def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, hits: bool) -> None:

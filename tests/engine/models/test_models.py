@@ -54,11 +54,41 @@ def check_parity(
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-mha-tied": {},
     "mistral": {"head_dim": 32},  # as in Nemo: heads wider than hidden_size / num_attention_heads
-    "mistral-window": {"sliding_window": 160},
+    "mistral-window": {"sliding_window": 24},
+    "gemma2": {},
+    "gemma3": {},
+    "gemma3-scaled": {
+        "query_pre_attn_scalar": 9,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    },
+    "gpt-oss": {},
+    "gpt-oss-yarn": {
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "truncate": False},
+            "original_max_position_embeddings": 64,
+        }
+    },
     "internlm2": {"max_position_embeddings": 100},  # the longest prompt's answer goes past them
+    "granite": {},
+    "mixtral": {},
+    "olmo2": {},
+    "phi3": {},
     "qwen2": {},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": {},
+    "qwen3-moe": {},
+    "smollm3": {},
+    "smollm3-window": {"use_sliding_window": True, "sliding_window": 24},
 }
+
+
+def kind_of(family: str) -> tuple[str, str]:
+    """The kind of checkpoint, and what is different about it."""
+    kind, _, varied = family.rpartition("-")
+    return (kind, varied) if varied in ("window", "scaled", "yarn") else (family, "")
 
 
 BF16 = [
@@ -69,7 +99,7 @@ BF16 = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
-    directory = write_checkpoint(family.removesuffix("-window"), tmp_path, **FAMILIES[family])
+    directory = write_checkpoint(kind_of(family)[0], tmp_path, **FAMILIES[family])
     expected = generate(directory, PROMPTS, TOKENS)
     check_parity(directory, expected)
     check_parity(directory, expected, **CHUNKED)
@@ -209,15 +239,13 @@ def test_dynamic_rope_under_recomputed_queries(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_a_sliding_window_bounds_the_context_and_refuses_policies(tmp_path: Path) -> None:
+def test_policies_need_a_layer_that_sees_all_tokens(tmp_path: Path) -> None:
     directory = str(write_checkpoint("mistral", tmp_path, sliding_window=160))
-    with pytest.raises(ConfigError, match=r"--policy: .*sliding-window layers .160 tokens."):
+    with pytest.raises(ConfigError, match=r"--policy: every layer .*sliding window .160 tokens."):
         LLM(directory, policy="kara", skip_tokenizer_init=True)
-    with pytest.raises(ConfigError, match=r"--max-model-len: 161 .*sliding window of 160"):
-        LLM(directory, max_model_len=161, skip_tokenizer_init=True)
     llm = LLM(directory, skip_tokenizer_init=True)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "context"]
-    assert row[1] == "160 tokens" and "sliding window" in row[2]
-    with pytest.raises(RequestError, match="sliding-window layers") as refused:
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "sliding window"]
+    assert row[1] == "160 tokens in 3 of 3 layers" and "policies" not in row[2]
+    with pytest.raises(RequestError, match="sliding window") as refused:
         llm.generate([3, 4], SamplingParams(kv_policy="kara"), use_tqdm=False)
     assert refused.value.param == "kv_policy"

@@ -51,13 +51,13 @@ def test_weights_are_held_as_they_are_stored(
     plain = make_llm(quantize(kind, tmp_path, config, per_channel), dtype="float32")
     held = make_llm(tmp_path)
     models = [llm.engine.core.runner.model for llm in (held, plain)]
-    for layer, meant in zip(*(model.decoder_layers for model in models), strict=True):
-        for name in MATRICES:
-            values, scales = getattr(layer, name), getattr(layer, f"{name}_scales")
-            assert values.dtype is FP8 and scales.shape == (len(values), 1)
-            torch.testing.assert_close(
-                values.float() * scales, getattr(meant, name).data, atol=0.0, rtol=1e-6
-            )
+    held_weights, meant = (dict(model.layers.named_parameters()) for model in models)
+    matrices = [name for name in held_weights if name.endswith(MATRICES)]
+    assert len(matrices) == 4 * len(models[0].layers)
+    for name in matrices:
+        values, scales = held_weights[name], held_weights[f"{name}_scales"]
+        assert values.dtype is FP8 and scales.shape == (len(values), 1)
+        torch.testing.assert_close(values.float() * scales, meant[name].data, atol=0.0, rtol=1e-6)
     recorders = [Recorder(llm) for llm in (held, plain)]
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for recorder in recorders:

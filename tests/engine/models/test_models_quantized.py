@@ -80,6 +80,23 @@ def to_awq(weight: Array, _: bool) -> tuple[Tensors, Array]:
     return stored, meant
 
 
+def to_mxfp4(weight: Array) -> tuple[Tensors, Array]:
+    """gpt-oss's experts [experts, in, out]: a power of two for each 32 inputs of an output."""
+    experts, inputs, outputs = weight.shape
+    groups = weight.transpose(0, 2, 1).reshape(experts, outputs, inputs // 32, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=-1, keepdims=True))) - 2
+    ratio = groups / 2.0**exponents
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.abs(np.abs(ratio)[..., None] - sizes).argmin(axis=-1)
+    numbers = sizes[code] * np.sign(ratio) * 2.0**exponents
+    code = code + 8 * (ratio < 0)
+    stored = {
+        "_blocks": torch.tensor((code[..., ::2] | code[..., 1::2] << 4).astype(np.uint8)),
+        "_scales": torch.tensor((exponents[..., 0] + 127).astype(np.uint8)),
+    }
+    return stored, numbers.reshape(experts, outputs, inputs).transpose(0, 2, 1)
+
+
 def fp8_config(strategy: str = "tensor", **fields: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
@@ -95,6 +112,9 @@ def fp8_config(strategy: str = "tensor", **fields: Any) -> dict[str, Any]:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
+
+
 def quantize(kind: str, directory: Path, config: dict[str, Any], per_channel: bool = False) -> Path:
     """Write ``directory`` quantised, and return a plain checkpoint of what its weights mean."""
     write_checkpoint(kind, directory)
@@ -103,10 +123,13 @@ def quantize(kind: str, directory: Path, config: dict[str, Any], per_channel: bo
     to_stored = to_awq if config is AWQ else to_fp8
     stored, meant = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if tensor.dim() == 1 or not name.startswith("model.layers"):
+        of_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        is_matrix = tensor.dim() > 1 and name.startswith("model.layers")
+        if not (of_experts if config is MXFP4 else is_matrix):
             stored[name] = meant[name] = tensor
             continue
-        parts, values = to_stored(tensor.double().numpy(), per_channel)
+        weight = tensor.double().numpy()
+        parts, values = to_mxfp4(weight) if of_experts else to_stored(weight, per_channel)
         stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
         meant[name] = torch.tensor(values).float()
     save_file({name: t.contiguous() for name, t in stored.items()}, directory / "model.safetensors")
@@ -131,6 +154,7 @@ def set_config(directory: Path, config: dict[str, Any]) -> None:
         ("qwen2", fp8_config("channel", format="naive-quantized"), True),
         ("llama", AWQ, False),
         ("qwen2", AWQ, False),
+        ("gpt-oss", MXFP4, False),
     ],
 )
 def test_answers_are_those_of_the_dequantised_weights(
@@ -161,6 +185,16 @@ def test_quantised_and_grouped_by_kv_head(config: dict[str, Any], tmp_path: Path
     ]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one.to_dense(), other.to_dense(), atol=1e-7, rtol=1e-6)
+
+
+def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
+    quantize("gpt-oss", tmp_path, MXFP4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][..., :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"down_proj_scales in .*a scale for each 32 numbers"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
 
 
 def test_what_is_not_applied_is_said(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.spec import ModelSpec, RopeSpec, parse_spec
 
 LLAMA2 = {
@@ -104,6 +105,109 @@ INTERNLM25 = {
     "rope_theta": 1000000,
     "vocab_size": 92544,
 }
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "sliding_window": None,
+}
+MIXTRAL = {
+    **MISTRAL,
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "sliding_window": None,
+}
+GRANITE = {
+    **LLAMA2,
+    "architectures": ["GraniteForCausalLM"],
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
+}
+SMOLLM3 = {**LLAMA2, "architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": False}
+PHI3 = {**LLAMA2, "architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}
+GEMMA3 = {
+    **GEMMA2,
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"},
+        **{"original_max_position_embeddings": 4096, "truncate": False},
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -123,12 +227,54 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         ({**QWEN25, "use_sliding_window": True, "max_window_layers": 27}, {"window": 131072}),
         ({**QWEN3, "use_sliding_window": True}, {"window": None}),
         (
-            {**QWEN25, "use_sliding_window": True, "layer_types": ["full_attention"]},
+            {**QWEN25, "use_sliding_window": True, "layer_types": ["full_attention"] * 28},
             {"window": None},
         ),
         ({**QWEN25, "rope_scaling": YARN}, {"max_position": 131072}),
-        (QWEN3, {"qk_norm": True, "head_dim": 128, "tied_embeddings": True}),
+        (QWEN3, {"qk_norm": "head", "head_dim": 128, "tied_embeddings": True}),
         ({**QWEN3, "rope_scaling": YARN}, {"max_position": 131072}),
+        (QWEN3_MOE, {"experts": ExpertSpec(128, 8, 768, True), "qk_norm": "head", "window": None}),
+        (
+            {**QWEN3_MOE, "decoder_sparse_step": 18, "mlp_only_layers": [17]},
+            {"experts": ExpertSpec(128, 8, 768, True, frozenset({*range(36)} - {35}))},
+        ),
+        ({**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4096}, {"window": 4096}),
+        (MIXTRAL, {"experts": ExpertSpec(8, 2, 14336, True), "window": None}),
+        ({**MIXTRAL, "sliding_window": 4096}, {"window": 4096}),
+        (
+            GRANITE,
+            {
+                **{"embedding_scale": 12.0, "logits_divisor": 16.0, "residual_scale": 0.22},
+                "query_scale": 0.0078125 * 128**0.5,
+            },
+        ),
+        (SMOLLM3, {"without_rope": frozenset(range(3, 32, 4)), "window": None}),
+        (PHI3, {"window": 2047}),
+        ({**PHI3, "sliding_window": None}, {"window": None}),
+        (
+            GEMMA2,
+            {
+                **{"window": 4096, "windowed": frozenset(range(0, 46, 2)), "soft_cap": 50.0},
+                **{"logits_cap": 30.0, "norms": "both", "tied_embeddings": True},
+                **{"query_scale": (256 / 144) ** 0.5, "embedding_scale": 4608**0.5},
+            },
+        ),
+        (
+            GEMMA3,
+            {
+                **{"window": 512, "windowed": frozenset(n for n in range(26) if n % 6 != 5)},
+                **{"soft_cap": 0.0, "logits_cap": 0.0, "qk_norm": "head", "query_scale": 1.0},
+                "rope_of_windows": RopeSpec(10000.0, "default", 32768),
+            },
+        ),
+        (
+            GPT_OSS,
+            {
+                **{"window": 128, "windowed": frozenset(range(0, 24, 2)), "sinks": True},
+                **{"experts": ExpertSpec(32, 4, 2880, True, limit=7.0, alpha=1.702)},
+                **{"max_position": 131072, "qkv_bias": True, "out_bias": True},
+            },
+        ),
         (INTERNLM25, {"max_position": 65536, "num_kv_heads": 8}),
         ({**LLAMA2, "num_key_value_heads": None}, {"num_kv_heads": 32}),
         ({**LLAMA2, "rope_scaling": {"type": "linear", "factor": 4}}, {"max_position": 16384}),
@@ -153,6 +299,16 @@ def test_fields(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ),
         ),
         (INTERNLM25, RopeSpec(1000000.0, "dynamic", 32768, {"factor": 2.0})),
+        (GEMMA3, RopeSpec(1000000.0, "default", 32768)),
+        (
+            GPT_OSS,
+            RopeSpec(
+                150000.0,
+                "yarn",
+                4096,
+                {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": 0.0},
+            ),
+        ),
         ({**QWEN25, "rope_scaling": YARN}, RopeSpec(1000000.0, "yarn", 32768, {"factor": 4.0})),
         (
             {**QWEN25, "rope_theta": None, "rope_parameters": {"rope_theta": 5.0, **YARN}},

@@ -210,6 +210,32 @@ CASES = [
         roomy={"budget": 90, "threshold": 91},
     ),
     Case(
+        "triattention",
+        {"budget": 44, "period": 6, "recent": 3},
+        every(6, 50, 44),
+        first=PROMPT,
+        last=3,
+        roomy={"budget": 99},
+    ),
+    Case(
+        "triattention",
+        {"ratio": 0.4, "period": 5, "recent": 2, "mode": "union", "aggregation": "max"},
+        [(seen, PROMPT + max(3, (seen - PROMPT) * 2 // 5)) for seen in range(45, SEEN, 5)],
+        first=PROMPT,
+        last=2,
+        shared_by=8,
+    ),
+    Case(
+        "triattention",
+        {
+            "budget": 20, "period": 9, "recent": 4, "mode": "per_head", "normalise": False,
+            "protect_prompt": False,
+        },
+        every(9, 37, 20),
+        last=4,
+        shared_by=8,
+    ),
+    Case(
         "chunkkv",
         {"budget": 18, "window": 5, "chunk_size": 6},
         [(37, 18)],

@@ -18,6 +18,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
@@ -61,7 +62,9 @@ def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: 
     kv_tables = torch.tensor(tables(events), dtype=torch.int32)
     log_tables = torch.ones(1, events, 1, 256, dtype=torch.int32)
     unused: Any = None  # these cases log their queries
-    compressor = Compressor(cache, Observer(cache, scale=0.5, recomputer=unused))
+    heads = torch.rand(layers, kv_heads * group, 4)
+    centres = Centres(heads, heads[..., :2], torch.rand(layers, 2))
+    compressor = Compressor(cache, Observer(cache, 0.5, recomputer=unused, centres=centres))
     with CountCalls() as counter:
         compressor.run(task, policy, kv_tables, log_tables)
     return counter.calls

@@ -25,10 +25,10 @@ def test_a_name_leads_to_its_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != "none"])
 def test_a_policy_has_a_worked_example(name: str) -> None:
-    """A test of this folder imports its class: numbers by hand, or a naive loop over heads."""
+    """A test in here imports its class: numbers by hand, or a naive loop over heads."""
     policy = policy_class(name)
     line = re.compile(rf"^from {policy.__module__} import .*\b{policy.__name__}\b", re.MULTILINE)
-    tests = [file for file in HERE.glob("*.py") if file.name not in MATRIX]
+    tests = [file for file in HERE.rglob("*.py") if file.name not in MATRIX]
     assert any(line.search(file.read_text()) for file in tests)
 
 

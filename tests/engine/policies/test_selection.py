@@ -7,11 +7,14 @@ import torch
 
 from kvserve.engine.policies.selection import (
     best_and_newest,
+    best_places,
     chunks_and_newest,
     mask_to_indices,
+    stable_order,
     token_to_chunk,
     top_mask,
 )
+from kvserve.kernels.cpu import top_places
 
 EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]
 
@@ -142,3 +145,20 @@ def test_chunks_are_whole_but_for_one() -> None:
         assert len(cut) <= 1 and kept[-7:] == list(range(43, 50))
     one_each = chunks_and_newest(scores, 50, 29, 1, "sum")
     assert torch.equal(one_each, best_and_newest(scores, 50, 29))
+
+
+@pytest.mark.parametrize("length", [1, 7, 300])
+def test_compiled_selection_is_that_of_a_stable_sort(length: int) -> None:
+    """Ties, zeros of both signs and infinities, at every count."""
+    generator = torch.Generator().manual_seed(length)
+    scores = torch.randint(-3, 4, (6, length), generator=generator).float()
+    scores[1] = torch.randn(length, generator=generator)
+    scores[2] = torch.where(scores[2] > 0, 0.0, -0.0)
+    scores[3] = torch.where(scores[3] > 0, torch.inf, -torch.inf)
+    scores[4] = -torch.inf
+    scores[5] = torch.where(scores[5] > 1, torch.nan, scores[5])
+    assert top_places.takes(scores)
+    for count in {1, 2, length // 2, length} & set(range(1, length + 1)):
+        expected = stable_order(scores)[..., :count].sort(dim=-1).values
+        assert torch.equal(best_places(scores, count), expected)
+        assert torch.equal(best_places(scores, count, 3)[..., :count], expected)

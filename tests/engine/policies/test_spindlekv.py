@@ -13,7 +13,7 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_by_query_head, union_and_newest
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import ALL_HEADS
-from tests.engine.policies.uneven import choose
+from tests.engine.policies.uneven.choices import choose
 
 BETA = Fraction(1, 20)
 

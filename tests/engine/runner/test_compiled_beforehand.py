@@ -30,6 +30,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "snapkv": WINDOW | THRESHOLD | {"protect_prompt": False},
     "rkv": WINDOW | {"threshold": 24},
     "keydiff": {"budget": 16},
+    "triattention": {"budget": 16, "period": 8},
     "chunkkv": WINDOW | {"chunk_size": 4},
     "pyramidkv": WINDOW,
     "pyramidinfer": {"min_context": 8, "decay": 0.2, "period": 8, "decode_decay": 0.3},
@@ -45,7 +46,7 @@ CASES |= {
     "spindlekv-raw": {"name": "spindlekv", "window": 4, "codebook": False},
 }
 
-QUICK = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv"}
+QUICK = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv", "triattention"}
 
 
 def test_no_policy_is_left_out() -> None:

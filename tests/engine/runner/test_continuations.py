@@ -23,6 +23,7 @@ from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain
 from tests.engine.test_pressure import watch
@@ -226,6 +227,30 @@ def test_followers_that_make_way(
     stats = llm.stats()
     assert stats.preemptions_total > 3 and bool(stats.swaps_total) == bool(swap_space)
     assert stats.resumed_total == 6
+    check_integrity(llm)
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [("model", LEAVING[0]), ("model", {"name": "snapkv", "budget": 24, "window": 4}),
+     ("layer", UNEVEN_CASES["pyramidkv"])],
+    ids=["kara", "snapkv", "pyramidkv"],
+)  # fmt: skip
+def test_wrong_guesses_are_nothing_to_the_next_turn(
+    llama_dir: Path, layout: str, policy: dict[str, Any]
+) -> None:
+    """What a turn leaves are confirmed tokens, though it may end in the middle of a chunk."""
+    settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on"}
+    expected = talk(make_plain(llama_dir, policy, **settings), [policy] * 3, turns=3)
+    llm = make_llm(llama_dir, policy, **settings, speculative_config=SPECULATIVE, max_num_seqs=8)
+    watch(llm)
+    answers = [each.answers[turn][1] for turn in range(3) for each in expected]
+    oracle = Oracle(llm, answers.__getitem__, 0.8)
+    got = talk(llm, [policy] * 3, turns=3)
+    assert [each.tokens for each in got] == [each.tokens for each in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.details[-1].held_entries == other.details[-1].held_entries
+    assert oracle.guessed > oracle.confirmed > 50 and llm.stats().resumed_total == 6
     check_integrity(llm)
 
 

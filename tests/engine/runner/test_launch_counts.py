@@ -21,7 +21,7 @@ VIEWS = {
 }
 PER_LAYER = {
     "linear": 4, "add": 2,
-    "_rms_norm": 2, "_rotate": 1, "_store": 1, "_attend": 1, "_merge": 1, "_silu_and_mul": 1,
+    "_rms_norm": 2, "_rotate": 1, "_store": 1, "attend": 1, "merge": 1, "_silu_and_mul": 1,
 }  # fmt: skip
 
 

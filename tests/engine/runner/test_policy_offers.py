@@ -22,13 +22,13 @@ def test_what_is_offered_runs_and_compacts(layout: str) -> None:
     offers = llm.engine.core.info.offers
     assert [offer.name for offer in offers] == policy_names()
     (sample,) = make_samples("chain", 1, 0)
-    for offer in offers:
-        if offer.refusal is not None:
-            continue
-        params = SamplingParams(
-            max_tokens=400, ignore_eos=True, kv_policy={"name": offer.name, **offer.args}
-        )
-        (output,) = llm.chat([{"role": "user", "content": sample.turns[0]}], params)
+    taken = [offer for offer in offers if offer.refusal is None]
+    params = [
+        SamplingParams(max_tokens=400, ignore_eos=True, kv_policy={"name": each.name, **each.args})
+        for each in taken
+    ]
+    asked = [[{"role": "user", "content": sample.turns[0]}] for _ in taken]
+    for offer, output in zip(taken, llm.chat(asked, params), strict=True):
         events = output.kv_cache_details.compactions
         assert (events > 0) == (offer.name != "none"), offer
     refused = {offer.name for offer in offers if offer.refusal is not None}

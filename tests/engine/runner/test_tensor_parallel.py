@@ -42,10 +42,20 @@ REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": {"name": "chunkkv", "budget": 24, "chunk_size": 6}},
     {"kv_policy": {"name": "pyramidinfer", "min_context": 6, "decay": 0.2, "period": 8}},
     {"kv_policy": {"name": "h2o", "budget": 30}},
+    {"kv_policy": {"name": "triattention", "budget": 30, "period": 4, "recent": 2}},
+    {
+        "kv_policy": {
+            "name": "triattention",
+            "budget": 30,
+            "period": 4,
+            "recent": 2,
+            "mode": "union",
+        }
+    },
     {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 1.0},
     {"kv_policy": "none", "prompt_logprobs": 2, "logprobs": 2},
 ]
-PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 37, 45])
+PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 55, 48, 37, 45])
 
 
 @contextmanager
@@ -213,11 +223,11 @@ def test_each_rank_reads_its_part_and_no_more(
                 of_ranks = [getattr(half, name).split((rows // 2).tolist()) for half in halves]
                 joined = [torch.cat(pair) for pair in zip(*of_ranks, strict=True)]
                 assert torch.equal(torch.cat(joined), matrix)
-        gates, ups = zip(*(half.gate_up.chunk(2) for half in halves), strict=True)
-        assert torch.equal(torch.cat([*gates, *ups]), layer.gate_up)
-        for name in ("out", "down"):
-            columns = torch.cat([getattr(half, name) for half in halves], dim=1)
-            assert torch.equal(columns, getattr(layer, name))
+        gates, ups = zip(*(half.mlp.gate_up.chunk(2, dim=-2) for half in halves), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups], dim=-2), layer.mlp.gate_up)
+        for name in ("out", "mlp.down"):
+            columns = torch.cat([half.get_parameter(name) for half in halves], dim=-1)
+            assert torch.equal(columns, layer.get_parameter(name))
         assert all(torch.equal(half.post_norm, layer.post_norm) for half in halves)
     for name in ("embedding", "head"):
         assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.openai.responses import usage
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
 
@@ -85,10 +88,11 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
         "priority": 3,
         "kv_policy": {"name": "kara", "window": 64, "buffer": 8},
     }
+    seen = {**fields, "client": "127.0.0.1"}
     assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(**fields, stop=["x"], logprobs=1)
+    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x"], logprobs=1)
     assert server.chat("a", stop=["x", "y"], logprobs=True, top_logprobs=4, **fields).is_success
-    assert server.engine.seen[-1][1] == SamplingParams(**fields, stop=["x", "y"], logprobs=4)
+    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x", "y"], logprobs=4)
 
 
 def test_null_means_not_given(server: RunningServer) -> None:
@@ -99,7 +103,7 @@ def test_null_means_not_given(server: RunningServer) -> None:
     assert server.chat("a", max_tokens=1, **absent, **chat).status_code == 200
     response = server.complete("a", max_tokens=1, add_special_tokens=None, **absent)
     assert response.status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[])
+    assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[], client="127.0.0.1")
 
 
 def test_max_tokens_when_absent_and_when_null(server: RunningServer) -> None:
@@ -135,6 +139,7 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "blocks_released": 1,
         "peak_blocks": 0,
         "held_bytes": 0,
+        "window_bytes": 0,
         "log_bytes": 0,
         "coded_entries": 0,
         "codebook_entries": 0,
@@ -143,6 +148,19 @@ def test_kv_cache_details(server: RunningServer) -> None:
     }
     batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4
+
+
+def test_usage_counts_guesses_where_there_may_be_some() -> None:
+    """Sums over prompts and choices; nothing is said by an engine that never guesses."""
+    output = RequestOutput("a", None, [1, 2], [CompletionOutput(0)])
+    assert "speculation" not in usage([output])
+    found = [
+        replace(output, speculation=SpeculationDetails(*counts))
+        for counts in ((5, 3, None), (2, 0, None))
+    ]
+    expected = {"drafted_tokens": 7, "accepted_tokens": 3, "refused": None}
+    assert usage(found)["speculation"] == expected
+    assert usage([found[0], output])["speculation"]["drafted_tokens"] == 5
 
 
 def test_completion_logprobs(server: RunningServer) -> None:

@@ -79,16 +79,17 @@ def test_the_engine_is_watched_only_while_somebody_reads(start_server: StartServ
 
 def test_at_most_five_events_a_second_and_none_without_news(start_server: StartServer) -> None:
     server = start_server()
-    events, started = [], time.monotonic()
-    stream = server.http.stream("GET", "/v1/kv/events", timeout=1.5)
+    times: list[float] = []
+    stream = server.http.stream("GET", "/v1/kv/events", timeout=3)
     with stream as response, pytest.raises(httpx.ReadTimeout):
         for line in response.iter_lines():
             if not line.startswith("data: "):
                 continue
-            events.append(line)
-            if time.monotonic() - started < 1.5:
-                server.engine.stats = replace(STATS, steps_total=len(events))
-    assert 3 <= len(events) <= 10
+            times.append(time.monotonic())
+            if len(times) < 6:
+                server.engine.stats = replace(STATS, steps_total=len(times))
+    assert len(times) == 6
+    assert times[-1] - times[0] > 0.8, "five more, a fifth of a second apart"
 
 
 def test_it_ends_with_the_server_and_needs_one_that_is_ready(start_server: StartServer) -> None:

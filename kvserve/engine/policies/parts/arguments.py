@@ -131,6 +131,8 @@ def _check_value(f: Field[Any], value: Any) -> None:
         number(f.name, value, facts.get("least"), facts.get("most"))
     elif "int" in types:
         integer(f.name, value, facts.get("least"), most_of(f), odd=facts.get("odd", False))
+    elif types == ["str", "None"]:
+        require(value is None or isinstance(value, str), f.name, value, "a string")
 
 
 def _check_against_others(policy: Any, f: Field[Any], value: Any) -> None:

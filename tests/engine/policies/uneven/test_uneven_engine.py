@@ -21,6 +21,7 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
 from tests.engine.policies.cases import UNEVEN_CASES
 from tests.scheduler.traffic import preempt_now_and_then
@@ -47,26 +48,32 @@ def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[int
     return [output.outputs[0].token_ids for output in outputs]
 
 
+Alone = tuple[list[int], list[Event], torch.Tensor, LLM]
+
+
+def alone(llm: LLM) -> Alone:
+    """Tokens, events and logits of a request that has the engine to itself."""
+    runner = llm.engine.core.runner
+    layout, original = runner.cache.layout, runner.model.logits
+    kept, logits = KeptPositions(layout.num_layers, layout.num_kv_heads), []
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        logits.append(original(hidden))
+        return logits[-1]
+
+    runner.model.logits = record  # type: ignore[method-assign]
+    runner.compressor.on_moves = kept.on_moves
+    (tokens,) = generate(llm, [PROMPT])
+    runner.model.logits = original  # type: ignore[method-assign]
+    runner.compressor.on_moves = None
+    return tokens, kept.events, torch.cat(logits), llm
+
+
 @pytest.fixture(scope="module")
 def run_alone(llama_dir: Path) -> Any:
     @cache
-    def run(label: str) -> tuple[list[int], list[Event], list[torch.Tensor], LLM]:
-        """Tokens, events and logits of a request that has the engine to itself."""
-        llm = make_llm(llama_dir, UNEVEN_CASES[label])
-        runner = llm.engine.core.runner
-        layout, original, logits = runner.cache.layout, runner.model.logits, []
-        kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
-
-        def record(hidden: torch.Tensor) -> torch.Tensor:
-            logits.append(original(hidden))
-            return logits[-1]
-
-        runner.model.logits = record  # type: ignore[method-assign]
-        runner.compressor.on_moves = kept.on_moves
-        (tokens,) = generate(llm, [PROMPT])
-        runner.model.logits = original  # type: ignore[method-assign]
-        runner.compressor.on_moves = None
-        return tokens, kept.events, logits, llm
+    def run(label: str) -> Alone:
+        return alone(make_llm(llama_dir, UNEVEN_CASES[label]))
 
     return run
 
@@ -91,9 +98,18 @@ def test_logits_are_those_of_dense_attention_over_the_kept_sets(
         assert len(np.unique(counts)) > 1, "the counts do not differ"
     pruned = label == "pyramidinfer"
     dense = dense_pass(load_dense(llama_dir), PROMPT + tokens[:-1], events, pruned=pruned)
-    torch.testing.assert_close(
-        torch.cat(logits), dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4
-    )
+    torch.testing.assert_close(logits, dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma3"])
+@pytest.mark.parametrize("label", ["adakv", "adakv-threshold", "pyramidkv"])
+def test_so_they_are_where_other_layers_have_windows(kind: str, label: str, tmp_path: Path) -> None:
+    """With sinks in every softmax of gpt-oss."""
+    directory = write_checkpoint(kind, tmp_path)
+    tokens, events, logits, _ = alone(make_llm(directory, UNEVEN_CASES[label]))
+    assert events and len(np.unique((events[0].held >= 0).sum(axis=2))) > 1
+    dense = dense_pass(load_dense(directory), PROMPT + tokens[:-1], events)
+    torch.testing.assert_close(logits, dense.logits[len(PROMPT) - 1 :], atol=5e-4, rtol=5e-4)
 
 
 @EACH
@@ -115,6 +131,23 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
         assert bool(scheduler.num_preemptions) == ("swap_space" in settings)
         assert scheduler.blocks.headroom == scheduler.pool.capacity
         scheduler.check_integrity()
+
+
+@EACH
+def test_guesses_do_not_matter(label: str, run_alone: Any, llama_dir: Path) -> None:
+    """Tokens and kept sets; right guesses are entries like others, wrong ones are gone."""
+    expected, events, *_ = run_alone(label)
+    llm = make_llm(llama_dir, UNEVEN_CASES[label], speculative_config=SPECULATIVE)
+    runner = llm.engine.core.runner
+    layout = runner.cache.layout
+    kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
+    runner.compressor.on_moves = kept.on_moves
+    oracle = Oracle(llm, lambda _: expected, 0.8)
+    assert generate(llm, [PROMPT]) == [expected]
+    assert oracle.guessed > oracle.confirmed > 5
+    assert [event.seen for event in kept.events] == [event.seen for event in events]
+    for one, other in zip(kept.events, events, strict=True):
+        assert np.array_equal(one.held, other.held)
 
 
 @EACH

@@ -16,7 +16,7 @@ from kvserve.engine.policies.parts.budgets import (
     share_out,
 )
 from kvserve.engine.policies.pyramidkv import PyramidKV
-from tests.engine.policies.uneven import tied
+from tests.engine.policies.uneven.choices import tied
 
 # ---- PyramidKV ----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def test_one_client_with_many_makes_others_wait_for_one() -> None:
     sent = [(f"a{i}", "a") for i in range(50)] + [("b0", "b"), ("c0", "c"), ("b1", "b")]
     new = NewSequence(0, "r", [1], 1, [], 1.0, 1.0, 0, 0.0, None, 0, 0, None, None)
     for seq_id, (value, client) in enumerate(sent):
-        queue.add(replace(new, seq_id=seq_id), StructuredOutput("regex", value, client=client))
+        queue.add(replace(new, seq_id=seq_id, client=client), StructuredOutput("regex", value))
     queue.drop([1])  # who leaves costs nothing
     compiler.queued.set()
     while queue:

@@ -21,7 +21,7 @@ from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
-from tests.engine.policies.uneven import best, choose, places, tied
+from tests.engine.policies.uneven.choices import best, choose, places, tied
 
 
 def random_observation(

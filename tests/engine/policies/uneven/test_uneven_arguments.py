@@ -10,7 +10,7 @@ from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
-from tests.engine.policies.uneven import UNEVEN
+from tests.engine.policies.uneven.choices import UNEVEN
 
 NAN = float("nan")
 CASES: dict[str, list[tuple[dict[str, Any], str]]] = {

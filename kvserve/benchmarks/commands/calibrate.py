@@ -1,0 +1,198 @@
+"""``kvserve calibrate``: measures where a model's queries point, once, for policy triattention.
+
+Queries are counted while the engine runs the model over text, in chunks of prefill, or over a
+task's prompts and the model's own answers. None is held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
+from kvserve.benchmarks.datasets.workload import task_prompts
+from kvserve.benchmarks.measuring.measure import play
+from kvserve.benchmarks.measuring.query_census import QueryCensus
+from kvserve.benchmarks.reports.plots import panels, styled
+from kvserve.benchmarks.reports.report import Column, markdown_table
+from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.setup.options import at_least, check_matplotlib, file_name
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
+from kvserve.config import ModelConfig
+from kvserve.engine.compression.query_statistics import FILE, QueryStatistics, refusal
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.log import ConfigError, RequestError
+from kvserve.progress import progress
+from kvserve.sampling_params import SamplingParams
+
+_SAMPLES = 8  # of a task, at a time
+_SUITS, _HARDLY = 0.5, 0.25
+_COLUMNS = (
+    Column("layer", "layer", "d"),
+    Column("mean", "mean", ".2f"),
+    Column("lowest head", "low", ".2f"),
+    Column("highest head", "high", ".2f"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = ModelConfig().model
+    words = f"directory or hub id (default: {default})"
+    parser.add_argument("--model", default=default, metavar="M", help=words)
+    words = "directory or hub id (default: the model's)"
+    parser.add_argument("--tokenizer", metavar="M", help=words)
+    text = parser.add_mutually_exclusive_group()
+    words = "text that is like what the model will read and write"
+    text.add_argument("--text", type=Path, metavar="FILE", help=words)
+    words = (
+        f"a shipped task, whose prompts the model answers: {', '.join(TASKS)} (default: those that "
+        "a shipped model was trained for)"
+    )
+    text.add_argument("--dataset", choices=TASKS, metavar="TASK", help=words)
+    words = "tokens to count (default: 32768)"
+    parser.add_argument("--tokens", type=at_least(1), default=32_768, metavar="N", help=words)
+    words = f"file to write; {FILE} beside the model is found by itself, .pt is as released"
+    parser.add_argument("--output", type=_output, required=True, metavar="FILE", help=words)
+    words = "draw the concentration of every head"
+    parser.add_argument("--plot", type=file_name(".png"), metavar="FILE.png", help=words)
+    parser.add_argument("--dtype", metavar="DTYPE", help="as of kvserve serve")
+    words = "longest piece of text, in tokens (default: the model's context)"
+    parser.add_argument("--max-model-len", type=at_least(2), metavar="N", help=words)
+    words = "most tokens in a step"
+    parser.add_argument("--max-num-batched-tokens", type=at_least(1), metavar="N", help=words)
+    parser.add_argument("--seed", type=at_least(0), default=1, metavar="N", help="of the task")
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="torch threads")
+    words = "let the tokenizer run code from its repository"
+    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.set_defaults(fail=parser.error, load_format="auto", max_num_seqs=_SAMPLES)
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".stats", ".safetensors", ".pt") or path.is_dir():
+        words = "is not the name of a .stats, .safetensors or .pt file"
+        raise argparse.ArgumentTypeError(f"{text!r} {words}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.plot:
+        check_matplotlib(args, "--plot")
+    try:
+        with opened_checkpoint(args) as checkpoint:
+            found = _measure(args, checkpoint)
+    except RequestError as error:
+        return int(args.fail(str(error)))
+    except KeyboardInterrupt:
+        return int(args.fail("interrupted"))
+    found.save(args.output)
+    lines = [*_describe(found, checkpoint.name), f"saved to {args.output}"]
+    if args.plot:
+        _plot(found, checkpoint.name, args.plot)
+        lines.append(f"plot saved to {args.plot}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _measure(args: argparse.Namespace, checkpoint: Checkpoint) -> QueryStatistics:
+    if (reason := refusal(checkpoint.spec)) is not None:
+        raise ConfigError(f"--model: {reason}")
+    shipped = args.model.startswith("kvserve/")
+    if args.text is None and args.dataset is None and not shipped:
+        args.fail("--text FILE, or --dataset TASK: say what the model is to read")
+    engines = Engines(args, checkpoint)
+    # Every token is to be computed, by modules that call back.
+    engine = engines.build(NO_COMPRESSION, enable_prefix_caching=False, enforce_eager=True)
+    runner = engine.core.runner
+    census = QueryCensus(runner.model, runner.cache)
+    steps = _read(engine, args) if args.text else _answer(engine, args, checkpoint)
+    hidden = args.disable_tqdm
+    with progress(total=args.tokens, desc="calibrate", unit="token", hidden=hidden) as bar:
+        for _ in steps:
+            bar.update(min(census.tokens, args.tokens) - bar.n)
+            if census.tokens >= args.tokens:
+                break
+    census.close()
+    return census.found()
+
+
+def _read(engine: LLMEngine, args: argparse.Namespace) -> Iterator[None]:
+    """Prefill the text's pieces, a step at a time."""
+    assert engine.tokenizer is not None
+    try:
+        ids = engine.tokenizer.encode(args.text.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        args.fail(f"--text: {error}")
+    if len(ids) < 2:
+        args.fail(f"--text: {args.text} has {len(ids)} tokens")
+    longest = engine.core.info.max_model_len - 1
+    ids = ids[: args.tokens]
+    for start in range(0, len(ids), longest):
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.add_request(f"piece {start}", ids[start : start + longest], params)
+        while engine.has_unfinished_requests:
+            engine.step()
+            yield
+
+
+def _answer(engine: LLMEngine, args: argparse.Namespace, checkpoint: Checkpoint) -> Iterator[None]:
+    """Let the model answer samples of its tasks, a few of each in turn."""
+    tasks: Sequence[str] = [args.dataset] if args.dataset else default_tasks(args.model)
+    tokenizer, seed = checkpoint.tokenizer(), args.seed
+    while True:
+        for task in tasks:
+            play(engine, task_prompts(task, _SAMPLES, tokenizer, seed))
+            yield
+        seed += 1
+
+
+def _describe(found: QueryStatistics, model: str) -> list[str]:
+    each = found.concentration
+    rows = [
+        {"layer": n, "mean": float(x.mean()), "low": float(x.min()), "high": float(x.max())}
+        for n, x in enumerate(each)
+    ]
+    return [
+        f"concentration of {model}'s queries before RoPE, over {found.tokens:,} tokens",
+        "(1: all queries of a head point one way; 0: nowhere in particular)",
+        "",
+        markdown_table(_COLUMNS, rows),
+        "",
+        verdict(found),
+    ]
+
+
+def verdict(found: QueryStatistics) -> str:
+    """Whether triattention suits the model, in a sentence."""
+    middle = float(found.concentration.median())
+    share = float((found.concentration >= _SUITS).float().mean())
+    heads = f"its median is {middle:.2f}, and {share:.0%} of the heads are at {_SUITS} or above"
+    if middle >= _SUITS:
+        return f"triattention suits this model: {heads}."
+    if middle >= _HARDLY:
+        return f"triattention may suit this model ({heads}): compare it with kara (kvserve eval)."
+    return f"triattention hardly suits this model: {heads}; kara asks the queries themselves."
+
+
+@styled
+def _plot(found: QueryStatistics, model: str, path: Path) -> None:
+    """Heads along x, layers along y; colour is the concentration."""
+    from matplotlib.ticker import MaxNLocator
+
+    layers, _ = found.concentration.shape
+    figure, (axes,) = panels([f"where the queries of {model} point"], height=1.5 + 0.25 * layers)
+    axes.grid(False)
+    axes.set(xlabel="query head", ylabel="layer")
+    values = np.asarray(found.concentration)
+    image = axes.imshow(values, aspect="auto", vmin=0, vmax=1, origin="lower", cmap="cividis")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label="concentration")
+    figure.savefig(path, dpi=150)

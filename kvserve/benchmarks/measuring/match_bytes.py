@@ -1,0 +1,75 @@
+"""Finds the budget under which a policy holds a given number of bytes per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.engine.policies.base import PolicyError
+
+CLOSE = 0.005
+"""A budget within this part of the bytes is taken."""
+_FINEST = 1000  # a ratio is a multiple of 1 / _FINEST
+
+
+def can_match(spec: PolicySpec) -> bool:
+    """Whether a policy has a budget or a ratio to change."""
+    return spec.has_field("budget") or spec.has_field("ratio")
+
+
+def matched(
+    spec: PolicySpec, target: float, most: int, held: Callable[[PolicySpec], float]
+) -> PolicySpec:
+    """``spec`` with the budget, at most ``most`` entries, that holds nearest to ``target`` bytes.
+
+    Its ratio changes where it was given, or where it has no budget; a threshold that was given
+    stays as far above the budget as it was. ``held`` measures a policy's bytes, which grow with its
+    budget.
+    """
+    by_ratio = "ratio" in spec.fields or not spec.has_field("budget")
+    low, high = 1, _FINEST - 1 if by_ratio else most
+    bounded = not _allowed(spec, high, by_ratio=by_ratio)
+    known: dict[int, float] = {}
+    while low <= high:
+        size = _next(low, high, target, known)
+        try:
+            known[size] = held(_with(spec, size, by_ratio=by_ratio))
+        except PolicyError:  # more than a window has, or less than what is always kept
+            low, high = (low, size - 1) if bounded else (size + 1, high)
+            continue
+        if abs(known[size] / target - 1) <= CLOSE:
+            break
+        low, high = (size + 1, high) if known[size] < target else (low, size - 1)
+    if not known:
+        raise PolicyError(f"{spec.label} has no budget that {most} entries allow", "budget")
+    nearest = min(known, key=lambda size: abs(known[size] - target))
+    return _with(spec, nearest, by_ratio=by_ratio)
+
+
+def _next(low: int, high: int, target: float, known: Mapping[int, float]) -> int:
+    """A size in [low, high]: on the line between the nearest ones on both sides, else halfway."""
+    below = max((size for size in known if size < low), default=None)
+    above = min((size for size in known if size > high), default=None)
+    if below is None or above is None:
+        return (low + high) // 2
+    share = (target - known[below]) / (known[above] - known[below])
+    return min(max(round(below + share * (above - below)), low), high)
+
+
+def _allowed(spec: PolicySpec, size: int, *, by_ratio: bool) -> bool:
+    try:
+        _with(spec, size, by_ratio=by_ratio)
+    except PolicyError:
+        return False
+    return True
+
+
+def _with(spec: PolicySpec, size: int, *, by_ratio: bool) -> PolicySpec:
+    if by_ratio:
+        return spec.with_fields(ratio=str(Fraction(size, _FINEST)))
+    more: dict[str, Any] = {"budget": size}
+    if "threshold" in spec.fields and "budget" in spec.fields:
+        more["threshold"] = size + spec.fields["threshold"] - spec.fields["budget"]
+    return spec.with_fields(**more)

@@ -1,0 +1,355 @@
+"""Decoders whose layers are transformers' own modules: any whose attention can be handed over.
+
+transformers calls the function registered as ``kvserve`` with each layer's rotated queries, keys
+and values; it stores them and attends as our own layers do. Norms, projections, experts and the
+head stay theirs, so that they are right, and slower than ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
+from kvserve.engine.device.distributed import ALONE
+from kvserve.engine.models.feed_forward import empty
+from kvserve.engine.models.operators import select_operators
+from kvserve.engine.models.spec import ModelSpec, RopeSpec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.log import ConfigError
+
+NAME = "kvserve"
+_FULL = {"full_attention", "attention"}
+_WINDOWED = {"sliding_attention", "chunked_attention"}
+_SINKS = {"GptOssForCausalLM"}
+"""Architectures whose attention passes sinks (``s_aux``)."""
+
+
+def borrowed_spec(
+    directory: Path, overrides: Mapping[str, Any] | None, architecture: str
+) -> ModelSpec:
+    """What config.json says of a decoder that transformers knows; ``ConfigError`` names what keeps
+    it from running here."""
+    config = _text_config(directory, overrides)
+    causal = _causal_class(config)
+    if causal is None or not causal._supports_attention_backend:
+        raise _refused(architecture, "transformers cannot hand its attention to another program")
+    _check_layers(config, architecture)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    eos = getattr(config, "eos_token_id", None)
+    dtype = getattr(config, "dtype", None)
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise _refused(architecture, "it states no longest context (max_position_embeddings)")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "chunked_attention" in kinds:  # up to a chunk's length it is full attention
+        context = min(context, config.attention_chunk_size)
+    window, windowed = _windows(config)
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        vocab_size=config.vocab_size,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(1.0, "transformers", context),
+        max_position=context,
+        window=window,
+        windowed=windowed,
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        qkv_bias=False,
+        qk_norm=None,
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
+        sinks=architecture in _SINKS,
+        soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        borrowed=True,
+    )
+
+
+def knows(architecture: str) -> bool:
+    """Whether transformers has a decoder of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return any(
+        architecture in ((name,) if isinstance(name, str) else name) for name in NAMES.values()
+    )
+
+
+@dataclass
+class _Step:
+    """What the layers of one forward are given, nothing in a trial; ``layers`` have attended."""
+
+    layers: list[int]
+    given: tuple[ForwardBatch, LayerCache, BatchAttention] | None = None
+
+
+class Borrowed(Transformer):
+    """A decoder of transformers' modules, on one rank."""
+
+    def __init__(self, spec: ModelSpec, causal: Any, dtype: torch.dtype, device: str) -> None:
+        nn.Module.__init__(self)
+        self.spec = self.part = spec
+        self.fp8, self.group = False, ALONE
+        self.operators = replace(
+            select_operators(dtype, device),
+            name="torch",
+            reason="transformers' modules have theirs",
+        )
+        self.scale = spec.head_dim**-0.5
+        self.sinks: dict[int, Tensor] = {}
+        self.norm = empty(spec.hidden_size)
+        self.causal = causal
+        self._base: Any = causal.base_model
+        self._step: _Step | None = None
+        for module in causal.modules():
+            if hasattr(module, "layer_idx"):
+                module.kvserve_model = _Holder(self)
+
+    @property
+    def sinks_of_full_layers(self) -> Tensor | None:
+        if not self.sinks:
+            return None
+        return torch.stack([self.sinks[layer] for layer in self.spec.layers.full])
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        attention: BatchAttention,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Transformer.forward``, but the hidden states are those behind the last norm."""
+        hidden = self._run(input_ids, batch.positions, _Step([], (batch, cache, attention)))
+        return hidden if wanted is None else hidden[wanted]
+
+    def try_out(self) -> None:
+        """``ConfigError`` if a layer does not attend as ours do; two tokens, no cache."""
+        device, step = self._base.device, _Step([])
+        self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
+        if step.layers != list(range(self.spec.num_layers)):
+            missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
+            raise _refused(self.spec.architecture, f"layers {missing} do not hand attention over")
+
+    def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
+        self._step = step
+        try:
+            answer = self._base(
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False
+            )
+        finally:
+            self._step = None
+        hidden: Tensor = answer.last_hidden_state[0]
+        return hidden
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``sinks``: [Hq]."""
+        step = self._step
+        assert step is not None
+        step.layers.append(layer)
+        if sinks is not None and layer not in self.sinks:
+            self.sinks[layer] = sinks.detach().float().contiguous()
+        if step.given is None:
+            return torch.zeros_like(q).transpose(1, 2)
+        batch, cache, attention = step.given
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        if scaling is not None and scaling != self.scale:
+            q = q * (scaling / self.scale)
+        cache.store(layer, batch, k, v)
+        shares = None
+        if batch.query_slots is not None and cache.logs_shares:
+            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        attended = attention.forward(layer, q, cache, shares, self.sinks.get(layer))
+        cache.log(layer, batch, q, shares)
+        return attended[None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
+        with _given(self.causal, hidden[None]):
+            logits: Tensor = self.causal(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
+
+class _Holder:
+    """Keeps the model out of the modules' own children."""
+
+    def __init__(self, model: Borrowed) -> None:
+        self.model = model
+
+
+class _Given(nn.Module):
+    """Stands in for the layers while the head computes logits."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    @property
+    def decoder(self) -> _Given:
+        """OPT's head calls it by this name."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Answer:
+        return _Answer(self.hidden)
+
+
+class _Answer:
+    """Hidden states, as any of transformers' outputs has them; of all else there is none."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _given(causal: Any, hidden: Tensor) -> Iterator[None]:
+    name = causal.base_model_prefix
+    layers = getattr(causal, name)
+    setattr(causal, name, _Given(hidden))
+    try:
+        yield
+    finally:
+        setattr(causal, name, layers)
+
+
+def load_borrowed(
+    directory: Path,
+    overrides: Mapping[str, Any],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    random: bool,
+) -> Borrowed:
+    """The decoder with its weights, read by transformers; ``random``: drawn by it."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, _attend)
+    config = _text_config(directory, overrides)
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
+    with torch.device("meta"):
+        _try_out(Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta"))
+    if random:
+        causal = AutoModelForCausalLM.from_config(config, **how)
+    else:
+        try:
+            causal = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, local_files_only=True, use_safetensors=True, **how
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--model: transformers cannot read the checkpoint in {directory}: {error}"
+            ) from None
+    causal.requires_grad_(False)
+    model = Borrowed(spec, causal.to(device).eval(), dtype, device)
+    model.try_out()
+    return model
+
+
+def _try_out(model: Borrowed) -> None:
+    """Before any weight is read; experts that look at numbers are tried with these."""
+    with suppress(NotImplementedError, RuntimeError):
+        model.try_out()
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer."""
+    model: Borrowed = module.kvserve_model.model
+    layer, spec = int(module.layer_idx), model.spec
+    for name, known in (
+        ("softcap", options.get("softcap") == spec.soft_cap),
+        ("s_aux", spec.sinks),
+        ("sliding_window", layer in spec.windowed and options.get("sliding_window") == spec.window),
+        ("sinks", False),
+        ("position_bias", False),
+    ):
+        if options.get(name) is not None and not known:
+            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
+    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
+        shapes = f"{list(key.shape)} and values {list(value.shape)}"
+        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+    sinks = options.get("s_aux")
+    return model.attend(layer, query, key, value, scaling, sinks), None
+
+
+def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(directory, local_files_only=True, **(overrides or {}))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
+    return whole.get_text_config(decoder=True)
+
+
+def _causal_class(config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _check_layers(config: Any, architecture: str) -> None:
+    kinds = getattr(config, "layer_types", None) or ()
+    for index, kind in enumerate(kinds):
+        if kind not in _FULL | _WINDOWED:
+            raise _refused(architecture, f"layer {index} is {kind}, which has no keys and values")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refused(architecture, "it has an encoder")
+    if getattr(config, "kv_lora_rank", None):
+        raise _refused(architecture, "its layers have latent attention (MLA)")
+    if getattr(config, "attention_logit_cap", None):
+        raise _refused(architecture, "its attention caps logits (attention_logit_cap)")
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    for part in parts:
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            raise _refused(
+                architecture, f"RoPE of type {part['rope_type']} depends on a batch's lengths"
+            )
+
+
+def _windows(config: Any) -> tuple[int | None, frozenset[int]]:
+    """The window of the sliding layers and which these are, if it has any."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None, frozenset()
+    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+    windowed = frozenset(n for n, kind in enumerate(kinds) if kind == "sliding_attention")
+    return (int(window), windowed) if windowed else (None, windowed)
+
+
+def _refused(architecture: str, why: str) -> ConfigError:
+    return ConfigError(f"--model: kvserve cannot run {architecture}: {why}")

@@ -1,0 +1,84 @@
+"""The second half of a layer: an MLP for all tokens, or a mixture of experts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kvserve.engine.models.families import ExpertSpec
+from kvserve.engine.models.fp8 import FP8
+from kvserve.engine.models.linear import expert_linear, linear, packed
+from kvserve.engine.models.operators import Operators
+from kvserve.kernels.elementwise import clamped_swiglu, gelu_and_mul
+from kvserve.kernels.experts import combine, route
+
+
+class Mlp(nn.Module):
+    """Gate and up are one matrix; both matrices may be held as FP8, with a scale per output."""
+
+    def __init__(
+        self, hidden: int, width: int, operators: Operators, *, fp8: bool, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self._activate = operators.silu_and_mul if activation == "silu" else gelu_and_mul
+        self.gate_up, self.gate_up_scales = matrix(2 * width, hidden, fp8)
+        self.down, self.down_scales = matrix(hidden, width, fp8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]."""
+        activated = self._activate(linear(x, self.gate_up, scales=self.gate_up_scales))
+        return linear(activated, self.down, scales=self.down_scales)
+
+    def pack(self, product: str) -> None:
+        """Lay the matrices out for ``product`` (``linear.py``)."""
+        self.gate_up, self.down = packed(self.gate_up, product), packed(self.down, product)
+
+
+class Experts(nn.Module):
+    """E experts, of which a router gives each token some: ``gate_up [E, 2 width, hidden]``, ``down
+    [E, hidden, width]``. Ranks have parts of each expert, and all of the router. With a ``limit``
+    (gpt-oss) all of them have biases, and gates and ups lie in turns."""
+
+    def __init__(self, hidden: int, spec: ExpertSpec, operators: Operators) -> None:
+        super().__init__()
+        self._activate, self.spec = operators.silu_and_mul, spec
+        self.router = empty(spec.count, hidden)
+        self.gate_up = empty(spec.count, 2 * spec.intermediate_size, hidden)
+        self.down = empty(spec.count, hidden, spec.intermediate_size)
+        biased = spec.limit is not None
+        self.router_bias = empty(spec.count) if biased else None
+        self.gate_up_bias = empty(spec.count, 2 * spec.intermediate_size) if biased else None
+        self.down_bias = empty(spec.count, hidden) if biased else None
+        if spec.limit is not None:
+            self._activate = partial(clamped_swiglu, limit=spec.limit, alpha=spec.alpha)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]."""
+        logits = linear(x, self.router, self.router_bias)
+        routes = route(logits, self.spec.per_token, self.spec.normalised)
+        products = expert_linear(x[routes.tokens], self.gate_up, routes.ends)
+        if self.gate_up_bias is not None:
+            products = products + self.gate_up_bias[routes.experts]
+        answers = expert_linear(self._activate(products), self.down, routes.ends)
+        if self.down_bias is not None:
+            answers = answers + self.down_bias[routes.experts]
+        return combine(answers, routes)
+
+    def pack(self, product: str) -> None:
+        """Lay the matrices out for ``product`` (``linear.py``)."""
+        for name in ("router", "gate_up", "down"):
+            setattr(self, name, packed(getattr(self, name), product))
+
+
+def empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A weight that is read later."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def matrix(rows: int, columns: int, fp8: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """A weight [rows, columns] and, as FP8, its scales [rows, 1]."""
+    if not fp8:
+        return empty(rows, columns), None
+    return empty(rows, columns, dtype=FP8), empty(rows, 1, dtype=torch.float32)

@@ -1,0 +1,52 @@
+"""Which form of a decoder runs: our own layers, or transformers' (``--model-impl``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvserve.config import ModelConfig
+from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.models.borrowed import borrowed_spec, knows, load_borrowed
+from kvserve.engine.models.families import VARIANTS
+from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import ModelSpec, has_alibi, read_spec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.log import ConfigError
+
+
+def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
+    """The spec of the form that ``config`` asks for, by default ours if there is one.
+
+    ``ConfigError`` says what keeps the model from running.
+    """
+    path = directory / "config.json"
+    raw = {**(read_json(path) if path.exists() else {}), **config.hf_overrides}
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
+    if config.model_impl == "native" or (config.model_impl == "auto" and ours):
+        return read_spec(directory, config.hf_overrides)
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
+            "quantised weights into them"
+        )
+    return borrowed_spec(directory, config.hf_overrides, architecture)
+
+
+def load(
+    directory: Path,
+    config: ModelConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    group: RankGroup = ALONE,
+) -> Transformer:
+    """The decoder of ``choose_spec`` with its weights (random for ``load_format="dummy"``)."""
+    if not spec.borrowed:
+        return load_model(directory, config, spec, dtype, device, group)
+    random = config.load_format == "dummy"
+    overrides = config.hf_overrides
+    return load_borrowed(directory, overrides, spec, dtype, device, random=random)

@@ -1,0 +1,140 @@
+"""The group of layers that attend to the newest tokens alone: sliding windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.block_table import BlockTable, Rows
+from kvserve.scheduler.blocks.cache_group import Begun, CacheGroup, ResumeAt
+from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.token_group import TokenGroup
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.continuation import GroupRow
+
+
+class WindowGroup(TokenGroup):
+    """Keys and values of the newest tokens, addressed by logical position. A token sees ``window``
+    of them, itself included; a step computes at most ``chunk`` of a row.
+
+    Blocks behind a row's window are given back as it grows. One block more is held, so that a later
+    turn may leave out the last few tokens of an answer.
+    """
+
+    kind = "windows"
+
+    def __init__(self, table: BlockTable, spec: WindowSpec) -> None:
+        super().__init__(table)
+        self.spec = spec
+        self._window, self._chunk = spec.window, spec.chunk
+
+    def pass_by(self, positions: IntArray) -> None:
+        """Give back what no token from ``positions [n]`` of the first rows on will see."""
+        first = self._first_column(positions - self.block_tokens)
+        moved = np.flatnonzero(first > self._table.first[0, : len(first), 0])
+        if len(moved):
+            self._table.move_front(moved, first[moved, None])
+
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        return super().wanted(rows, np.minimum(new, self._chunk), positions)
+
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
+        super().grow(rows, np.minimum(new, self._chunk), positions)
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        return window_blocks(num_tokens, self.spec) * self._table.num_lanes
+
+    # ---- prefixes ----------------------------------------------------------------------------
+
+    def columns(self, row: int, first: int, end: int) -> IntArray:
+        """Block 0 stands for columns that the row has given back."""
+        found = super().columns(row, first, end).copy()
+        found[: max(int(self._table.first[0, row, 0]) - first, 0)] = 0
+        return found
+
+    def usable(self, columns: IntArray) -> int:
+        """The longest prefix whose last tokens are all there."""
+        ends = np.arange(len(columns) + 1)
+        missing = np.concatenate([[0], np.cumsum((columns == 0).any(axis=1))])
+        seen = self._first_column(ends * self.block_tokens)
+        return int(ends[missing[ends] == missing[seen]][-1])
+
+    def needed(self, columns: IntArray) -> IntArray:
+        """The columns with block 0 for those that a row which begins with them does not see."""
+        needed = columns.copy()
+        needed[: int(self._first_column(np.array(len(columns) * self.block_tokens)))] = 0
+        return needed
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        first = int(self._first_column(np.array(len(columns) * self.block_tokens)))
+        self._table.start(row, first)
+        self._table.adopt(row, columns[first:].reshape(-1, *self._table.lanes), first)
+
+    # ---- rows that leave, and come back ------------------------------------------------------
+
+    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
+        adopted = -(-self._window // self.block_tokens) * self._table.num_lanes
+        return super().wanted_to_return(saved, min(reserve, self._chunk)) + adopted
+
+    def come_back(self, row: int, saved: GroupRow, num_cached: int) -> tuple[IntArray, IntArray]:
+        """All from host memory: cached columns may lack what the row had not yet given back."""
+        self.release_row(row)
+        return super().come_back(row, saved, 0)
+
+    def resumes_from(self, row: int) -> int:
+        first = int(self._table.first[0, row, 0])
+        return first * self.block_tokens + self._window - 1 if first else 0
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        end = min(at.target, at.computed + self._chunk)
+        columns = -(-end // self.block_tokens) - at.computed // self.block_tokens
+        wanted = columns * self._table.num_lanes
+        if hosted:
+            held = at.computed // self.block_tokens - saved.tables[0].first
+            wanted += int(np.maximum(held, 0).sum())
+        return wanted
+
+    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
+        seen = int(self._first_column(np.array(at.computed)))
+        assert int(saved.tables[0].first.max()) <= seen, "what the next token sees is not there"
+        return super().begun(saved, at)
+
+    def _first_column(self, positions: IntArray) -> IntArray:
+        """The first column that a token at ``positions`` sees."""
+        first: IntArray = np.maximum(positions - self._window + 1, 0) // self.block_tokens
+        return first
+
+
+@dataclass(frozen=True)
+class WindowSpec(GroupSpec):
+    """``num_layers`` layers of ``window`` tokens. As many of them share a table, and a block, as
+    layers of the other kind do; blocks of the last table may have room for more."""
+
+    num_layers: int
+    window: int
+    chunk: int
+
+    def lanes(self, layout: KVLayout) -> tuple[int, int]:
+        """Groups of layers, and tables of each."""
+        return -(-self.num_layers // layout.layers_per_block), layout.rows
+
+    def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
+        return window_blocks(num_tokens, self) * math.prod(self.lanes(layout))
+
+    def make(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
+    ) -> CacheGroup:
+        lanes = self.lanes(layout)
+        table = BlockTable(pool, lanes, max_rows, self.block_tokens, max_model_len)
+        return WindowGroup(table, self)
+
+
+def window_blocks(num_tokens: int, spec: WindowSpec) -> int:
+    """Most blocks of a table of ``num_tokens``: a window, what a step adds, and what is not yet
+    given back."""
+    most = -(-(spec.window + spec.chunk) // spec.block_tokens) + 2
+    return min(-(-num_tokens // spec.block_tokens), most)

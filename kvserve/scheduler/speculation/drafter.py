@@ -1,0 +1,70 @@
+"""The guesses of one sequence, and how often they were right."""
+
+from __future__ import annotations
+
+from math import log
+
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.speculation.ngram_index import NgramIndex, NgramSettings
+
+_FORGET = 0.95
+_FIRST = 1.5
+"""Guesses that the chance of other sequences counts for."""
+_LOOK_EVERY = 8
+"""Tokens after which a sequence without drafts makes a guess that no step verifies."""
+_PATIENCE, _LONGEST_BREAK = 8, 4
+"""Where nothing was found so often, it is looked up less often, after so many tokens at last."""
+
+
+class Drafter:
+    """Decides how many tokens of its sequence to guess: those that are likely enough to be right.
+
+    A guess counts as right with the share of the newest ones that were. While that is too low, one
+    guess now and then is compared with the next token, which costs the device nothing.
+    """
+
+    def __init__(self, settings: NgramSettings, chance: float) -> None:
+        """``chance``: how likely its first guess is right."""
+        self._index = NgramIndex(settings)
+        self._right, self._made = _FIRST * chance, _FIRST
+        self._missed = 0
+        """How often nothing was found since something was."""
+        self.ask_at = 0
+        """The length of the sequence from which there may be a guess."""
+        self._open: tuple[int, int] | None = None
+        """The place and the token of a guess that no step verifies."""
+
+    def draft(self, token_ids: IntArray, most: int, least_chance: float) -> list[int]:
+        """At most ``most`` tokens to follow ``token_ids``, all of the sequence so far; each has at
+        least this chance to be confirmed."""
+        size = len(token_ids)
+        if self._open is not None and self._open[0] < size:
+            place, token = self._open
+            self._open = None
+            self.learn(1, int(token_ids[place] == token))
+        count = self._worth(most, least_chance)
+        self._index.extend(token_ids)
+        guess = self._index.guess(token_ids, max(count, 1))
+        self._missed = 0 if guess else self._missed + 1
+        self.ask_at = size + min(1 + self._missed // _PATIENCE, _LONGEST_BREAK)
+        if not count:
+            self.ask_at = size + _LOOK_EVERY
+            self._open = (size, guess[0]) if guess else None
+        return guess[:count]
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Of ``guessed`` tokens the first ``right`` were confirmed; those behind a wrong one say
+        nothing."""
+        trials = min(right + 1, guessed)
+        kept = _FORGET**trials
+        self._right = kept * self._right + right
+        self._made = kept * self._made + trials
+
+    def _worth(self, most: int, least_chance: float) -> int:
+        """How many tokens are confirmed with at least this chance, if at most ``most``."""
+        chance = self._right / self._made
+        if chance < least_chance:
+            return 0
+        if least_chance <= 0.0 or chance >= 1.0:
+            return most
+        return min(most, int(log(least_chance) / log(chance)))

@@ -1,0 +1,68 @@
+"""``kvserve eval --match-bytes``: budgets that hold equal bytes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kvserve.benchmarks.commands import evaluate
+from kvserve.benchmarks.measuring.match_bytes import CLOSE, can_match, matched
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.engine.policies.base import PolicyError
+from kvserve.server.cli.commands import run
+
+
+def test_a_budget_is_found_in_a_few_tries() -> None:
+    tried = []
+
+    def held(spec: PolicySpec) -> float:
+        tried.append(spec.fields["budget"])
+        return 5000.0 + 130 * min(spec.fields["budget"], 900) ** 0.98
+
+    spec = PolicySpec("snapkv", {"trigger": "threshold", "budget": 100, "threshold": 164})
+    found = matched(spec, 60_000.0, 4096, held)
+    assert abs(held(found) / 60_000 - 1) <= CLOSE and len(tried) < 12
+    assert found.fields["threshold"] - found.fields["budget"] == 64
+
+
+def test_a_ratio_is_found_where_it_was_given() -> None:
+    found = matched(
+        PolicySpec("kara", {"ratio": 0.3}),
+        300.0,
+        4096,
+        lambda s: 1000 * float(Fraction(s.fields["ratio"])),
+    )
+    assert abs(float(Fraction(found.fields["ratio"])) - 0.3) < 0.01
+
+
+def test_too_little_memory_gives_the_least_budget() -> None:
+    """SnapKV keeps its window of 32."""
+    found = matched(PolicySpec("snapkv"), 10.0, 512, lambda spec: 100.0 * spec.fields["budget"])
+    assert found.fields == {"budget": 33}
+
+
+def test_a_budget_of_a_window_is_below_it() -> None:
+    found = matched(PolicySpec("kara"), 5100.0, 8192, lambda spec: 50.0 * spec.fields["budget"])
+    assert found.fields == {"budget": 102}
+
+
+def test_a_policy_without_a_budget_is_left_alone() -> None:
+    assert not can_match(PolicySpec("none"))
+    with pytest.raises(PolicyError, match="has no budget that 20 entries allow"):
+        matched(PolicySpec("snapkv"), 10.0, 20, lambda spec: 1.0)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_TRIALS", 1)
+    flags = ["eval", "--tasks", "chain", "--num-samples", "2", "--disable-tqdm", "--seed", "3"]
+    flags += [
+        "--policy",
+        "streaming_llm:budget=300,period=16",
+        "--policy",
+        "keydiff:trigger=threshold",
+    ]
+    assert run([*flags, "--match-bytes", "streaming_llm"]) == 0
+    assert "keydiff:trigger=threshold,budget=" in capsys.readouterr().out
+    assert run([*flags, "--match-bytes", "much"]) == 1
+    assert "'much' is neither bytes nor one of none, streaming_llm" in capsys.readouterr().err

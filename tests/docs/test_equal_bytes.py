@@ -1,0 +1,76 @@
+"""The tables of accuracy at equal bytes say what the results do."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+RESULTS = "bench/results/2026-11-24-triattention"
+NAMES = {
+    "full cache": "none",
+    "snapkv:trigger=threshold": "snapkv",
+    "kara:window=128,buffer=32": "kara",
+}
+NAMES["triattention:recent=32"] = "triattention"
+
+
+def measured(name: str) -> dict[tuple[str, str], Any]:
+    """The rows of a result, by task and policy; budgets that hold Kara's bytes."""
+    rows = json.loads((ROOT / f"{RESULTS}-{name}.json").read_text())["rows"]
+    found = {(row["task"], row["policy_args"]["name"]): row for row in rows}
+    for (task, policy), row in found.items():
+        if policy != "none":
+            kara = found[task, "kara"]["mean_held_bytes"]
+            assert row["mean_held_bytes"] == pytest.approx(kara, rel=0.012)
+    return found
+
+
+def table(page: str, header: str) -> dict[str, list[list[float]]]:
+    """The numbers in each cell of the first table behind ``header``, by policy."""
+    (text,) = (ROOT / page).read_text().split(header)[1:]
+    rows = {}
+    for line in text.strip().split("\n\n")[0].splitlines()[1:]:
+        first, *cells = (cell.strip("` *") for cell in line.strip("|").split("|"))
+        cells = [re.sub(r"\(.*", "", cell) for cell in cells]
+        rows[NAMES.get(first, first)] = [
+            [float(x) for x in re.findall(r"[\d.]*\.\d+", cell)] for cell in cells
+        ]
+    return rows
+
+
+LONG = [(f"long-chain-{length}", f"long-chain-{length}") for length in (1000, 2000, 4000)]
+
+
+def test_long_chains() -> None:
+    results = {task: measured(name) for name, task in LONG}
+    page = table("docs/triattention.md", "| | 1,000 | 2,000 | 4,000 |\n")
+    assert len(page) == 5
+    for policy, cells in page.items():
+        for (_, task), cell in zip(LONG, cells, strict=True):
+            assert cell == [round(results[task][task, policy]["exact_match"] + 1e-9, 2)]
+
+
+def test_readme() -> None:
+    header = "| traces of | full cache | `kara` | `snapkv` | `triattention` | `rkv` |\n"
+    (text,) = (ROOT / "README.md").read_text().split(header)[1:]
+    lines = text.strip().split("\n\n")[0].splitlines()[1:]
+    for line, (name, task) in zip(lines, LONG, strict=True):
+        found = measured(name)
+        said = [float(x.strip(" *")) for x in line.strip("|").split("|")[1:]]
+        policies = ("none", "kara", "snapkv", "triattention", "rkv")
+        assert said == [round(found[task, p]["exact_match"] + 1e-9, 2) for p in policies]
+
+
+def test_short_chains() -> None:
+    tiny, tiny_long = measured("chains-tiny"), measured("chains-tiny-long")
+    page = table("docs/triattention.md", "| | chain | redundant chain |\n")
+    assert len(page) == 5
+    for policy, cells in page.items():
+        for task, cell in zip(("chain", "redundant-chain"), cells, strict=True):
+            both = [found[task, policy]["exact_match"] for found in (tiny, tiny_long)]
+            assert cell == [round(x + 1e-9, 2) for x in both]

@@ -1,0 +1,162 @@
+"""Decoders on transformers' modules: the tokens of transformers itself, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvserve import LLM, SamplingParams
+from kvserve.config import ModelConfig
+from kvserve.engine.models.borrowed import Borrowed
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.log import ConfigError
+from tests.checkpoints import random_prompts, write_checkpoint
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "max_position_embeddings": 512},
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+}
+GQA = {**SHAPE, "num_key_value_heads": 2}
+WINDOWED = {**GQA, "sliding_window": 20}
+MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gpt2", "gpt_neox", "opt"), SHAPE),
+    **dict.fromkeys(
+        (
+            *("apertus", "arcee", "bitnet", "cohere", "ernie4_5", "gemma", "glm", "glm4"),
+            *("nemotron", "olmo", "phi", "seed_oss", "ernie4_5_moe", "flex_olmo", "glm4_moe"),
+            *("granitemoe", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "solar_open"),
+        ),
+        GQA,
+    ),
+    **dict.fromkeys(
+        (
+            *("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma3_text"),
+            *("gpt_oss", "olmo3", "starcoder2"),
+        ),
+        WINDOWED,
+    ),
+}
+MODELS["gpt_oss"] = {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}
+QUICK = {"cohere2", "gemma2", "glm4", "gpt2", "gpt_oss", "olmoe", "qwen2_moe"}
+PROMPTS = random_prompts([5, 60, 1, 33])
+TOKENS = 64
+
+
+def write(kind: str, directory: Path, **changes: Any) -> Path:
+    """A random checkpoint; norms keep activations in range, so that greedy tokens are stable."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**MODELS.get(kind, GQA), **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.2)
+        else:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(directory)
+    return directory
+
+
+def expected(directory: Path) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        how: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+        how["attention_mask"] = torch.ones_like(ids)
+        answer = model.generate(ids, max_new_tokens=TOKENS, **how)
+        found.append(answer[0, len(prompt) :].tolist())
+    return found
+
+
+def make(directory: Path, **settings: Any) -> LLM:
+    how: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
+    return LLM(str(directory), num_gpu_blocks_override=200, **how)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS],
+)
+def test_the_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    wanted = expected(write(kind, tmp_path))
+    how = {"model_impl": "transformers"}
+    llm = make(tmp_path, max_num_batched_tokens=16, max_num_seqs=4, **how)
+    assert isinstance(llm.engine.core.runner.model, Borrowed)
+    assert tokens(llm) == wanted
+    assert tokens(make(tmp_path, **how)) == wanted
+
+
+def test_the_page_says_how_many_are_compared() -> None:
+    page = Path(__file__).parents[3] / "docs" / "models.md"
+    assert f"compares {len(MODELS)} architectures" in page.read_text()
+
+
+def test_a_policy_keeps_what_it_keeps_on_native_layers(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    policy = {"name": "kara", "window": 16, "buffer": 4, "protect_prompt": False, "ratio": 0.3}
+    found = []
+    for form in ("native", "transformers"):
+        llm = make(tmp_path, policy=policy, model_impl=form)
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert isinstance(llm.engine.core.runner.model, Borrowed) == (form == "transformers")
+        assert all(
+            output.compactions for output in outputs if len(output.outputs[0].token_ids) > 30
+        )
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("bloom", "ALiBi"), ("mamba", "cannot hand its attention")]
+)
+def test_what_cannot_run_is_refused_by_name(kind: str, message: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **GQA)
+    name = type(AutoModelForCausalLM.from_config(config)).__name__
+    raw = {**config.to_dict(), "architectures": [name]}
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    with pytest.raises(ConfigError, match=message) as error:
+        make(tmp_path, load_format="dummy")
+    assert name in str(error.value)
+
+
+def test_refusals_before_anything_is_loaded(tmp_path: Path) -> None:
+    write("glm4", tmp_path)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: Glm4ForCausalLM runs on trans"):
+        make(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="pyramidinfer prunes between layers"):
+        make(tmp_path, policy="pyramidinfer")
+    with pytest.raises(ConfigError, match="Glm4ForCausalLM; kvserve runs"):
+        make(tmp_path, model_impl="native")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="layer 1 is linear_attention"):
+        choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
+
+
+def test_no_graph_is_captured_of_borrowed_layers(tmp_path: Path) -> None:
+    write("glm4", tmp_path)
+    with pytest.raises(ConfigError, match="--cudagraph-capture-sizes: transformers' modules"):
+        make(tmp_path, cudagraph_capture_sizes=[1, 2])
+
+
+def test_contexts_go_past_windows_but_not_past_chunks(tmp_path: Path) -> None:
+    write("cohere2", tmp_path, sliding_window=40)
+    assert make(tmp_path).engine.core.info.max_model_len == 512
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["layer_types"], raw["attention_chunk_size"] = ["chunked_attention"] * 3, 64
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert choose_spec(tmp_path, ModelConfig(model=str(tmp_path))).max_position == 64

@@ -1,0 +1,63 @@
+"""Scores by where queries point: the compiled kernel, Triton's, and the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu import centre_scores as compiled
+from kvserve.kernels.scores.centre_scores import (
+    FUTURES,
+    Centres,
+    centre_scores,
+    centre_scores_torch,
+)
+
+
+def case(dim: int, dtype: torch.dtype, future: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [2, 3, 2, 77, D] that lie apart in memory, vectors and spread."""
+    generator = torch.Generator().manual_seed(dim)
+    mean, magnitude = (
+        torch.rand(3, 2 * group, size, generator=generator) for size in (dim, dim // 2)
+    )
+    frequencies = torch.rand(3, dim // 2, generator=generator)
+    centres = Centres.of(mean, magnitude + 1, frequencies, 1.2)
+    keys = torch.randn(3, 2, 2, 80, dim, generator=generator).to(dtype).transpose(0, 1)
+    positions = torch.tensor([500, 90_001])
+    return keys[..., 3:, :], centres.seen_from(positions, future), centres.spread
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("future", FUTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("dim", "group"), [(16, 1), (32, 3), (128, 8), (256, 2)])
+def test_against_the_reference(
+    dim: int, group: int, dtype: torch.dtype, future: str, normalise: bool
+) -> None:
+    keys, vectors, spread = case(dim, dtype, future, group)
+    assert compiled.takes(keys)
+    found = centre_scores(keys, vectors, spread, normalise)
+    expected = centre_scores_torch(keys.double(), vectors.double(), spread.double(), normalise)
+    scale = 1.0 if normalise else float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale, rtol=0)
+
+
+def test_other_head_sizes_are_for_the_reference() -> None:
+    keys, vectors, spread = case(24, torch.float32, "mean", 2)
+    assert not compiled.takes(keys)
+    assert torch.equal(
+        centre_scores(keys, vectors, spread), centre_scores_torch(keys, vectors, spread)
+    )
+
+
+def test_keys_alike_have_no_deviation() -> None:
+    keys, vectors, spread = case(16, torch.float32, "mean", 2)
+    alike = keys[..., :1, :].expand(keys.shape)
+    assert centre_scores(alike, vectors, spread).abs().max() < 0.1
+
+
+def test_a_row_alone_has_the_scores_that_it_has_in_a_crowd() -> None:
+    keys, vectors, spread = case(32, torch.bfloat16, "max", 4)
+    both = centre_scores(keys, vectors, spread)
+    assert torch.equal(both[1:], centre_scores(keys[1:], vectors[1:], spread))

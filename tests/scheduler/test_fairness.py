@@ -1,0 +1,229 @@
+"""Clients take turns: whom a step admits, and how much of it a long prompt may have."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.step.scheduler import Scheduler
+from tests.scheduler.shadow import ShadowRunner
+from tests.scheduler.traffic import drain, make_scheduler, make_sequence, step
+
+
+def sequence(seq_id: int, client: str, prompt: int = 8, output: int = 4) -> Sequence:
+    seq = make_sequence(seq_id, prompt, output, policy=0, first=2 + seq_id)
+    seq.client = client
+    return seq
+
+
+def admitted(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
+    """All sequences that wait, in the order in which they are admitted."""
+    order: list[Sequence] = []
+    while scheduler.has_work:
+        waiting = list(scheduler.waiting)
+        step(scheduler, shadow)
+        order += sorted(set(waiting) - set(scheduler.waiting), key=lambda seq: seq.row)
+    return order
+
+
+def one_row() -> Scheduler:
+    return make_scheduler(60, max_num_seqs=1, prefix_caching=False)
+
+
+def test_one_request_does_not_wait_for_a_flood() -> None:
+    scheduler = one_row()
+    for seq_id in range(20):
+        scheduler.add(sequence(seq_id, "flood"))
+    shadow = ShadowRunner(scheduler)
+    step(scheduler, shadow)
+    scheduler.add(sequence(20, "plain"))
+    scheduler.add(sequence(21, "plain"))
+    order = [seq.seq_id for seq in admitted(scheduler, shadow)]
+    assert order[0] == 20 and order.index(21) <= 2, order
+    flood = [seq_id for seq_id in order if seq_id < 20]
+    assert flood == sorted(flood), "the order of one client is that of its arrivals"
+
+
+def test_one_client_is_served_in_the_order_of_arrival() -> None:
+    queue, rng = WaitingQueue(), random.Random(0)
+    sequences = [sequence(i, "") for i in range(50)]
+    for arrival, seq in enumerate(sequences):
+        seq.arrival = arrival
+        queue.add(seq)
+    for seq in sequences:
+        assert queue.first is seq and next(iter(queue)) is seq
+        queue.admit(seq, rng.randrange(100))
+
+
+def test_turns_are_measured_in_tokens() -> None:
+    """Prompts of 24 tokens and of 6, and answers: each client gets a third of what is computed."""
+    scheduler = one_row()
+    lengths = {"long": (24, 4), "short": (6, 4), "talks": (6, 22)}
+    for seq_id in range(180):
+        name = list(lengths)[seq_id % 3]
+        prompt, output = lengths[name]
+        scheduler.add(sequence(seq_id, name, prompt, output))
+    tokens: Counter[str] = Counter()
+    for seq in admitted(scheduler, ShadowRunner(scheduler))[:60]:
+        tokens[seq.client] += sum(lengths[seq.client])
+    assert max(tokens.values()) - min(tokens.values()) <= 28, tokens
+
+
+def test_who_was_idle_has_no_credit() -> None:
+    queue = WaitingQueue()
+    served: list[str] = []
+    waiting = {"busy": 30, "late": 0}
+    for turn in range(30):
+        waiting["late"] += 2 * (turn >= 10)
+        for name in ("busy", "late"):
+            while waiting[name]:
+                seq = sequence(100 * turn + waiting[name], name)
+                seq.arrival = len(served) + len(queue)
+                queue.add(seq)
+                waiting[name] -= 1
+        first = queue.first
+        assert first is not None
+        queue.admit(first, 10)
+        served.append(first.client)
+    assert served[:10] == ["busy"] * 10
+    assert served[10:] == ["late", "busy"] * 10
+
+
+def test_a_preempted_sequence_comes_back_before_new_ones() -> None:
+    """Though its client has been served most."""
+    scheduler = make_scheduler(60, max_num_seqs=2, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, "first", 20, 20))
+    step(scheduler, shadow)
+    step(scheduler, shadow)
+    scheduler.add(sequence(2, "second"))
+    scheduler.departures.preempt()
+    first = scheduler.waiting.first
+    assert first is not None and first.seq_id == 1
+    step(scheduler, shadow)
+    assert [seq.seq_id for seq in scheduler.waiting] == [2]
+    assert len(drain(scheduler, shadow)) == 3
+
+
+def test_a_client_at_its_bound_lets_others_pass() -> None:
+    scheduler = make_scheduler(60, max_num_seqs=4, max_num_seqs_per_client=3)
+    shadow = ShadowRunner(scheduler)
+    for seq_id in range(6):
+        scheduler.add(sequence(seq_id, "flood", 4, 40))
+    for _ in range(4):
+        step(scheduler, shadow)
+    assert [seq.seq_id for seq in scheduler.running] == [0, 1, 2]
+    assert scheduler.waiting.first is None and len(scheduler.waiting) == 3
+    scheduler.add(sequence(6, "plain", 4, 2))
+    step(scheduler, shadow)
+    assert 6 in {seq.seq_id for seq in scheduler.running}
+    scheduler.finish(scheduler.running[0], "abort")
+    assert scheduler.waiting.first is not None and scheduler.waiting.first.seq_id == 3
+    assert len(drain(scheduler, shadow)) == 6
+
+
+@pytest.mark.parametrize(("client", "steps"), [("other", 1), ("flood", 3)])
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(client: str, steps: int) -> None:
+    """Unless both are of one client."""
+    scheduler = make_scheduler(120, max_num_batched_tokens=16, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    scheduler.add(sequence(0, "flood", 60, 4))
+    step(scheduler, shadow)
+    short = sequence(1, client, 6, 4)
+    scheduler.add(short)
+    waited = 0
+    while not any(seq is short for seq in scheduler.running):
+        output = scheduler.schedule()
+        scheduler.update(output, shadow.run(output))
+        waited += 1
+    assert waited == steps
+    assert output.num_tokens == 16
+    drain(scheduler, shadow)
+
+
+def test_prompts_leave_room_in_steps_that_decode() -> None:
+    scheduler = make_scheduler(120, max_prefill_tokens=5, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    scheduler.add(sequence(0, "", 30, 30))
+    assert scheduler_step(scheduler, shadow) == (30, 0), "nobody waits for this step"
+    scheduler.add(sequence(1, "", 12, 4))
+    found = [scheduler_step(scheduler, shadow) for _ in range(4)]
+    assert found == [(5, 1), (5, 1), (2, 1), (0, 2)]
+
+
+def scheduler_step(scheduler: Scheduler, shadow: ShadowRunner) -> tuple[int, int]:
+    """Tokens of prompts in a step, and how many sequences decode."""
+    output = scheduler.schedule()
+    scheduler.update(output, shadow.run(output))
+    return int(output.prefill.lengths.sum()), output.num_decoding
+
+
+def test_the_queue_is_exact_and_forgets_who_has_left() -> None:
+    """Against the definition, over random arrivals, aborts, admissions, preemptions and ends."""
+    rng = random.Random(1)
+    queue = WaitingQueue(3)
+    waiting: list[Sequence] = []
+    running: list[Sequence] = []
+    served: Counter[str] = Counter()
+    now = arrivals = 0
+
+    def expected() -> Sequence | None:
+        rows = Counter(seq.client for seq in running)
+        heads: dict[str, Sequence] = {}
+        for seq in sorted(waiting, key=lambda seq: (seq.priority, seq.arrival)):
+            heads.setdefault(seq.client, seq)
+        able = [seq for name, seq in heads.items() if rows[name] < 3]
+        return min(
+            able,
+            key=lambda seq: (
+                *(seq.priority, not seq.replay_until),
+                *(0 if seq.replay_until else served[seq.client], seq.arrival),
+            ),
+            default=None,
+        )
+
+    for _ in range(4000):
+        draw, first = rng.random(), queue.first
+        assert first is expected()
+        if draw < 0.4:
+            seq = sequence(arrivals, str(rng.randrange(6)))
+            seq.arrival, seq.priority = arrivals, rng.randrange(2)
+            arrivals += 1
+            if not any(other.client == seq.client for other in waiting):
+                known = any(other.client == seq.client for other in running)
+                served[seq.client] = max(served[seq.client], now) if known else now
+            queue.add(seq)
+            waiting.append(seq)
+        elif draw < 0.45 and waiting:
+            queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        elif draw < 0.75 and first is not None:
+            tokens = rng.randrange(50)
+            now = max(now, served[first.client])
+            served[first.client] += tokens
+            waiting.remove(first)
+            running.append(first)
+            queue.admit(first, tokens)
+        elif draw < 0.8 and running:
+            seq = running.pop(rng.randrange(len(running)))
+            if not any(other.client == seq.client for other in waiting):
+                served[seq.client] = max(served[seq.client], now)
+            seq.replay_until = 1
+            waiting.append(seq)
+            queue.put_back(seq)
+        elif running:
+            seq, tokens = running.pop(rng.randrange(len(running))), rng.randrange(50)
+            served[seq.client] += tokens
+            queue.ended(seq, tokens)
+        queue.check_integrity(running)
+        assert len(queue) == len(waiting)
+    for seq in waiting:
+        queue.remove(seq)
+    for seq in running:
+        queue.ended(seq, 0)
+    assert not queue and queue.first is None and not queue._ranks
+    queue.check_integrity([])

@@ -1,0 +1,130 @@
+"""Who sent a request: an API key by its number, else an address; requests take turns by it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.async_engine import AsyncEngine
+from kvserve.log import ConfigError, RequestError
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.state.clients import client_of
+from tests.server.conftest import StartServer
+
+MODEL = "kvserve/tiny"
+
+
+def test_a_key_is_a_client_by_its_number(start_server: StartServer) -> None:
+    server = start_server(api_keys=("first", "second"))
+    asked = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/responses": {"input": "a"},
+    }
+    for key in ("second", "first"):
+        headers = {"Authorization": f"Bearer {key}"}
+        for path, body in asked.items():
+            answer = server.http.post(path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+    clients = [params.client for _, params, _ in server.engine.seen]
+    assert clients == ["key 1"] * 3 + ["key 0"] * 3
+
+
+def test_without_keys_an_address_is_a_client(start_server: StartServer) -> None:
+    """Whatever keys it sends: nobody checks them."""
+    server = start_server()
+    for address, key in (("127.0.0.1", "a"), ("127.0.0.1", "b"), ("127.0.0.2", "a")):
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(transport=transport, base_url=server.url) as http:
+            headers = {"Authorization": f"Bearer {key}"}
+            http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    clients = [params.client for _, params, _ in server.engine.seen]
+    assert clients == ["127.0.0.1", "127.0.0.1", "127.0.0.2"]
+
+
+def test_a_request_cannot_say_who_it_is_from(start_server: StartServer) -> None:
+    server = start_server()
+    server.complete("a", client="somebody")
+    assert server.engine.seen[0][1].client == "127.0.0.1"
+
+
+def test_who_fills_the_queue_turns_away_himself(start_server: StartServer) -> None:
+    config = EngineConfig.from_flat(model="org/fake", max_num_seqs=8)
+    server = start_server(config=config, max_queued=8)
+    body = {"prompt": ["SLOW"] * 16, "max_tokens": 300, "stream": True}
+    other = httpx.Client(
+        transport=httpx.HTTPTransport(local_address="127.0.0.2"), base_url=server.url
+    )
+    with other, server.http.stream("POST", "/v1/completions", json=body) as running:
+        lines = running.iter_lines()  # which would close the stream, were it dropped
+        next(lines)
+        with httpx.Client(base_url=server.url) as same:
+            assert same.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+        for count, status in ((2, 200), (3, 429)):
+            answer = other.post("/v1/completions", json={"prompt": "a", "n": count})
+            assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "client"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("somewhere", "somewhere"),
+        (None, ""),  # a Unix socket
+    ],
+)
+def test_a_network_is_a_client(host: str | None, client: str) -> None:
+    scope: dict[str, Any] = {
+        "type": "http",
+        "headers": [],
+        "client": None if host is None else (host, 1),
+    }
+    assert client_of(Request(scope)) == client
+
+
+def test_settings_are_checked_by_name() -> None:
+    wrong = {"max_prefill_tokens": 0, "max_num_seqs_per_client": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be >= 1"):
+            EngineConfig.from_flat(**{name: value})
+    with pytest.raises(ConfigError, match="--max-prefill-tokens needs --enable-chunked-prefill"):
+        EngineConfig.from_flat(max_prefill_tokens=8, enable_chunked_prefill=False)
+    with pytest.raises(RequestError, match="client must be a string"):
+        SamplingParams(client=7)  # type: ignore[arg-type]
+
+
+async def test_one_request_passes_the_flood_of_another_client() -> None:
+    """Through the engine: forty of one client wait, and the other's is among the first to end."""
+    config = EngineConfig.from_flat(
+        model=MODEL, max_num_seqs=4, max_num_seqs_per_client=2, max_model_len=512
+    )
+    engine = AsyncEngine(config, mode="thread")
+    await engine.start()
+    ended: list[str] = []
+
+    async def ask(name: str, client: str) -> None:
+        params = SamplingParams(max_tokens=8, ignore_eos=True, client=client)
+        async for _ in engine.generate([5, 6, 7], params, name):
+            pass
+        ended.append(name)
+
+    try:
+        flood = [asyncio.create_task(ask(f"flood-{i}", "key 0")) for i in range(40)]
+        await asyncio.sleep(0)
+        await ask("plain", "key 1")
+        assert len(ended) <= 10, ended
+        await asyncio.gather(*flood)
+    finally:
+        await engine.shutdown()
+    said = {row[0]: row for row in engine.summary}
+    assert said["scheduling"][1] == "fcfs, clients take turns"
+    assert "at most 2 sequences" in said["scheduling"][2]
+    assert said["chunked prefill"][1] == "at most 512 tokens beside decodes"
