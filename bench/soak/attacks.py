@@ -33,12 +33,12 @@ GAP, PLAIN = 0.5, 2.0
 """Seconds that a stream and a plain request may wait."""
 CONTEXT = 4096
 # A step is what everybody waits for, and 1024 tokens of long prompts take a third of a second of a
-# core. A client that may hold all rows makes others wait until one of its sequences ends.
+# core.
 FLAGS = (
     *("--model", "kvserve/tiny", "--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
     *("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8", "--continuations", "on"),
     *("--write-timeout", "1.5", "--read-timeout", "3", "--max-num-batched-tokens", "1024"),
-    *("--max-prefill-tokens", "256", "--max-num-seqs-per-client", "48"),
+    *("--max-prefill-tokens", "256"),
     "--disable-uvicorn-access-log",
 )
 _CLIENTS = 8

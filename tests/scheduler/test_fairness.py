@@ -94,20 +94,24 @@ def test_who_was_idle_has_no_credit() -> None:
 
 
 def test_a_preempted_sequence_comes_back_before_new_ones() -> None:
-    """Though its client has been served most."""
-    scheduler = make_scheduler(60, max_num_seqs=2, prefix_caching=False)
+    """Though its client has been served most; a client without a row comes before it."""
+    scheduler = make_scheduler(60, max_num_seqs=3, prefix_caching=False)
     shadow = ShadowRunner(scheduler)
-    for seq_id in range(2):
-        scheduler.add(sequence(seq_id, "first", 20, 20))
+    for seq_id, client in enumerate(["second", "first", "first"]):
+        scheduler.add(sequence(seq_id, client, 20, 20))
     step(scheduler, shadow)
     step(scheduler, shadow)
-    scheduler.add(sequence(2, "second"))
+    scheduler.add(sequence(3, "second"))
     scheduler.departures.preempt()
     first = scheduler.waiting.first
-    assert first is not None and first.seq_id == 1
+    assert first is not None and first.seq_id == 2
+    scheduler.add(sequence(4, "third"))
+    first = scheduler.waiting.first
+    assert first is not None and first.seq_id == 4
+    scheduler.finish(first, "abort")
     step(scheduler, shadow)
-    assert [seq.seq_id for seq in scheduler.waiting] == [2]
-    assert len(drain(scheduler, shadow)) == 3
+    assert [seq.seq_id for seq in scheduler.waiting] == [3]
+    assert len(drain(scheduler, shadow)) == 4
 
 
 def test_a_client_at_its_bound_lets_others_pass() -> None:
@@ -125,6 +129,48 @@ def test_a_client_at_its_bound_lets_others_pass() -> None:
     scheduler.finish(scheduler.running[0], "abort")
     assert scheduler.waiting.first is not None and scheduler.waiting.first.seq_id == 3
     assert len(drain(scheduler, shadow)) == 6
+
+
+@pytest.mark.parametrize("what", ["rows", "blocks"])
+def test_a_client_without_a_row_does_not_wait_for_ends(what: str) -> None:
+    """The client that holds most rows loses its newest; who gave way comes back."""
+    rows, blocks = (4, 120) if what == "rows" else (16, 20)
+    scheduler = make_scheduler(blocks, max_num_seqs=rows, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    scheduler.add(sequence(0, "early", 4, 60))
+    for seq_id in range(1, 10):
+        scheduler.add(sequence(seq_id, "flood", 4, 60))
+    for _ in range(6):
+        step(scheduler, shadow)
+    held = [seq for seq in scheduler.running if seq.client == "flood"]
+    plain = [sequence(10, "plain", 8, 4), sequence(11, "plain", 8, 4)]
+    for seq in plain:
+        scheduler.add(seq)
+    for waited in range(1, 8):
+        step(scheduler, shadow)
+        if plain[0] in scheduler.running:
+            break
+    assert waited <= (1 if what == "rows" else 4)
+    now = [seq for seq in scheduler.running if seq.client == "flood"]
+    assert now == held[: len(now)] and 0 < len(now) < len(held), "the newest leave"
+    assert plain[1] not in scheduler.running or what == "blocks", "one row is not none"
+    assert scheduler.running[0].seq_id == 0
+    assert len(drain(scheduler, shadow)) == 12
+
+
+def test_nobody_makes_way_for_a_lower_priority() -> None:
+    scheduler = make_scheduler(120, max_num_seqs=2, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    for seq_id in range(2):
+        scheduler.add(sequence(seq_id, "flood", 4, 20))
+    step(scheduler, shadow)
+    low = sequence(2, "plain", 4, 4)
+    low.priority = 1
+    scheduler.add(low)
+    for _ in range(5):
+        step(scheduler, shadow)
+    assert low not in scheduler.running and not scheduler.num_preemptions
+    assert len(drain(scheduler, shadow)) == 3
 
 
 @pytest.mark.parametrize(("client", "steps"), [("other", 1), ("flood", 3)])
@@ -181,7 +227,7 @@ def test_the_queue_is_exact_and_forgets_who_has_left() -> None:
         return min(
             able,
             key=lambda seq: (
-                *(seq.priority, not seq.replay_until),
+                *(seq.priority, rows[seq.client] > 0, not seq.replay_until),
                 *(0 if seq.replay_until else served[seq.client], seq.arrival),
             ),
             default=None,

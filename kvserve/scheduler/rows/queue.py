@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from kvserve.scheduler.messages.sequence import Sequence
 
-_Rank = tuple[int, bool, int, int]
+_Rank = tuple[int, bool, bool, int, int]
 
 
 @dataclass(slots=True)
@@ -28,7 +28,8 @@ class _Client:
 class WaitingQueue:
     """Sequences by priority; of equal ones, a sequence of the client that was served least is next.
 
-    Preempted sequences are admitted again before new ones, whoever sent them. The order among one
+    Clients without a row come before those that hold one, so nobody gets a second row while others
+    have none; then preempted sequences come before new ones, whoever sent them. The order among one
     client's sequences is that of their arrival. A client that had nothing waiting begins with what
     the client whose turn it is was served: having been idle is no credit. A client that holds
     ``most_rows`` waits until one of its sequences ends.
@@ -103,6 +104,10 @@ class WaitingQueue:
         client.served += tokens
         self._push(seq.client)
 
+    def num_rows(self, client: str) -> int:
+        """How many rows a client that waits or runs holds."""
+        return self._clients[client].running
+
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Clients are those of the sequences that wait or run, and each is within its bound."""
         counts = Counter(seq.client for seq in running)
@@ -129,7 +134,7 @@ class WaitingQueue:
             return None
         seq = client.waiting[0]
         is_new = not seq.replay_until
-        return seq.priority, is_new, client.served if is_new else 0, seq.arrival
+        return seq.priority, client.running > 0, is_new, client.served if is_new else 0, seq.arrival
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

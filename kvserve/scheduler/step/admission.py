@@ -44,6 +44,7 @@ class Admission:
         self._chunked = settings.chunked_prefill
         self._size = parts.blocks.layout.block_size
         self._admitted: list[Sequence] = []
+        self._lacks_blocks: Sequence | None = None
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
@@ -84,7 +85,9 @@ class Admission:
         pool.share(shared)  # these cached columns must not be evicted to make room
         wanted -= len(shared)
         fits = wanted + self._expected_growth() <= self._blocks.headroom
-        if fits and self._blocks.have_free(wanted):
+        fits = fits and self._blocks.have_free(wanted)
+        self._lacks_blocks = None if fits else seq
+        if fits:
             if parked:
                 self._swap.restore(seq, columns)
             else:
@@ -119,6 +122,11 @@ class Admission:
         if self._chunked and not (seq.prunes_prompt and not computed):
             return max(min(length, budget.chunked), 0)
         return length if length <= budget.tokens else 0
+
+    def take_lacking(self) -> Sequence | None:
+        """The sequence that found too few blocks in the last step, if one did."""
+        seq, self._lacks_blocks = self._lacks_blocks, None
+        return seq
 
     @property
     def has_new(self) -> bool:

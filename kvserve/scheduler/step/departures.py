@@ -13,8 +13,9 @@ class Departures:
     """The counterpart of ``Admission``. A sequence that ends frees its blocks at once;
     ``drop_finished`` frees its row, between two steps.
 
-    Preemption takes the newest sequence of the lowest priority. A compressed sequence
-    is swapped to host memory if its blocks fit there; any other is computed again.
+    Preemption takes a sequence of the lowest priority; of these, the newest of the client that
+    holds most rows. A compressed sequence is swapped to host memory if its blocks fit there; any
+    other is computed again.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -66,9 +67,8 @@ class Departures:
         self._finished.clear()
 
     def preempt(self) -> None:
-        """Preempt the newest sequence of the lowest priority; end it if it is the only one."""
-        rows, n = self._rows, self._rows.num_rows
-        seq = rows.owner(np.lexsort((rows.arrival[:n], rows.priority[:n]))[-1])
+        """Preempt a sequence; end it if it is the only one."""
+        rows, n, seq = self._rows, self._rows.num_rows, self._victim()
         if n == 1 and rows.num_unknown[seq.row]:
             rows.num_decoding = 0  # skip it in this step: its unknown token may be its last
             return
@@ -76,7 +76,28 @@ class Departures:
             self.finish_pool_exhausted(seq)
             self.drop_finished()
             return
-        leaves = rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
+        self._send_back(seq)
+
+    def make_way(self, first: Sequence) -> None:
+        """Preempt a sequence for ``first``, which is next, if its client has no row.
+
+        Only a client that holds several rows loses one, and none of a higher priority. Without
+        this, others would wait until sequences of a client that holds all rows or blocks end.
+        """
+        if self._waiting.num_rows(first.client) or not self._rows.num_rows:
+            return
+        seq = self._victim()
+        if self._waiting.num_rows(seq.client) > 1 and seq.priority >= first.priority:
+            self._send_back(seq)
+
+    def _victim(self) -> Sequence:
+        """The running sequence to preempt next; the oldest of all is the last."""
+        held = self._waiting.num_rows
+        return max(self._rows.live(), key=lambda seq: (seq.priority, held(seq.client), seq.arrival))
+
+    def _send_back(self, seq: Sequence) -> None:
+        """Send a sequence back to the queue, with what it holds in host memory if that pays."""
+        leaves = self._rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
         if leaves and self._swap.park(seq):
             self.num_swaps += 1
         self.begin_anew(seq)

@@ -52,8 +52,7 @@ class Scheduler:
     computes in the new step is in vain, and ``update`` ignores it.
 
     When blocks run out, the scheduler first evicts cached prefix columns and continuations, then
-    lets optional events come early, and then preempts the newest sequence of the lowest priority
-    (``Departures``).
+    lets optional events come early, and then preempts sequences (``Departures``).
     """
 
     def __init__(
@@ -158,10 +157,16 @@ class Scheduler:
         return scheduled
 
     def _make_room(self) -> IntArray:
-        """Move decoding rows to the front, and preempt until each finds its blocks; return them."""
+        """Move decoding rows to the front, and preempt until each finds its blocks; return them.
+
+        A client that has no row is made way for, where rows or blocks are what it waits for.
+        """
         self.departures.drop_finished()
         self.rows.demote_waiting()
         self.rows.promote_ready()
+        first, lacking = self.waiting.first, self._admission.take_lacking()
+        if first is not None and (first is lacking or self.rows.num_rows == self.rows.max_rows):
+            self.departures.make_way(first)
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self.departures.preempt()
         return np.arange(self.rows.num_decoding, dtype=np.int32)
