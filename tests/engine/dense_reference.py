@@ -20,12 +20,13 @@ from kvserve.kernels.quantized_entries import quantize
 
 @dataclass(frozen=True)
 class DensePass:
-    """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE, and sinks [L, Hq]
-    if there are any, of the layers that see all tokens."""
+    """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE, values in the shape
+    of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens."""
 
     logits: Tensor
     queries: Tensor
     keys: Tensor
+    values: Tensor
     sinks: Tensor | None
 
 
@@ -49,7 +50,7 @@ def dense_pass(
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
     heads = model.config.num_attention_heads
-    hooks = []
+    hooks, values = [], list[Tensor]()
     full = full_layers(model)
     for layer, block in enumerate(model.model.layers):
         visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
@@ -66,6 +67,8 @@ def dense_pass(
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
         if form is not None:
             hooks.append(block.self_attn.v_proj.register_forward_hook(_rounding(model, form.value)))
+        if layer in full:
+            hooks.append(block.self_attn.v_proj.register_forward_hook(_noting(model, values)))
         hooks.append(
             block.self_attn.register_forward_pre_hook(
                 lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
@@ -82,7 +85,8 @@ def dense_pass(
     queries, keys = (torch.cat(layers) for layers in zip(*seen, strict=True))
     attention = [model.model.layers[layer].self_attn for layer in full]
     sinks = [module.sinks.data for module in attention if hasattr(module, "sinks")]
-    return DensePass(logits, queries, keys, torch.stack(sinks) if sinks else None)
+    given = torch.cat(values).transpose(1, 2)
+    return DensePass(logits, queries, keys, given, torch.stack(sinks) if sinks else None)
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:
@@ -100,6 +104,16 @@ def _rounding(model: PreTrainedModel, form: VectorForm) -> Callable[..., Tensor]
         return quantize(values.unflatten(-1, (heads, -1)), form).widened().flatten(-2)
 
     return rounded
+
+
+def _noting(model: PreTrainedModel, found: list[Tensor]) -> Callable[..., None]:
+    """A hook behind a projection: adds what it gives to ``found``, [1, T, H, D]."""
+    heads = model.config.num_key_value_heads
+
+    def note(module: Any, args: Any, values: Tensor) -> None:
+        found.append(values.unflatten(-1, (heads, -1)))
+
+    return note
 
 
 @contextmanager

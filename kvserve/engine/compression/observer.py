@@ -113,7 +113,7 @@ class Observer:
         held = part.held(policy.later_entries)
         slots = slots_of(block_tables, part.rows, held, shape, cache.layout.block_size)
         keys, values = by_window(cache.entries.keys(slots, at), count), None
-        if policy.fits_values or self.fits(policy):
+        if self._reads_values(policy):
             values = by_window(cache.entries.values(slots, at), count)
         queries: Queries = keys[..., :0, :]
         if recomputed is not None:
@@ -176,10 +176,12 @@ class Observer:
         heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
         vector = 4 * layout.head_dim + _SLOT_BYTES
         matrices = 4 if policy.fits_values else 2 if self._cache.kv.device.type == "cpu" else 0
-        fits = policy.fits_values or self.fits(policy)
-        entries = kv_heads * length * (2 if fits else 1)
+        entries = kv_heads * length * (2 if self._reads_values(policy) else 1)
         logits = matrices * 4 * heads * queries * length
         return (entries + heads * queries) * vector + kv_heads * length * _SCORE_BYTES + logits
+
+    def _reads_values(self, policy: Policy) -> bool:
+        return policy.reads_values or policy.fits_values or self.fits(policy)
 
     def fits(self, policy: Policy) -> bool:
         """Whether what is left of dropped entries is fitted: every layer has to be scored."""

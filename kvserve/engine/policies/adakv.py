@@ -158,6 +158,10 @@ class AdaKV(BudgetedPolicy):
         return self.scores_by.logged_dtype
 
     @property
+    def reads_values(self) -> bool:
+        return self.scores_by.reads_values
+
+    @property
     def couples_heads(self) -> bool:
         return True
 

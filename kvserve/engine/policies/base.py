@@ -85,6 +85,8 @@ class Policy:
     """It is uneven, and can have further events on lanes whose lengths already differ."""
     ranks_entries: ClassVar[bool] = False
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
+    uses_values: ClassVar[bool] = False
+    """It scores by the entries' values too (``Observation.values``)."""
     uses_centres: ClassVar[bool] = False
     """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
@@ -166,6 +168,11 @@ class Policy:
     def kept_scores(self) -> int:
         """Entries per head whose scores are kept for the next event (0: none)."""
         return 0
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether ``score`` reads values: by default, what the class declares."""
+        return self.uses_values
 
     @property
     def fits_values(self) -> bool:

@@ -52,7 +52,8 @@ class Observation:
     event, for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True
     where a shorter lane has no entry: lanes end together, so these are its first places; ``None``:
     no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
-    ask for them. ``values``, in the shape of the keys, are given to policies that fit something.
+    ask for them. ``values``, in the shape of the keys, are given to policies that
+    declare ``uses_values``, or fit something.
     ``remainder [E, L, Hkv, ...]`` stands for what was dropped before; ``None``: nothing was.
     ``sinks`` float32 [E, L, Hlog] take part in each head's softmax, if the model has them.
     ``centres`` are where the model's queries usually point, for policies that use them;

@@ -24,10 +24,11 @@ SEEN = PROMPT + TOKENS - 1
 
 
 @dataclass(frozen=True)
-class LongestKeys(Policy):
-    """A policy from outside: keep the keys with the largest norm."""
+class LongEntries(Policy):
+    """A policy from outside: keep the entries whose key and value have the largest norms."""
 
-    name: ClassVar[str] = "longest_keys"
+    name: ClassVar[str] = "long_entries"
+    uses_values: ClassVar[bool] = True
 
     budget: int = argument(15, "entries kept of a prompt")
 
@@ -36,7 +37,8 @@ class LongestKeys(Policy):
         return AtPrefillEnd(Budget(self.budget), num_queries=0)
 
     def score(self, obs: Observation) -> Tensor:
-        return obs.keys.float().norm(dim=-1)
+        assert obs.values is not None
+        return obs.keys.float().norm(dim=-1) * obs.values.float().norm(dim=-1)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         return best_and_newest(scores, length, keep)
@@ -74,8 +76,8 @@ class Case:
         return "-".join([self.policy, *given, str(len(self.fields))])
 
     def make(self) -> Policy:
-        if self.policy == LongestKeys.name:
-            return LongestKeys(**self.fields)
+        if self.policy == LongEntries.name:
+            return LongEntries(**self.fields)
         return make_policy(self.spec)
 
     def optimal(self, scores: Tensor, kept: Tensor) -> bool:
@@ -279,7 +281,7 @@ CASES = [
         [(37, 15)],
         roomy={"budget": 37},
     ),
-    Case("longest_keys", {"budget": 12}, [(37, 12)], roomy={"budget": 37}),
+    Case("long_entries", {"budget": 12}, [(37, 12)], roomy={"budget": 37}),
 ]  # fmt: skip
 
 UNEVEN_BLOCK = 4

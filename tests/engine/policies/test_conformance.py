@@ -24,7 +24,7 @@ from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import DensePass, dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
-from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongestKeys
+from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongEntries
 from tests.engine.recorder import Choice, Record, Recorder
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -207,13 +207,13 @@ class Lab:
 
 @pytest.fixture(scope="module", autouse=True)
 def outsider() -> Iterator[None]:
-    """``longest_keys`` is installed as a plug-in would be."""
+    """``long_entries`` is installed as a plug-in would be."""
 
     class Entry:
-        name = LongestKeys.name
+        name = LongEntries.name
 
-        def load(self) -> type[LongestKeys]:
-            return LongestKeys
+        def load(self) -> type[LongEntries]:
+            return LongEntries
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", lambda group: [Entry()])
@@ -369,6 +369,9 @@ def test_scores_are_those_of_the_true_queries_and_keys(lab: Lab, case: Case) -> 
             asked = [int(plan.query_start[0]) + offset + place for place in places]
             true_queries = queries[None, leaders][..., asked, :]
             obs = Observation(true_queries, keys[None, leaders], dim**-0.5, earlier)
+            if policy.uses_values:
+                values = dense.values.gather(2, at[..., None].expand(-1, -1, -1, dim))
+                obs = replace(obs, values=values[None, leaders])
             if policy.uses_centres:
                 centres = lab.engine_centres
                 obs = replace(obs, centres=centres, positions=torch.tensor([event.seen]))

@@ -16,7 +16,7 @@ from tests.engine.policies.cases import CASES, Case
 HERE = [
     case
     for case in CASES
-    if case.policy != "longest_keys" and case.fields.get("query_source") != "recompute"
+    if case.policy != "long_entries" and case.fields.get("query_source") != "recompute"
 ]
 CHECKS = [
     matrix.test_kept_sets_and_counts,

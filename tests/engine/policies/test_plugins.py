@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvserve import LLM, SamplingParams
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.base import Policy, PolicyError, UnevenPolicy, argument, integers
 from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
@@ -17,6 +19,7 @@ from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
+from tests.checkpoints import write_checkpoint
 from tests.engine.policies.one_row import choose, observe
 
 
@@ -32,6 +35,19 @@ class SmallKeys(BudgetedPolicy):
 
     def score(self, obs: Observation) -> Tensor:
         return -obs.keys.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class LargeValues(BudgetedPolicy):
+    """Keep the values of the largest norm."""
+
+    name: ClassVar[str] = "large_values"
+    ranks_entries: ClassVar[bool] = True
+    uses_values: ClassVar[bool] = True
+
+    def score(self, obs: Observation) -> Tensor:
+        assert obs.values is not None
+        return obs.values.float().norm(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,7 @@ def installed() -> Iterator[None]:
             self.name, self.load = policy.name, lambda: policy
 
     with pytest.MonkeyPatch.context() as patch:
-        found = [Entry(SmallKeys), Entry(Recent), Entry(Votes)]
+        found = [Entry(each) for each in (SmallKeys, LargeValues, Recent, Votes)]
         patch.setattr(registry, "entry_points", lambda group: found)
         registry._entries.cache_clear()
         yield
@@ -107,8 +123,29 @@ def test_it_is_described_and_offered_to_adakv() -> None:
     missing = torch.arange(9) < torch.tensor([[0, 3], [1, 0]])[..., None]
     scores = ada.score(Observation(keys[..., :0, :], keys, 1.0, missing=missing[None]))
     assert (scores[0][missing] == -torch.inf).all() and scores[0][~missing].isfinite().all()
-    with pytest.raises(PolicyError, match="snapkv, rkv, keydiff, pyramidkv, small_keys do"):
+    with pytest.raises(PolicyError, match="pyramidkv, small_keys, large_values do"):
         make_policy({"name": "adakv", "budget": 8, "scorer": "h2o"})
+
+
+def test_a_scorer_of_values_gets_them_from_adakv_too(tmp_path: Path) -> None:
+    """The largest values stay; a policy that declares nothing gets none."""
+    checkpoint = write_checkpoint("llama", tmp_path)
+    llm = LLM(str(checkpoint), skip_tokenizer_init=True, kv_layout="head", kv_cache_memory=2**24)
+    prompt, seen = [list(range(5, 45))], []
+    score = LargeValues.score
+
+    def noted(policy: LargeValues, obs: Observation) -> Tensor:
+        seen.append(obs)
+        return score(policy, obs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LargeValues, "score", noted)
+        for spec in ({"name": "large_values"}, {"name": "adakv", "scorer": "large_values"}):
+            params = SamplingParams(max_tokens=2, kv_policy={**spec, "budget": 16})
+            (answer,) = llm.generate(prompt, params)
+            assert answer.kv_cache_details.evicted_tokens == 24
+    assert len(seen) == 2
+    assert all(obs.values is not None and obs.values.shape == obs.keys.shape for obs in seen)
 
 
 def test_plug_ins_of_before_run_as_before() -> None:

@@ -28,7 +28,7 @@ SIZES = (3, 17, 40)
 TOKENS = 40
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
-EVEN = [case.spec for case in CASES if case.policy != "longest_keys"]
+EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 
 
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
