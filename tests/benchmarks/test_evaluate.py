@@ -83,6 +83,16 @@ def test_right_answers_score_one(task: str) -> None:
     )
 
 
+def test_answers_of_an_earlier_run_are_not_graded() -> None:
+    """The requests have the same names, on the same engine."""
+    workload = workload_of("chain", 3)
+    answers = lambda i, t: workload.samples[i].answers[t]  # noqa: E731
+    engine = KnowingEngine(answers)
+    assert score(workload, play(engine, workload))["exact_match"] == 1.0
+    engine.answer = lambda i, t: "" if i else answers(i, t)
+    assert score(workload, play(engine, workload))["exact_match"] == pytest.approx(1 / 3)
+
+
 def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
     workload = workload_of("needle-512", 2)
     samples: Sequence[Sample] = workload.samples
