@@ -100,6 +100,14 @@ def long_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     return long_chain.long_chain(rng, lines, held_out=False, names=tuple(pool), given=given)
 
 
+def terse_trace(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
+    given = rng.randint(2, 8 if length > 300 else 4)
+    most = min(len(pool) - given, (length - 10 - 3 * given) // 17)
+    lines = rng.randint(max(1, most * 3 // 4), max(1, most))
+    names = tuple(pool)
+    return long_chain.long_chain(rng, lines, held_out=False, names=names, given=given, terse=True)
+
+
 def copy(rng: random.Random, length: int, pool: Sequence[str]) -> Sample:
     count = rng.randint(2, (length - 7) // 2)
     words = "".join(
@@ -141,6 +149,7 @@ BUILDERS: dict[str, Callable[[random.Random, int, Sequence[str]], Sample]] = {
     "chain": chain,
     "redundant-chain": redundant_chain,
     "long-chain": long_trace,
+    "terse-chain": terse_trace,
     "copy": copy,
     "talk": talk,
 }
@@ -149,10 +158,9 @@ BUILDERS: dict[str, Callable[[random.Random, int, Sequence[str]], Sample]] = {
 class Documents:
     """Turns builders' samples into padded, weighted rows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
         self.tokenizer = tokenizer
         self.recipe = recipe
-        self.seed = seed
         self.pool = long_chain.ALL_NAMES if recipe.long else task_text.NAMES
         vocab = tokenizer.get_vocab()
         self.comma, self.report, self.stop = (vocab[t] for t in (",", "ĠReport", "."))
@@ -160,7 +168,7 @@ class Documents:
         self.hard[[vocab[d] for d in "0123456789"] + [vocab[f"Ġ{n}"] for n in self.pool]] = True
 
     def batch(self, step: int, length: int, tokens: int) -> Batch:
-        rng = random.Random(f"train/{self.seed}/{step}/{length}")
+        rng = random.Random(f"train/{self.recipe.seed}/{step}/{length}")
         mix = self.recipe.mixes[length]
         tasks = rng.choices(list(mix), weights=list(mix.values()), k=max(1, tokens // length))
         rows = [self._encode(rng, task, length) for task in tasks]

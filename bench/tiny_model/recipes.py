@@ -1,9 +1,20 @@
-"""What each shipped model is trained on: sizes, mixtures of tasks by length, the curriculum."""
+"""What each model is trained on: sizes, mixtures of tasks by length, the curriculum.
+
+Two ship. The others are for judging defaults: no default was chosen by them.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Mix = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 8
+    kv_heads: int = 2
 
 
 @dataclass(frozen=True)
@@ -21,6 +32,8 @@ class Recipe:
     reach: int
     rope_theta: float
     long: bool
+    size: Size = Size()
+    seed: int = 0
 
 
 TINY = Recipe(
@@ -72,4 +85,29 @@ TINY_LONG = Recipe(
     rope_theta=1e7,
     long=True,
 )
-RECIPES = {"tiny": TINY, "tiny-long": TINY_LONG}
+
+
+def _held_out(task: str, size: Size, seed: int) -> Recipe:
+    """A model on which defaults are judged: `task` and short chains, up to 1,152 tokens."""
+    return replace(
+        TINY_LONG,
+        mixes={
+            96: {"recall": 0.35, "copy": 0.3, "chain": 0.35},
+            128: {"recall": 0.2, "chain": 0.5, task: 0.3},
+            256: {"recall": 0.1, "chain": 0.4, task: 0.5},
+            640: {"chain": 0.3, task: 0.7},
+            1152: {"chain": 0.2, task: 0.8},
+        },
+        longer={1152: 0.25},
+        size=size,
+        seed=seed,
+    )
+
+
+RECIPES = {
+    "tiny": TINY,
+    "tiny-long": TINY_LONG,
+    "two-wide": _held_out("long-chain", Size(layers=2, hidden=192, kv_heads=8), seed=101),
+    "six-narrow": _held_out("long-chain", Size(layers=6, kv_heads=1), seed=102),
+    "terse": _held_out("terse-chain", Size(kv_heads=4), seed=103),
+}

@@ -130,7 +130,8 @@ def match_codes(attention: Attention, own: Tensor, slots: list[Tensor]) -> None:
     queries, keys = attention.q_proj.weight, attention.k_proj.weight
     queries.mul_(BACKGROUND)
     keys.mul_(BACKGROUND)
-    for group, slot in enumerate((slots[0], slots[2])[: attention.kv_heads]):
+    for group in range(attention.kv_heads):
+        slot = slots[0] if 2 * group < attention.kv_heads else slots[2]
         keys[group * attention.head_dim + slow] += MATCH_GAIN * slot
     reads = (own, slots[0], slots[1], slots[2], slots[2], slots[1], slots[3], own)
     for head, read in enumerate(reads[: attention.heads]):

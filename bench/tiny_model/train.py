@@ -1,4 +1,4 @@
-"""Train a model that ships, in one process, on a CPU or a GPU.
+"""Train a model by its recipe, in one process, on a CPU or a GPU.
 
 `python -m bench.tiny_model.train --recipe tiny-long --out /tmp/tiny-long`; run it again to resume.
 The model is exported to `model/` beside the checkpoint when the budget is spent. Row lengths grow
@@ -45,12 +45,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="tiny", choices=list(RECIPES))
     parser.add_argument("--minutes", type=float, default=30.0, help="CPU time of the process")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=8, help="query heads, four for a KV head")
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--muon-lr", type=float, default=0.005)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
@@ -66,11 +62,11 @@ def build_model(args: argparse.Namespace, digits: list[int]) -> TinyLlama:
         vocab_size=recipe.vocab_size,
         max_positions=recipe.max_positions,
         rope_theta=recipe.rope_theta,
-        hidden_size=args.hidden,
-        num_layers=args.layers,
-        num_heads=args.heads,
-        num_kv_heads=args.heads // 4,
-        intermediate_size=3 * args.hidden,
+        hidden_size=recipe.size.hidden,
+        num_layers=recipe.size.layers,
+        num_heads=recipe.size.heads,
+        num_kv_heads=recipe.size.kv_heads,
+        intermediate_size=3 * recipe.size.hidden,
     )
     model = TinyLlama(config)
     model.init_weights()
@@ -97,7 +93,7 @@ class Trainer:
         self.args = args
         self.recipe = RECIPES[args.recipe]
         tokenizer = build_tokenizer(self.recipe)
-        self.documents = Documents(tokenizer, self.recipe, args.seed)
+        self.documents = Documents(tokenizer, self.recipe)
         self.model = build_model(args, [tokenizer.get_vocab()[digit] for digit in "0123456789"])
         self.optimizers = build_optimizers(self.model, args)
         self.progress = Progress()
@@ -226,7 +222,7 @@ def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(RECIPES[args.recipe].seed)
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)
     if trainer.checkpoint.exists():

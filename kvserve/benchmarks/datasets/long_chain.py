@@ -71,13 +71,17 @@ def long_chain(
     task: str = "long-chain",
     names: tuple[str, ...] = ALL_NAMES,
     given: int = 2,
+    terse: bool = False,
 ) -> Sample:
-    """A program of `lines` lines over `given` values, worked out paragraph by paragraph."""
+    """A program of `lines` lines over `given` values, worked out paragraph by paragraph.
+
+    `terse`: paragraphs state operands and results, or what is recalled, and nothing else.
+    """
     drawn = draw_names(rng, lines + given, held_out, names)
     values = {name: rng.randrange(10) for name in drawn[:given]}
     stated = [f"{name}{value};" for name, value in values.items()]
     program = draw_program(rng, drawn[:given], drawn[given:])
-    trace = [paragraph(line, values) for line in program]
+    trace = [paragraph(line, values, terse) for line in program]
     final = program[-1].name
     turn = f"Explain {' '.join(stated)} {' '.join(line.text() for line in program)} Find {final}"
     answer = f"{' '.join(trace)} answer {final}{values[final]}"
@@ -131,15 +135,18 @@ def _mention(mentioned: list[str], names: tuple[str, ...]) -> None:
             mentioned.append(name)
 
 
-def paragraph(line: Line, values: dict[str, int]) -> str:
+def paragraph(line: Line, values: dict[str, int], terse: bool = False) -> str:
     """What the trace says about one line; a sum adds its result to `values`."""
     stated = [f"{name}{values[name]}" for name in line.operands]
     remark = REMARKS[values[line.operands[-1]]]
     if not line.is_sum:
-        return f"{line.name}: {' '.join(stated)}; {remark} {line.name} is done."
+        recalled = f"{line.name}: {' '.join(stated)};"
+        return recalled if terse else f"{recalled} {remark} {line.name} is done."
     total = sum(values[name] for name in line.operands)
     result = f"{line.name}{total % 10}"
     values[line.name] = total % 10
+    if terse:
+        return f"{line.name}= {stated[0]}+ {stated[1]}, {result};"
     carry = "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
     return (
         f"{line.name}= {stated[0]}+ {stated[1]}, {result}; the sum {carry}. "
