@@ -21,7 +21,7 @@ def program_of(sample: Sample) -> tuple[dict[str, int], list[str], str]:
     return given, pieces[len(given) :], asked.removeprefix("Find ")
 
 
-def work_out(sample: Sample) -> str:
+def work_out(sample: Sample, terse: bool = False) -> str:
     """The whole trace, from the prompt alone."""
     values, lines, asked = program_of(sample)
     trace = []
@@ -35,21 +35,24 @@ def work_out(sample: Sample) -> str:
                 "passes ten so we drop the ten" if total > 9 else "stays below ten so we keep it"
             )
             made = f"{name}{total % 10}"
-            trace.append(f"{name}= {stated}, {made}; the sum {carry}. Check {made}= {stated}.")
+            trace.append(f"{name}= {stated}, {made};")
+            talk = f" the sum {carry}. Check {made}= {stated}."
         else:
             match = RECAP.match(line)
             assert match is not None, line
             name, *recalled = match.groups()
             two = recalled[-1]
             trace.append(f"{name}: {' '.join(f'{n}{values[n]}' for n in recalled)};")
-        trace[-1] += f" {REMARKS[values[two]]} {name} is done."
+            talk = ""
+        if not terse:
+            trace[-1] += f"{talk} {REMARKS[values[two]]} {name} is done."
     return f"{' '.join(trace)} answer {asked}{values[asked]}"
 
 
-@pytest.mark.parametrize("task", SIZES)
+@pytest.mark.parametrize("task", [*SIZES, "terse-chain"])
 def test_traces_follow_from_their_prompts(task: str) -> None:
     for sample in make_samples(task, 10, seed=3):
-        assert sample.answers[0] == work_out(sample)
+        assert sample.answers[0] == work_out(sample, terse=task == "terse-chain")
         assert sample.finals[0] == sample.answers[0].rpartition("answer ")[2]
         assert program_of(sample)[2] == sample.finals[0][:-1]
 

@@ -111,7 +111,7 @@ def test_default_tasks_are_those_a_model_was_trained_for() -> None:
     short, long = default_tasks("kvserve/tiny"), default_tasks("kvserve/tiny-long")
     assert not any(name.startswith("long") for name in short) and "needle-512" in short
     assert {"long-chain-4000", "redundant-chain"} <= set(long) and "recall" not in long
-    assert set(TASKS) - {*short, *long} == {"needle-1024-again"}
+    assert set(TASKS) - {*short, *long} == {"needle-1024-again", "terse-chain"}
 
 
 def test_held_out_name_orders_never_occur_in_training() -> None:

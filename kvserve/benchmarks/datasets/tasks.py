@@ -123,16 +123,18 @@ TASKS: dict[str, Task] = {
 
 
 _FOR_LONG_TRACES = ("chain", "redundant-chain", *(name for name in TASKS if "long" in name))
+_WHEN_NAMED = ("needle-1024-again", "terse-chain")
 
 
 def default_tasks(model: str) -> list[str]:
     """The tasks a shipped model was trained for; for other models all but the long traces.
 
-    Questions asked again are left out: they are for `--continuations`.
+    Questions asked again are left out, since they are for `--continuations`, and terse chains,
+    for which no shipped model was trained.
     """
     if model == "kvserve/tiny-long":
         return [name for name in TASKS if name in _FOR_LONG_TRACES]
-    return [name for name in TASKS if "long" not in name and not name.endswith("-again")]
+    return [name for name in TASKS if "long" not in name and name not in _WHEN_NAMED]
 
 
 def make_samples(task: str, n: int, seed: int) -> list[Sample]:
