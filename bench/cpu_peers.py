@@ -3,6 +3,7 @@
     python -m bench.peers.install     # once: about a quarter of an hour
     python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
     python -m bench.cpu_peers --traffic long --shapes 4m --dtypes bfloat16
+    python -m bench.cpu_peers --traffic long --task long-chain-2000 --num-prompts 100
 
 Each engine has a process of its own on the same CPU, with one thread, the same random weights and
 the same prompts, and is warmed up. The engines take turns; a ratio is the median over turns. Every
@@ -26,8 +27,9 @@ from tqdm import tqdm
 
 from bench.peers.contestants import BASE, CONTESTANTS, Contestant
 from bench.peers.long_traffic import COLUMNS as LONG_COLUMNS
-from bench.peers.long_traffic import LongCase
+from bench.peers.long_traffic import LongCase, LongTraffic
 from bench.peers.peer import PEERS, PeerError, PeerProcess
+from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES, opened_checkpoint
 from kvserve.benchmarks.setup.options import (
@@ -37,6 +39,7 @@ from kvserve.benchmarks.setup.options import (
     number,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
+from kvserve.engine.models.hub import find_model
 
 _WARMUP_TOKENS = 8
 
@@ -209,21 +212,33 @@ class LongComparison:
 
     def measure(self) -> None:
         args = self._args
+        if args.task:
+            for dtype in args.dtypes:
+                model = find_model(args.model)
+                self._measure(args.model, dtype, model, LongTraffic.of_task(args, model, dtype))
+            return
         for shape in args.shapes:
             with _random_checkpoint(shape, args.seed) as model:
                 for dtype in args.dtypes:
-                    case = self._cases[shape, dtype] = LongCase(args, shape, dtype, self._cpu)
-                    case.measure(model, True if args.disable_tqdm else None)
+                    self._measure(shape, dtype, model, LongTraffic.of(args, shape, dtype))
+
+    def _measure(self, shape: str, dtype: str, model: Path, traffic: LongTraffic) -> None:
+        case = LongCase(self._args, traffic, dtype, self._cpu)
+        self._cases[shape, dtype] = case
+        case.measure(model, True if self._args.disable_tqdm else None)
 
     def report(self) -> Report:
         args, cases = self._args, self._cases
         busy = ", per second of CPU time on a busy machine" if args.clock == "cpu" else ""
+        given = f"prompts of {args.input_len} tokens, random weights"
+        if args.task:
+            given = f"{args.task}, answers as long as the right ones"
         about = [
-            f"prompts of {args.input_len} tokens, random weights, one thread on CPU {self._cpu}"
-            f"{busy}; medians of {args.repeat} runs in turns",
+            f"{given}, one thread on CPU {self._cpu}{busy}; medians of {args.repeat} runs in turns",
             *(f"{' '.join(key)}: {case.traffic.describe()}" for key, case in cases.items()),
         ]
         names = (
+            "task",
             "num_prompts",
             "input_len",
             "output_len",
@@ -285,6 +300,10 @@ def make_parser() -> argparse.ArgumentParser:
         ("pool-share", 0, 0.25, "long: pool, as a share of the demand (default: 0.25)"),
     ):
         parser.add_argument(f"--{name}", type=number(least), default=value, metavar="X", help=words)
+    words = "long: this task on --model in place of random prompts and weights"
+    parser.add_argument("--task", choices=TASKS, metavar="NAME", help=words)
+    words = "long: the model of --task (default: kvserve/tiny-long)"
+    parser.add_argument("--model", default="kvserve/tiny-long", metavar="MODEL", help=words)
     words = "long: kvserve under these (default: none and kara)"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
     parser.add_argument(

@@ -8,6 +8,7 @@ cache is one static batch.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from kvserve.benchmarks.datasets.workload import (
     Prompts,
     blocks_at_once,
     random_prompts,
+    task_prompts,
 )
 from kvserve.benchmarks.reports.report import Column, Row
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.engine.frontend.tokenizer import Tokenizer
 
 COLUMNS = (
     Column("engine", "engine", left=True),
@@ -60,16 +63,36 @@ class LongTraffic:
 
     @classmethod
     def of(cls, args: argparse.Namespace, shape: str, dtype: str) -> LongTraffic:
+        """Random prompts, and answers of log-normal lengths, for one of ``SHAPES``."""
         rng, config = np.random.default_rng(args.seed), SHAPES[shape]
         given = args.num_prompts, args.output_len, args.output_sigma, args.output_cap
         outputs = lognormal_lengths(rng, *given).tolist()
         lengths = [(args.input_len, length) for length in outputs]
         workload = random_prompts(lengths, config["vocab_size"], args.seed)
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        return cls._sized(workload, config, args.pool_share, dtype)
+
+    @classmethod
+    def of_task(cls, args: argparse.Namespace, model: Path, dtype: str) -> LongTraffic:
+        """The prompts of ``args.task``; each answer is as long as the right one."""
+        tokenizer = Tokenizer(str(model))
+        task = task_prompts(args.task, args.num_prompts, tokenizer, args.seed)
+        prompts = [task.prompt(index, ()) or [] for index in range(len(task))]
+        ends = zip(task.full_lengths(), prompts, strict=True)
+        limits = [cached + 1 - len(prompt) for cached, prompt in ends]
+        config = json.loads((model / "config.json").read_text())
+        workload = Prompts(prompts, limits, ignore_eos=True)
+        return cls._sized(workload, config, args.pool_share, dtype)
+
+    @classmethod
+    def _sized(
+        cls, workload: Prompts, config: dict[str, Any], share: float, dtype: str
+    ) -> LongTraffic:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
         size = _BYTES[dtype]
-        block_bytes = numbers * DEFAULT_BLOCK_SIZE * size
-        return cls(workload, args.input_len + max(outputs), args.pool_share, block_bytes, size)
+        longest = max(map(sum, zip(map(len, workload.prompts), workload.limits, strict=True)))
+        return cls(workload, longest, share, numbers * DEFAULT_BLOCK_SIZE * size, size)
 
     @property
     def blocks(self) -> int:
@@ -123,11 +146,13 @@ class Side:
 class LongCase:
     """One shape and dtype; the engines take turns."""
 
-    def __init__(self, args: argparse.Namespace, shape: str, dtype: str, cpu: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, traffic: LongTraffic, dtype: str, cpu: int
+    ) -> None:
         self._args = args
         self._dtype = dtype
         self._cpu = cpu
-        self.traffic = LongTraffic.of(args, shape, dtype)
+        self.traffic = traffic
         self.versions: dict[str, str] = {}
         self.notes: list[str] = []
         self._sides = [

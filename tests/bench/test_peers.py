@@ -208,6 +208,7 @@ class FakeEngine(FakeProcess):
 
     def run(self, prompts: list[list[int]], max_tokens: int | list[int]) -> dict[str, Any]:
         asked = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        self.max_tokens = asked
         return {"seconds": sum(asked) / self.rate, "tokens": [[7] * limit for limit in asked]}
 
 
@@ -240,6 +241,25 @@ def test_long_answers_get_as_many_bytes_everywhere(
     assert fp8["kv_cache_dtype"] == "fp8" and theirs["kv_cache_dtype"] == "auto"
     assert abs((fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable) <= 32
     assert all(process.closed for process in started.values())
+
+
+def test_engines_answer_a_task_at_the_lengths_of_right_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, FakeEngine] = {}
+
+    def start(self: cpu_peers.Contestant, cpu: int) -> FakeEngine:
+        return started.setdefault(self.name, FakeEngine(1.0))
+
+    monkeypatch.setattr(cpu_peers.Contestant, "start", start)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    task = ("--traffic", "long", "--task", "chain", "--model", "kvserve/tiny", "--num-prompts", "3")
+    saved = compare(tmp_path, monkeypatch, *task, "--dtypes", "float32", "--disable-tqdm")
+    assert saved["settings"]["task"] == "chain"
+    assert [row["shape"] for row in saved["rows"]] == ["kvserve/tiny"] * 2
+    limits = started["kvserve none auto"].max_tokens
+    assert limits == started["kvserve kara auto"].max_tokens
+    assert 300 < min(limits) <= max(limits) < 340  # 30 sums and the end of the answer
 
 
 def test_answers_of_other_lengths_are_refused(
