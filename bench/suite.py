@@ -1,9 +1,9 @@
 """The measurements of docs/benchmarks.md.
 
 `python -m bench.suite run` makes them on this machine. `python -m bench.suite document` writes the
-page, and README.md's table, from the newest results in bench/results. `python -m bench.suite plots`
-draws those results again. `python -m bench.suite list` says how long each takes on one core of an
-otherwise idle machine. docs/rankings.md is written by hand, and becomes a part of the page.
+page, its chapters and README.md's table from the newest results in bench/results. `python -m
+bench.suite plots` draws those results again. `python -m bench.suite list` says how long each takes
+on one core of an otherwise idle machine.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 
 from bench.report.measurement import PLOTS, RESULTS, ROOT, Measurement
 from bench.report.measurements import SUITE
-from bench.report.page import PAGE, README, page, readme
+from bench.report.page import pages
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
 
 
@@ -54,13 +54,14 @@ def main() -> None:
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
     words = "end resumable measurements after N minutes; run again until all are done"
     runner.add_argument("--minutes", type=float, metavar="N", help=words)
-    commands.add_parser("document", help="write docs/benchmarks.md")
+    commands.add_parser("document", help="write docs/benchmarks.md and its chapters")
     commands.add_parser("plots", help="draw the newest results again")
     commands.add_parser("list", help="say how long each takes, and whether it was measured")
     args = parser.parse_args()
     if args.command == "document":
-        PAGE.write_text(page())
-        README.write_text(readme())
+        for path, text in pages().items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
         return
     if args.command == "plots":
         for each in SUITE:

@@ -1,4 +1,4 @@
-"""A section of docs/benchmarks.md: the command that measures it, and its newest result."""
+"""Chapters of docs/benchmarks.md, their sections, the command and the newest result of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS, PLOTS = ROOT / "bench" / "results", ROOT / "docs" / "plots"
 
 @dataclass(frozen=True)
 class Measurement:
-    """A section of the page: one command, and what a reader has to know about its figures.
+    """A section of a chapter: one command, and what a reader has to know about its figures.
 
     The command is one of kvserve or of a ``module`` under bench; ``minutes`` is its time on one
     idle core. ``in_pieces``: it has ``--minutes`` and continues where an earlier call stopped.
@@ -64,6 +64,16 @@ class Measurement:
         documents = [json.loads(path.read_text()) for path in found]
         complete = [each for each in documents if each["complete"] and "columns" in each]
         return complete[-1] if complete else None
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A page under docs/benchmarks; ``about``: what it shows, in a sentence or two."""
+
+    slug: str
+    title: str
+    about: str
+    measurements: tuple[Measurement, ...]
 
 
 def flags(policies: Iterable[str]) -> str:

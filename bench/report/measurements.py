@@ -1,11 +1,11 @@
-"""What `python -m bench.suite run` measures, in the order of docs/benchmarks.md."""
+"""What `python -m bench.suite run` measures, by chapters of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import math
 
-from bench.report.long_traces import EQUAL_BYTES_GRADED, LONG, REMAINDERS
-from bench.report.measurement import Measurement, flags
+from bench.report.long_traces import BEFORE, LONG
+from bench.report.measurement import Chapter, Measurement, flags
 from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
 KARA = "kara:window=128,buffer=16"
@@ -37,18 +37,7 @@ def paper(retention: float) -> str:
     return f"kara:preset=paper,window=128,buffer=16,budget={budget},period=32"
 
 
-SUITE = (
-    *REMAINDERS,
-    *LONG,
-    Measurement(
-        "long-equal-bytes",
-        "The graded long task at equal bytes",
-        "Each policy holds as many bytes per sequence, on average over its run, as Kara's default "
-        "with its logged queries.",
-        "eval --model kvserve/tiny-long --tasks long-chain-2000 --num-samples 200 --threads 1 "
-        + flags(EQUAL_BYTES_GRADED),
-        minutes=15,
-    ),
+SHORT = (
     Measurement(
         "quarter-pool",
         "A pool of a quarter of the demand",
@@ -96,6 +85,26 @@ SUITE = (
         minutes=12,
         plots=True,
     ),
+    Measurement(
+        "latency",
+        "One batch from end to end",
+        "No pressure, no queue: what a policy adds to the time of eight requests.",
+        "bench latency --input-len 64 --output-len 256 --batch-size 8 --num-iters 10 "
+        f"--num-iters-warmup 2 --threads 1 --policy none --policy {SNAPKV} --policy {KARA}",
+        minutes=1,
+    ),
+    Measurement(
+        "repeatability",
+        "The same again",
+        "The first section's command three times over: what was decided must not change, ratios "
+        "of throughputs may spread by 5 %.",
+        "quarter-pool --times 3",
+        minutes=9,
+        module="bench.repeatability",
+    ),
+)
+
+ACCURACY = (
     Measurement(
         "chain-accuracy",
         "Accuracy against retention, reasoning step by step",
@@ -147,21 +156,6 @@ SUITE = (
         plots=True,
     ),
     Measurement(
-        "needles-codes",
-        "Needles under SpindleKV",
-        "The same grid; a ratio of the prompt's entries is left by eviction. SpindleKV then holds "
-        "them as codes, PyramidKV as they are: columns say at how many bytes.",
-        "eval --tasks needle-grid --num-samples 8 --threads 1 "
-        + flags(
-            (
-                *(f"spindlekv:ratio={ratio}" for ratio in (1, 0.4, 0.2)),
-                *(f"pyramidkv:ratio={ratio}" for ratio in (0.4, 0.2)),
-            )
-        ),
-        minutes=4,
-        plots=True,
-    ),
-    Measurement(
         "codes-accuracy",
         "Codes beside eviction at as many bytes",
         "SpindleKV without its eviction, and PyramidKV at the ratio that holds as many bytes of "
@@ -177,6 +171,24 @@ SUITE = (
         ),
         minutes=1,
     ),
+    Measurement(
+        "needles-codes",
+        "Needles under SpindleKV",
+        "The same grid; a ratio of the prompt's entries is left by eviction. SpindleKV then holds "
+        "them as codes, PyramidKV as they are: columns say at how many bytes.",
+        "eval --tasks needle-grid --num-samples 8 --threads 1 "
+        + flags(
+            (
+                *(f"spindlekv:ratio={ratio}" for ratio in (1, 0.4, 0.2)),
+                *(f"pyramidkv:ratio={ratio}" for ratio in (0.4, 0.2)),
+            )
+        ),
+        minutes=4,
+        plots=True,
+    ),
+)
+
+FEWER_BITS = (
     Measurement(
         "codes",
         "Codes read and rebuilt",
@@ -222,14 +234,9 @@ SUITE = (
         minutes=5,
         in_pieces=False,
     ),
-    Measurement(
-        "latency",
-        "One batch from end to end",
-        "No pressure, no queue: what a policy adds to the time of eight requests.",
-        "bench latency --input-len 64 --output-len 256 --batch-size 8 --num-iters 10 "
-        f"--num-iters-warmup 2 --threads 1 --policy none --policy {SNAPKV} --policy {KARA}",
-        minutes=1,
-    ),
+)
+
+ENGINES = (
     Measurement(
         "cpu-peers",
         "Other engines on the same CPU",
@@ -250,6 +257,9 @@ SUITE = (
         minutes=6,
         module="bench.kvpress_accuracy",
     ),
+)
+
+CONVERSATIONS = (
     Measurement(
         "conversations",
         "Conversations that go on from their compressed cache",
@@ -269,13 +279,47 @@ SUITE = (
         minutes=6,
         module="bench.serving.conversations",
     ),
-    Measurement(
-        "repeatability",
-        "The same again",
-        "The first section's command three times over: what was decided must not change, ratios "
-        "of throughputs may spread by 5 %.",
-        "quarter-pool --times 3",
-        minutes=9,
-        module="bench.repeatability",
+)
+
+CHAPTERS = (
+    Chapter("long-answers", "Long answers", "What compression is for, with Kara's default.", LONG),
+    Chapter(
+        "kara-before",
+        "Long answers under Kara's earlier default",
+        "Measured before 2026-11-23, when Kara kept three tenths of a window and left nothing "
+        "behind: which pools and lengths pay, other cache types, a larger shape, vLLM. Today's "
+        "default holds less and is faster ([Long answers](long-answers.md)).",
+        BEFORE,
+    ),
+    Chapter(
+        "short-answers",
+        "Short answers and pools",
+        "Chains of 334 tokens, which gain little; prefix caching; one batch; whether it repeats.",
+        SHORT,
+    ),
+    Chapter(
+        "accuracy",
+        "Accuracy",
+        "Right answers against what is kept, on chains and needles.",
+        ACCURACY,
+    ),
+    Chapter(
+        "fewer-bits",
+        "Fewer bits per entry",
+        "int8, k8v4 and fp8, alone and beside a policy; SpindleKV's codes.",
+        FEWER_BITS,
+    ),
+    Chapter(
+        "other-engines",
+        "Other engines",
+        "vLLM, llama.cpp and transformers on the same core; kvpress on the same prompts.",
+        ENGINES,
+    ),
+    Chapter(
+        "conversations",
+        "Conversations",
+        "Agents whose next turn goes on from the compressed cache.",
+        CONVERSATIONS,
     ),
 )
+SUITE = tuple(each for chapter in CHAPTERS for each in chapter.measurements)

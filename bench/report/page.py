@@ -1,21 +1,23 @@
-"""docs/benchmarks.md: a summary and plots first, then the tables of all measurements."""
+"""docs/benchmarks.md, its chapters under docs/benchmarks, and the table at the top of README.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import relpath
+from pathlib import Path
 from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
-from bench.report.long_traces import LONG, REMAINDERS
-from bench.report.measurement import PLOTS, ROOT, Measurement
-from bench.report.measurements import SUITE
+from bench.report.long_traces import EQUAL, LONG, PEERS
+from bench.report.measurement import PLOTS, ROOT, Chapter, Measurement
+from bench.report.measurements import CHAPTERS
 from kvserve.benchmarks.reports.policy_names import short_names
 from kvserve.benchmarks.reports.report import Column, Row, describe_machine, markdown_table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+CHAPTERS_FOLDER = ROOT / "docs" / "benchmarks"
 README = ROOT / "README.md"
 _BEGIN, _END = "<!-- written by python -m bench.suite document -->\n", "<!-- end -->"
-BY_HAND = ROOT / "docs" / "rankings.md"
 # Figures that are only in the JSON files.
 _LEFT_OUT = frozenset(
     (
@@ -34,15 +36,14 @@ _SUMMARY = (
     Column("cache held in", "kv_cache_dtype", left=True),
     Column("output tok/s", "output_tok_s", ",.0f"),
     Column("of `none`", "ratio_to_first", ".2f"),
-    Column("of vLLM", "vs_vllm", ".2f"),
-    Column("exact match", "exact_match", ".3f"),
     Column("KiB per sequence, mean", "kib", ",.0f"),
 )
-
-_GRADED = tuple(
-    column
-    for column in _SUMMARY
-    if column.key in ("policy", "output_tok_s", "ratio_to_first", "exact_match", "kib")
+_EQUAL = (
+    Column("policy", "policy", left=True),
+    Column("right answers (95 % interval)", "right"),
+    Column("output tok/s (all runs)", "speed"),
+    Column("of `none` (all runs)", "ratio"),
+    Column("MB per sequence", "mb", ".2f"),
 )
 
 _HEAD = """\
@@ -51,9 +52,6 @@ _HEAD = """\
 Written by `python -m bench.suite document` from [bench/results](../bench/results), which
 `python -m bench.suite run` fills. The shipped model is small and its tasks are synthetic: these
 figures show what the machinery gives and costs, not how the methods rank on large models.
-
-Kara's default changed on 2026-11-23: it keeps a tenth of a window instead of three, and leaves a
-[remainder](remainders.md). What is dated before that was measured with the default of then.
 
 Every throughput is output tokens over wall time. Rows of one table took turns; a ratio is the
 median of those within each turn. A pool that is a share of the demand has as many *bytes* for every
@@ -79,57 +77,117 @@ JSON keys of `bench serve` and `bench latency` are named as vLLM's.
 """
 
 
+def pages() -> dict[Path, str]:
+    """Every page that is written from results, README.md too: its path and its text."""
+    chapters = {CHAPTERS_FOLDER / f"{each.slug}.md": chapter(each) for each in CHAPTERS}
+    return {PAGE: page(), README: readme(), **chapters}
+
+
 def page() -> str:
-    """The whole of docs/benchmarks.md."""
-    by_hand = BY_HAND.read_text().rstrip()
-    parts = [_HEAD.rstrip(), *summary(), *map(section, SUITE), by_hand]
+    """docs/benchmarks.md: what was found, and where the tables are."""
+    parts = [_HEAD.rstrip(), *_at_equal_bytes(PAGE), *_long_answers(), _contents()]
     return "\n\n".join(parts) + "\n"
 
 
+def chapter(chapter: Chapter) -> str:
+    """A page of sections, one per measurement."""
+    file = CHAPTERS_FOLDER / f"{chapter.slug}.md"
+    parts = [f"# {chapter.title}", f"{chapter.about} [All benchmarks](../benchmarks.md)."]
+    return "\n\n".join([*parts, *(section(each, file) for each in chapter.measurements)]) + "\n"
+
+
 def readme() -> str:
-    """README.md with the newest results between its two marks: table and plot of the graded long
-    task, and the ratios of the other long traces."""
+    """README.md with the newest results between its two marks: policies at equal bytes, and the
+    ratios of the other long traces."""
     text = README.read_text()
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    graded, *others = REMAINDERS
-    parts = [markdown_table(_GRADED, _rows(graded))]
-    parts.append("\n".join(line for each in others if (line := _ratios(each))))
-    lead = "\n\n".join(parts)
+    others = "\n".join(line for each in LONG[2:] if (line := _ratios(each)))
+    lead = "\n\n".join([*_equal_table(), *pictures(EQUAL, README), others])
     return f"{before}{_BEGIN}{lead}\n{_END}{after}"
 
 
+def _at_equal_bytes(file: Path) -> list[str]:
+    text = (
+        "As many bytes per sequence for every policy that evicts while decoding, long graded "
+        "answers, one pool, one thread: the conditions and all columns are in "
+        "[Long answers](benchmarks/long-answers.md#long-traces-graded-at-equal-bytes)."
+    )
+    return ["## Policies at equal bytes", text, *_equal_table(), *pictures(EQUAL, file)]
+
+
+def _equal_table() -> list[str]:
+    """The table of policies at equal bytes, the best first; and a line on vLLM."""
+    result = EQUAL.newest()
+    if result is None:
+        return []
+    first, *others = map(_equal_row, shortened(result["rows"]))
+    others.sort(key=lambda row: -row["exact_match"])
+    return [markdown_table(_EQUAL, [first, *others]), *_beside_vllm()]
+
+
+def _equal_row(row: Row) -> dict[str, Any]:
+    low, high = row["interval_95"]
+    return {
+        **row,
+        "right": f"{row['exact_match']:.2f} ({low:.2f}–{high:.2f})",
+        "speed": f"{row['output_tok_s']:,.0f} ({row['spread']})",
+        "ratio": f"{row['ratio_to_first']:.2f} ({row.get('ratio_spread') or '1.00'})",
+        "mb": row["mean_held_bytes"] / 1e6,
+    }
+
+
+def _beside_vllm() -> list[str]:
+    result = PEERS.newest()
+    if result is None:
+        return []
+    rows = {row.get("policy") or row["engine"]: row for row in result["rows"]}
+    said = ", ".join(f"{row['output_tok_s']:,.0f} ({name})" for name, row in rows.items())
+    ratios = " and ".join(f"{rows[name]['vs_vllm']:.2f}" for name in ("none", "kara"))
+    return [
+        f"The same prompts on vLLM's CPU build, as many bytes, in turns of their own: {said} "
+        f"output tok/s; `none` and Kara are {ratios} times vLLM (medians of "
+        f"{result['settings']['repeat']} turns)."
+    ]
+
+
+def _long_answers() -> list[str]:
+    rows = [row for each in LONG[2:] for row in _rows(each)]
+    text = (
+        "Random weights, since the cost does not depend on what is generated. `kara, ratio=0.3` "
+        "is Kara's default until 2026-11-22, which left no [remainder](remainders.md)."
+    )
+    return ["## Long answers", text, markdown_table(_SUMMARY, rows)] if rows else []
+
+
+def _contents() -> str:
+    lines = ["## All measurements", "| | |\n|---|---|"]
+    for each in CHAPTERS:
+        titles = "; ".join(one.title for one in each.measurements)
+        lines[-1] += f"\n| [{each.title}](benchmarks/{each.slug}.md) | {each.about} {titles} |"
+    lines.append("[Rankings](rankings.md) says where our order of policies is not the papers'.")
+    return "\n\n".join(lines)
+
+
 def _ratios(measurement: Measurement) -> str:
-    """One line: each policy's throughput over that of ``none``, or of vLLM."""
-    said = []
-    for key, base in (("ratio_to_first", "`none`"), ("vs_vllm", "vLLM")):
-        rows = [row for row in _rows(measurement) if row.get(key) not in (None, 1.0)]
-        found = ", ".join(f"{row[key]:.2f} ({_name(row)})" for row in rows)
-        said += [f"{found} times {base}"] if rows else []
-    return f"- {measurement.title}: {'; '.join(said)}." if said else ""
+    """One line: each policy's throughput over that of ``none``, with n, turns and spread."""
+    rows = [row for row in _rows(measurement) if row.get("ratio_to_first") not in (None, 1.0)]
+    if not rows:
+        return ""
+    said = ", ".join(f"{_spread(row)} ({_name(row)})" for row in rows)
+    turns = len(rows[0].get("output_tok_s_all", ())) or 1
+    runs = "one run" if turns == 1 else f"{turns} turns"
+    return f"- {measurement.title} ({rows[0]['requests']} requests, {runs}): {said} times `none`."
+
+
+def _spread(row: Row) -> str:
+    spread = row.get("ratio_spread")
+    return f"{row['ratio_to_first']:.2f}" + (f" [{spread}]" if spread else "")
 
 
 def _name(row: Row) -> str:
     held = row.get("kv_cache_dtype") or "auto"
-    name = row["policy"] if row.get("engine", "kvserve") == "kvserve" else row["engine"]
-    return str(name) if held == "auto" else f"{name} in {held}"
-
-
-def summary() -> list[str]:
-    """One table of all long traces, their plots, and what the sweeps found."""
-    rows, plots, notes = [], [], []
-    for measurement in (*REMAINDERS, *LONG):
-        result = measurement.newest()
-        if result is None:
-            continue
-        plots += pictures(measurement)
-        if result["benchmark"] == "sweep":
-            notes += [f"- {note}" for note in result["notes"]]
-            continue
-        rows += _rows(measurement)
-    if not rows:
-        return []
-    return ["## Long traces", markdown_table(_SUMMARY, rows), *plots, "\n".join(notes)]
+    return str(row["policy"]) if held == "auto" else f"{row['policy']} in {held}"
 
 
 def _rows(measurement: Measurement) -> list[dict[str, Any]]:
@@ -151,13 +209,14 @@ def shortened(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{**row, "policy": names.get(row.get("policy", ""), row.get("policy"))} for row in rows]
 
 
-def pictures(measurement: Measurement) -> list[str]:
+def pictures(measurement: Measurement, file: Path) -> list[str]:
+    """Its plots, as ``file`` shows them."""
     found = sorted((PLOTS / measurement.name).glob("*.png")) if measurement.plots else []
-    return [f"![{path.stem}]({path.relative_to(PAGE.parent)})" for path in found]
+    return [f"![{path.stem}]({relpath(path, file.parent)})" for path in found]
 
 
-def section(measurement: Measurement) -> str:
-    """A section of the page; without a result, only the command that would make it."""
+def section(measurement: Measurement, file: Path) -> str:
+    """A section of ``file``; without a result, only the command that would make it."""
     parts = [f"## {measurement.title}", *filter(None, [measurement.text])]
     result = measurement.newest()
     planned = f"{measurement.program} {measurement.command}"
@@ -171,6 +230,4 @@ def section(measurement: Measurement) -> str:
     parts += [f"- {note}" for note in result["notes"]]
     if measurement.equal_bytes and (table := equal_bytes_table(result["rows"])):
         parts += [_EQUAL_BYTES, table]
-    if measurement not in (*REMAINDERS, *LONG):  # their plots stand before all tables
-        parts += pictures(measurement)
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + pictures(measurement, file))

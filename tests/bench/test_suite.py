@@ -32,9 +32,11 @@ def test_commands_are_understood(measurement: Measurement, monkeypatch: pytest.M
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert page.PAGE.read_text() == page.page(), "run `python -m bench.suite document`"
-    assert page.README.read_text() == page.readme(), "run `python -m bench.suite document`"
-    assert page.BY_HAND.read_text().strip() in page.PAGE.read_text()
+    pages = page.pages()
+    for path, text in pages.items():
+        assert path.read_text() == text, f"{path.name}: run `python -m bench.suite document`"
+    assert set(page.CHAPTERS_FOLDER.glob("*.md")) < set(pages)
+    assert len(pages[page.PAGE].splitlines()) <= 200
 
 
 def test_decoding_policies_hold_equally_many_entries() -> None:
@@ -62,14 +64,14 @@ def test_sections_show_the_newest_complete_result(
     monkeypatch.setattr(measuring, "RESULTS", tmp_path)
     command = "bench throughput --shape '4m'"
     trial = Measurement("trial", "A trial", "What it is.", command, minutes=1)
-    said = page.section(trial)
+    said = page.section(trial, page.PAGE)
     assert said.endswith("```\nkvserve bench throughput --shape '4m'\n```\n\nNot measured yet.")
     for day, document in (("01", result(5.0)), ("02", result(7.0)), ("03", result(9.0, False))):
         (tmp_path / f"2026-12-{day}-trial.json").write_text(json.dumps(document))
-    shown = page.section(trial)
+    shown = page.section(trial, page.PAGE)
     assert "| none   |          7.0 |" in shown and "- kara: it paid" in shown
     assert "```\nkvserve as it was run\n```" in shown
     assert shlex.split(trial.command) == trial.argv(measuring.ROOT / "x.json")[:-2]
     peers = Measurement("p", "P", "P.", "--repeat 2", minutes=1, module="bench.cpu_peers")
-    assert "```\npython -m bench.cpu_peers --repeat 2\n```" in page.section(peers)
+    assert "```\npython -m bench.cpu_peers --repeat 2\n```" in page.section(peers, page.PAGE)
     assert [column.title for column in peers.table(["batch", "vllm"])] == ["batch", "vLLM CPU"]
