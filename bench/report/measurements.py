@@ -288,7 +288,7 @@ CHAPTERS = (
         "Long answers under Kara's earlier default",
         "Measured before 2026-11-23, when Kara kept three tenths of a window and left nothing "
         "behind: which pools and lengths pay, other cache types, a larger shape, vLLM. Today's "
-        "default holds less and is faster ([Long answers](long-answers.md)).",
+        "default holds less and is faster.",
         BEFORE,
     ),
     Chapter(

@@ -170,8 +170,12 @@ def _contents() -> str:
 
 
 def _ratios(measurement: Measurement) -> str:
-    """One line: each policy's throughput over that of ``none``, with n, turns and spread."""
+    """One line: each policy's throughput over that of ``none``, with n, turns and spread.
+
+    Where other types of cache were compared, only those: the usual type has a line of its own.
+    """
     rows = [row for row in _rows(measurement) if row.get("ratio_to_first") not in (None, 1.0)]
+    rows = [row for row in rows if _held_in(row) != "auto"] or rows
     if not rows:
         return ""
     said = ", ".join(f"{_spread(row)} ({_name(row)})" for row in rows)
@@ -186,8 +190,12 @@ def _spread(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    held = row.get("kv_cache_dtype") or "auto"
+    held = _held_in(row)
     return str(row["policy"]) if held == "auto" else f"{row['policy']} in {held}"
+
+
+def _held_in(row: Row) -> str:
+    return row.get("kv_cache_dtype") or "auto"
 
 
 def _rows(measurement: Measurement) -> list[dict[str, Any]]:
@@ -212,7 +220,7 @@ def shortened(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def pictures(measurement: Measurement, file: Path) -> list[str]:
     """Its plots, as ``file`` shows them."""
     found = sorted((PLOTS / measurement.name).glob("*.png")) if measurement.plots else []
-    return [f"![{path.stem}]({relpath(path, file.parent)})" for path in found]
+    return [f"![{measurement.title}: {path.stem}]({relpath(path, file.parent)})" for path in found]
 
 
 def section(measurement: Measurement, file: Path) -> str:
