@@ -1,17 +1,18 @@
-"""Progress of what takes long: a bar on a terminal, lines of the log elsewhere."""
+"""Progress of what takes long: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
 
-from kvserve.log import logger
+from kvserve.log import logger, say
 
 _SECONDS = 10.0
-"""Between two lines of the log; what takes less than this writes none."""
+"""Between two lines; what takes less than this writes none."""
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed} so far, {remaining} left"
 
 
@@ -24,11 +25,18 @@ def progress(items: Iterable[Any] | None = None, *, hidden: bool = False, **name
 
 
 class _Log:
-    """A file whose lines go to the log; tqdm begins each with a carriage return."""
+    """A file whose lines go to the log, or to stderr in programs that configure none (`bench`).
+
+    tqdm begins each line with a carriage return.
+    """
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        if not (line := text.strip()):
+            return
+        if logger.isEnabledFor(logging.INFO):
             logger.info("%s", line)
+        else:
+            say(f"{line}\n")
 
     def flush(self) -> None:
         pass

@@ -25,6 +25,18 @@ def test_lines_of_the_log(
         assert not any("\r" in line for line in found)
 
 
+def test_lines_without_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvserve bench` and `eval` configure no log, and take the longest."""
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    monkeypatch.setattr(progress.logger, "level", logging.WARNING)
+    progress.logger.manager._clear_cache()  # type: ignore[attr-defined]
+    assert list(progress.progress([5, 6], desc="none", unit="run", miniters=1)) == [5, 6]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and lines[-1].startswith("none: 2 of 2 runs") and "\r" not in "".join(lines)
+
+
 def test_hidden_progress_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "kvserve"):
         assert list(progress.progress([1], hidden=True)) == [1]
