@@ -11,9 +11,12 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import RowState
 
 
-def observe(queries: Tensor, keys: Tensor, scale: float = 1.0) -> Observation:
-    """One event of one layer: queries [Hq, W, D], keys [Hkv, n, D]."""
-    return Observation(queries[None, None], keys[None, None], scale)
+def observe(
+    queries: Tensor, keys: Tensor, scale: float = 1.0, values: Tensor | None = None
+) -> Observation:
+    """One event of one layer: queries [Hq, W, D], keys and values [Hkv, n, D]."""
+    stored = None if values is None else values[None, None]
+    return Observation(queries[None, None], keys[None, None], scale, values=stored)
 
 
 def choose(policy: Policy, obs: Observation, keep: int) -> list[list[int]]:
