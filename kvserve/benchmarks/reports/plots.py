@@ -208,6 +208,13 @@ def _lengths(rows: Sequence[Row], names: Names) -> Any:
             )
             at, ratios = [row["output_len"] for row in line], [row["ratio_to_none"] for row in line]
             panel.errorbar(at, ratios, reach, label=names[policy], capsize=2, **looks[policy])
+        disturbed = [row for row in members if row.get("disturbed")]  # marked by hand in the file
+        if disturbed:
+            at, ratios = zip(
+                *((row["output_len"], row["ratio_to_none"]) for row in disturbed), strict=True
+            )
+            mark = {"s": 160, "facecolors": "none", "edgecolors": _INK}
+            panel.scatter(at, ratios, label="another program ran beside it", zorder=3, **mark)
         panel.set_xscale("log", base=2)
         ticks = sorted({row["output_len"] for row in members})
         panel.set_xticks(ticks, [f"{tick:,d}" for tick in ticks])
