@@ -210,8 +210,8 @@ def _lengths(rows: Sequence[Row], names: Names) -> Any:
             panel.errorbar(at, ratios, reach, label=names[policy], capsize=2, **looks[policy])
         disturbed = [row for row in members if row.get("disturbed")]  # marked by hand in the file
         if disturbed:
-            at, ratios = zip(
-                *((row["output_len"], row["ratio_to_none"]) for row in disturbed), strict=True
+            at, ratios = (
+                [row[key] for row in disturbed] for key in ("output_len", "ratio_to_none")
             )
             mark = {"s": 160, "facecolors": "none", "edgecolors": _INK}
             panel.scatter(at, ratios, label="another program ran beside it", zorder=3, **mark)
