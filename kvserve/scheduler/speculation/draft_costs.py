@@ -127,6 +127,11 @@ class DraftCosts:
             size.compare()
         return size.least
 
+    def tries_again(self, rows: int) -> bool:
+        """Whether a step of so many rows may guess only to learn whether that pays by now."""
+        size = self._sizes[rows.bit_length()]
+        return size.known and size.since_drafted >= _RETRY
+
 
 def _quartile(values: Iterable[float]) -> float:
     """A quarter of ``values`` are smaller."""
