@@ -11,7 +11,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 
 T = TypeVar("T")
-_NEWEST = 4
+NEWEST = 4
 """Tokens that a row may get while its draft model sits out a step or two."""
 
 
@@ -82,7 +82,7 @@ class DraftChunks:
     @property
     def catches_up(self) -> bool:
         """Whether it reads more than what a row has got since its last guesses."""
-        return bool((self.lengths > _NEWEST).any())
+        return bool((self.lengths > NEWEST).any())
 
 
 @dataclass(frozen=True, slots=True)

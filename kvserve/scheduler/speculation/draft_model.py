@@ -12,18 +12,16 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.draft_group import DraftGroup
-from kvserve.scheduler.messages.drafts import NO_GUESSES, DraftChunks, Proposal
-from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.messages.drafts import NEWEST, NO_GUESSES, DraftChunks, Proposal
+from kvserve.scheduler.rows.row_table import BoolArray, RowTable
 from kvserve.scheduler.speculation.drafter import Chance
 from kvserve.scheduler.speculation.speculation import Speculation
 
 _TRIED = 2
 """Guesses of a row where it is tried whether guessing pays by now."""
-_SHARE = 1 / 8
-"""Most tokens that the draft model reads for such trials, by token that is generated."""
-_KEPT = 64
-"""Tokens that a first trial leaves to those behind it: a step that reads much is not measured."""
-_MOST_SAVED = 4096
+_PRICE = 8
+"""Tokens that have to be generated for each that is read to try whether guessing pays."""
+_FIRST_CREDIT, _MOST_CREDIT = 2_048 * _PRICE, 4_096 * _PRICE
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,10 @@ class DraftModelSettings:
 class DraftModelSpeculation(Speculation):
     """Lets the draft model read what rows have got since it guessed last, and guess again.
 
-    It reads a prompt when its row first guesses, and nothing of rows whose guesses do not pay. If
-    none pay, it is tried again now and then, with those rows of which there is least to read.
+    It reads a prompt when its row first guesses, and nothing of rows whose guesses do not pay. It
+    catches up with no more tokens than are generated; with an eighth of them while nobody knows
+    whether that pays, and if it did not, to try it again now and then. Rows of which there is least
+    to read come first.
     """
 
     forget = 0.97  # sooner than a lookup: a new sequence's first guess costs reading its prompt
@@ -52,42 +52,44 @@ class DraftModelSpeculation(Speculation):
         group = blocks.find(DraftGroup)
         assert group is not None, "a draft model has a group of its own"
         self._group = group
-        self._saved = 0.0
-        """Tokens that trials may read by now."""
+        self._credit = _FIRST_CREDIT
+        """Tokens generated that have not paid for tokens read."""
 
     def propose(self, *, scarce: bool = False) -> Proposal:
-        self._saved = min(self._saved + _SHARE * self._rows.num_decoding, _MOST_SAVED)
+        self._credit = min(self._credit + self._rows.num_decoding, _MOST_CREDIT)
         return super().propose(scarce=scarce)
 
     def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
         if scarce:
             return NO_GUESSES
+        n = self._rows.num_decoding
         behind = self._rows.num_tokens[at] - self._group.lens[at]
-        if self.costs.tries_again(self._rows.num_decoding):
-            guesses = self._trials(behind, most)
+        if self.costs.tries_again(n):
+            guesses = np.minimum(most, _TRIED)
         else:
             worth = [
                 self._drafter(row).worth(most_of_row, least)
                 for row, most_of_row in zip(at.tolist(), most.tolist(), strict=True)
             ]
             guesses = np.array(worth, np.int32)
+        price = 1 if self.costs.pays(n) else _PRICE
+        guesses[~self._affords(np.where(guesses > 0, behind, 0), price)] = 0
         guesses = np.clip(self._left - (np.cumsum(guesses) - guesses), 0, guesses)
         asks = guesses > 0
-        return self._of(at[asks], behind[asks], guesses[asks]) if asks.any() else NO_GUESSES
+        return self._of(at[asks], behind[asks], guesses[asks], price) if asks.any() else NO_GUESSES
 
-    def _trials(self, behind: IntArray, most: IntArray) -> IntArray:
-        """The guesses of rows that are ``behind [n]`` tokens, in a trial."""
-        order = np.argsort(behind, kind="stable")
-        tried = order[np.cumsum(behind[order]) + _KEPT <= self._saved]
-        guesses = np.zeros_like(most)
-        guesses[tried] = np.minimum(most[tried], _TRIED)
-        self._saved -= float(behind[tried].sum())
-        return guesses
+    def _affords(self, behind: IntArray, price: int) -> BoolArray:
+        """Which of n rows may read the ``behind [n]`` tokens that they lack: those that lack least,
+        while there is credit. What is new since a row's last guesses costs nothing."""
+        new = behind <= NEWEST
+        affords: BoolArray = new | (_up_to(np.where(new, 0, behind)) * price <= self._credit)
+        return affords
 
-    def _of(self, at: IntArray, behind: IntArray, guesses: IntArray) -> Proposal:
-        """What the rows ``at [n]`` read and guess, if they find the blocks."""
+    def _of(self, at: IntArray, behind: IntArray, guesses: IntArray, price: int) -> Proposal:
+        """What the rows ``at [n]`` read and guess, if they find the blocks; each token that they
+        catch up with costs its ``price``."""
         rows, group = self._rows, self._group
-        lengths = np.clip(self._max_read - (np.cumsum(behind) - behind), 0, behind)
+        lengths = np.clip(self._max_read - (_up_to(behind) - behind), 0, behind)
         guesses = np.where(lengths < behind, 0, guesses)
         at, lengths, guesses = (x[lengths > 0] for x in (at, lengths, guesses))
         starts = group.lens[at]
@@ -98,6 +100,7 @@ class DraftModelSpeculation(Speculation):
         if drafts is None:
             return NO_GUESSES
         group.read(at, read, ends)
+        self._credit -= price * int(lengths[lengths > NEWEST].sum())
         places = np.repeat(starts, lengths) + ragged_arange(lengths)
         token_ids = rows.token_ids[np.repeat(at, lengths), places]
         chunks = DraftChunks(at, starts, lengths, token_ids, guesses)
@@ -109,3 +112,10 @@ class DraftModelSpeculation(Speculation):
 
     def _new_drafter(self) -> Chance:
         return Chance(self._chance)
+
+
+def _up_to(numbers: IntArray) -> IntArray:
+    """The sum of each of ``numbers [n]`` and of all that come before it in their order: [n]."""
+    order, sums = np.argsort(numbers, kind="stable"), np.empty_like(numbers)
+    sums[order] = np.cumsum(numbers[order])
+    return sums
