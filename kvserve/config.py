@@ -81,12 +81,18 @@ class EngineConfig:
                 raise ConfigError(message)
 
     def _checks(self) -> Checks:
-        sizes = self.cudagraph_capture_sizes
+        sizes, ranks = self.cudagraph_capture_sizes, self.parallel.tensor_parallel_size
+        speculation = self.scheduler.speculation
         return (
             (all(size >= 1 for size in sizes), "--cudagraph-capture-sizes must be >= 1"),
             (
                 not (self.enforce_eager and sizes),
                 "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
+            ),
+            (
+                speculation is None or speculation.draft_model is None or ranks == 1,
+                f"--speculative-config: method: draft_model runs on one rank, and "
+                f"--tensor-parallel-size is {ranks}; use ngram, or one rank",
             ),
         )
 

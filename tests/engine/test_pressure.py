@@ -47,7 +47,10 @@ def right_guesses(output: SchedulerOutput, step: LaunchedStep, rows: int) -> Int
     right = np.zeros(rows, np.int32)
     if output.drafts is not None and step.sampled is not None:
         sampled = step.sampled.token_ids.cpu().numpy()[: len(output.drafts.token_ids)]
-        right[: output.num_decoding] = output.drafts.confirmed(sampled) - 1
+        drafts = output.drafts
+        if step.guesses is not None:
+            drafts = drafts.with_guesses(step.guesses.cpu().numpy())
+        right[: output.num_decoding] = drafts.confirmed(sampled) - 1
     return right
 
 
@@ -66,10 +69,8 @@ def watch(llm: LLM) -> None:
         computed = scheduler.rows.num_computed[:n]
         assert np.array_equal(computed + right, runner.batch.num_computed[:n].cpu().numpy())
         assert (computed >= held.max(axis=(0, 2), initial=0)).all()
-        for table, mirror in (
-            (scheduler.blocks.kv, runner.batch.block_tables),
-            (scheduler.blocks.log, runner.batch.log_tables),
-        ):
+        tables = [table for group in scheduler.blocks.groups for table in group.tables]
+        for table, mirror in zip(tables, runner.batch._tables, strict=True):
             column = np.arange(table.blocks.shape[3])
             live = (column >= table.first[..., None]) & (column < table.end[..., None])
             live[:, n:] = False

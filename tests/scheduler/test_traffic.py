@@ -99,6 +99,23 @@ def test_guesses_leave_no_trace() -> None:
     assert seen["guessed"] > seen["right"] > 500, seen
 
 
+def test_a_draft_model_leaves_no_trace() -> None:
+    """Its entries are of confirmed tokens alone, go when others need the blocks, and come again."""
+    seen: Counter[str] = Counter()
+    for seed in range(9):
+        windows = 9 * (seed % 3 == 0)
+        settings = {"windows": windows, "speculation": 4, "drafted": True}
+        traffic = Traffic(seed, continuations=bool(seed % 2), **settings)
+        traffic.run(200)
+        draft = traffic.loop.shadow.draft
+        assert draft is not None
+        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+        seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
+        seen += Counter(read=draft.read, caught_up=draft.caught_up)
+    assert len(seen) == 14, seen
+    assert seen["guessed"] > seen["right"] > 300, seen
+
+
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_clients_take_turns(overlaps: bool) -> None:
     """With a bound on the rows of each, and on the prompts of a step that decodes."""

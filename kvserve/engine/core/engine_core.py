@@ -182,6 +182,8 @@ class EngineCore:
         self._failures = 0
         self._counts.compaction_seconds += result.compaction_seconds
         traced = self._tracer.read(step.traced)
+        if result.guesses is not None:
+            output = output.with_guesses(result.guesses)
         confirmed = self.scheduler.confirm(output, result.token_ids)
         sampled, token_ids = list(output.sampled), result.token_ids
         if confirmed is not None and output.drafts is not None:
@@ -336,10 +338,11 @@ class EngineCore:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=(blocks.total() - blocks["log"]) * self._block_bytes
+            held_bytes=(blocks.total() - blocks["log"] - blocks["draft"]) * self._block_bytes
             + bool(seq.remainder_entries) * self._remainder_bytes,
             window_bytes=blocks["windows"] * self._block_bytes,
             log_bytes=blocks["log"] * self._block_bytes,
+            draft_bytes=blocks["draft"] * self._block_bytes,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
             remainder_entries=seq.remainder_entries,
             **seq.held_counts,

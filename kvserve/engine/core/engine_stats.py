@@ -25,6 +25,7 @@ def engine_stats(
     """Counters and the state of every running request; ``request_ids`` are by sequence id."""
     requests = _requests(scheduler, policies, request_ids, block_bytes, remainder_bytes)
     running = slice(scheduler.rows.num_rows)
+    by_kind = scheduler.blocks.held_by_kind(running)
     of_groups: dict[str, Any] = dict(scheduler.blocks.counts(running))
     capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
     cached = scheduler.blocks.num_cached
@@ -36,7 +37,8 @@ def engine_stats(
         blocks_cached=cached,
         bytes_total=capacity * block_bytes,
         bytes_held=(capacity - free - cached) * block_bytes,
-        window_bytes=scheduler.blocks.held_by_kind(running)["windows"] * block_bytes,
+        window_bytes=by_kind["windows"] * block_bytes,
+        draft_bytes=by_kind["draft"] * block_bytes,
         tokens_logical=sum(request.logical_tokens for request in requests),
         tokens_held=sum(request.held_tokens for request in requests),
         prompt_tokens_total=counts.prompt_tokens,

@@ -26,8 +26,10 @@ from kvserve.engine.core.resolve import (
     log_form_of,
     max_model_len_of,
     max_prefill_tokens_of,
+    speculation_of,
     statistics_of,
 )
+from kvserve.engine.core.resolve_draft import draft_of, load_draft
 from kvserve.engine.core.startup_table import (
     Row,
     codes_rows,
@@ -68,7 +70,6 @@ from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
@@ -183,7 +184,7 @@ def _summary(
         linear_layers_row(plan.spec, plan.dtype, plan.device),
         ("operators", operators.name, operators.reason),
         *threads,
-        *scheduling_rows(config, pool.num_host_blocks, overlaps=plan.overlaps),
+        *scheduling_rows(plan, pool.num_host_blocks),
         sampling_row(config, defaults),
     ]
 
@@ -262,8 +263,12 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
+    sizes = max_len, block_size, block_bytes(layout, form)
+    draft = draft_of(config, spec, dtype, device, *sizes)
+    if draft is not None:
+        groups += (draft.group,)
     shared = config, directory, spec, dtype, device, layout, log, groups
-    return RankPlan(*shared, max_len, policy)
+    return RankPlan(*shared, max_len, policy, draft)
 
 
 def _start(
@@ -278,7 +283,8 @@ def _start(
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
         model = load(*weights, group)
-    profile = plan.profile(model, attention, group)
+    draft = load_draft(plan.draft)
+    profile = plan.profile(model, attention, group, draft)
     free = others.least_memory(profile.left)
     if plan.device == "cuda":
         check_pool(config, plan.block_bytes, free)
@@ -302,14 +308,14 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
-        speculation=_ngrams(config),
+        speculation=speculation_of(config, plan.device),
     )
     gate = BreakEvenGate() if config.compression.gate == "on" else None
     new_scheduler = partial(Scheduler, layout, settings, gate)
     scheduler = new_scheduler()
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)
-    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
+    executor = Executor(plan.ready_runner(model, attention, pool, group, draft), others)
     return _Started(scheduler, new_scheduler, executor, pool, profile)
 
 
@@ -320,14 +326,6 @@ def _read_by_attention(group: GroupSpec, direct: bool) -> GroupSpec:
 
 def _blocks_of(memory: int | None, block_bytes: int) -> int | None:
     return None if memory is None else memory // block_bytes
-
-
-def _ngrams(config: EngineConfig) -> NgramSettings | None:
-    wanted = config.scheduler.speculation
-    if wanted is None:
-        return None
-    lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-    return NgramSettings(wanted.num_speculative_tokens, *lookup)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
 from kvserve.kernels.cpu import window_scores
@@ -191,8 +192,9 @@ def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:
     return "linear layers", *select_product(dtype, device)
 
 
-def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: bool) -> list[Row]:
+def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     """Which requests run, what preemption does, and when events run."""
+    config, draft, overlaps = plan.config, plan.draft, plan.overlaps
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     speculation = scheduler.speculation
@@ -209,7 +211,7 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
             "--max-num-seqs-per-client",
         ),
         ("overlapped steps", "on" if overlaps else "off", overlapping),
-        speculation_row(speculation),
+        speculation_row(speculation, draft),
         (
             "preemption",
             swap,
@@ -220,10 +222,16 @@ def scheduling_rows(config: EngineConfig, num_host_blocks: int, *, overlaps: boo
     ]
 
 
-def speculation_row(speculation: SpeculativeConfig | None) -> Row:
+def speculation_row(speculation: SpeculativeConfig | None, draft: DraftPlan | None) -> Row:
     """How next tokens are guessed."""
     if speculation is None:
         return "speculation", "off", "--speculative-config"
+    if draft is not None:
+        each = draft.layout.block_elements * draft.dtype.itemsize // draft.layout.block_size
+        lanes = draft.layout.groups
+        state = f"{speculation.draft_model}, up to {speculation.num_speculative_tokens} tokens"
+        why = f"{draft.spec.num_layers} layers, {each * lanes} bytes a token in blocks of the pool"
+        return "speculation", state, f"{why}; fewer guesses where they seldom come true"
     state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
     lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
     return "speculation", state, f"looks up the newest {lookup}; fewer where they seldom come true"

@@ -15,6 +15,8 @@ def record_costs(
     if gate is not None:
         _tell_gate(gate, scheduler, output, seconds, compacting)
     alone = output.num_decoding_tokens == output.num_tokens > 0
+    if output.draft_chunks is not None and output.draft_chunks.catches_up:
+        alone = False
     if speculation is not None and alone and not output.compactions + output.observations:
         guessed = 0 if output.drafts is None else output.drafts.num_guessed
         speculation.costs.record(output.num_decoding, guessed, tokens, seconds)

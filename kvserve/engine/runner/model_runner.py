@@ -25,6 +25,7 @@ from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
+from kvserve.engine.runner.draft_model import DraftModel
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_bits
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
 from kvserve.engine.sampling.token_masks import TokenMasks
@@ -51,6 +52,8 @@ class ModelRunnerOutput:
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
     """Places in ``token_ids`` whose grammar failed, each with its error."""
+    guesses: IntArray | None = None
+    """What a draft model has guessed, row by row, in the drafts that this step verified."""
 
     def part(self, at: IntArray) -> ModelRunnerOutput:
         """The tokens in the places ``at`` alone; each grammar's is among them."""
@@ -71,6 +74,8 @@ class LaunchedStep:
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same; ``None`` if there was nothing to compare."""
+    guesses: Tensor | None = None
+    """Of a draft model: [G]."""
     sampled: SampledTokens | None = None
     wanted: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scored: list[ScoredChunk] = field(default_factory=list)
@@ -81,6 +86,7 @@ class LaunchedStep:
     def send(self, device: str) -> None:
         """Start the copy to the host, behind this step on ``device`` and before the next one."""
         tensors = [scores for _, scores in self.events]
+        tensors += [] if self.guesses is None else [self.guesses]
         tensors += [] if self.sampled is None else self.sampled.tensors
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
         self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
@@ -99,6 +105,7 @@ class LaunchedStep:
                 "be wrong; please report it"
             )
         scores = [answer(kind, next(arrays)) for kind, _ in self.events]
+        guesses = None if self.guesses is None else next(arrays)
         token_ids: IntArray = np.zeros(0, np.int32)
         logprobs = None
         if self.sampled is not None:
@@ -113,7 +120,7 @@ class LaunchedStep:
             grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
         self.grammars = []  # those of sequences that have ended are freed before the next step
-        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
+        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed, guesses)
 
 
 @dataclass(slots=True)
@@ -150,13 +157,14 @@ class ModelRunner:
         overlaps: bool = False,
         statistics: QueryStatistics | None = None,
         most_guesses: int = 0,
+        draft: DraftModel | None = None,
     ) -> None:
         """``overlaps``: a step may be launched before the one in front of it is collected.
         ``statistics``: of the model's queries, for policies that score by them. ``most_guesses``: a
-        decoding row may compute so many tokens beside its newest one."""
+        decoding row may compute so many tokens beside its newest one. ``draft``: guesses these."""
         self.group = group
         self.graphs = graphs
-        self.most_guesses = most_guesses
+        self.most_guesses, self.draft = most_guesses, draft
         self.model = model
         self.cache = cache
         self.batch = batch
@@ -199,6 +207,8 @@ class ModelRunner:
         batch = self.batch.padding(tokens)
         planned = self.attention.plan(batch)
         hidden = self.model(batch.positions, batch, self.cache, planned)
+        if self.draft is not None:
+            self.draft.rehearse(tokens)
         rows = torch.arange(len(self.batch.last_token), device=hidden.device)
         rows = rows.repeat(1 + self.most_guesses)[: max(tokens, len(rows))]
         logits = self.model.logits(hidden[:1].expand(len(rows), -1))
@@ -217,6 +227,9 @@ class ModelRunner:
         except Exception as error:
             culprits = self.batch.unfit(output.admitted.requests)
             raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
+        if output.draft_chunks is not None:
+            assert self.draft is not None
+            step.guesses = self.draft.guess(output.draft_chunks)
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
@@ -229,7 +242,7 @@ class ModelRunner:
         rows = output.sampled_rows
         where: Tensor | slice
         if len(rows) == output.num_tokens == output.num_decoding:
-            where, hidden = slice(len(rows)), self._hidden(output, None)
+            where, hidden = slice(len(rows)), self._hidden(output, step, None)
         else:
             where = to_device(rows, self.batch.device)
             hidden = self._sampled_hidden(output, step)
@@ -249,7 +262,7 @@ class ModelRunner:
         if output.drafts is None:
             self.batch.last_token[where] = token_ids
         else:
-            self.batch.confirm(output.drafts, rows, token_ids)
+            self.batch.confirm(output.drafts, rows, token_ids, step.guesses)
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
         """Hidden states [S, hidden] that are sampled from; also scores prompts.
@@ -263,7 +276,7 @@ class ModelRunner:
         last = np.concatenate([np.arange(decoded), ends[output.sampled_chunks]])
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
-        hidden = self._hidden(output, wanted)
+        hidden = self._hidden(output, step, wanted)
         step.scored = self._score_prompts(output, hidden, scores)
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
         if len(last) < len(places):
@@ -293,7 +306,9 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _hidden(self, output: SchedulerOutput, wanted: IntArray | None) -> Tensor:
+    def _hidden(
+        self, output: SchedulerOutput, step: LaunchedStep, wanted: IntArray | None
+    ) -> Tensor:
         """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
         prompt's last one."""
         hidden = []
@@ -302,7 +317,7 @@ class ModelRunner:
         if self.graphs is not None and plain and self.graphs.hold(output.num_decoding):
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
-            input_ids, batch = self.batch.build(output)
+            input_ids, batch = self.batch.build(output, step.guesses)
             planned = self.attention.plan(batch)
             at = None
             if wanted is not None and len(wanted) < len(input_ids):

@@ -40,6 +40,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
+from kvserve.engine.runner.draft_model import DraftModel, DraftPlan
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.warm_up import warm_up
@@ -75,6 +76,8 @@ class RankPlan:
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
+    draft: DraftPlan | None = None
+    """The model that guesses next tokens, if one does."""
     statistics: Path | None = None
     """The file that says where the model's queries point, if that was measured."""
 
@@ -137,9 +140,14 @@ class RankPlan:
         return select_backend(name, needs)
 
     def runner(
-        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+        self,
+        model: Transformer,
+        attention: Choice,
+        pool: Pool,
+        group: RankGroup,
+        draft: Transformer | None = None,
     ) -> ModelRunner:
-        """The rank's cache and rows."""
+        """The rank's cache and rows; ``draft`` is the model of the plan's ``draft``."""
         if self.device == "cpu":
             keep_freed_memory()
         cache = KVCache(
@@ -193,13 +201,23 @@ class RankPlan:
             overlaps=self.overlaps,
             statistics=statistics,
             most_guesses=0 if speculation is None else speculation.num_speculative_tokens,
+            draft=None if draft is None else self._drafts(draft, cache, batch),
         )
 
+    def _drafts(self, model: Transformer, cache: KVCache, batch: InputBatch) -> DraftModel:
+        assert self.draft is not None
+        return self.draft.build(model, cache.kv, batch)
+
     def ready_runner(
-        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+        self,
+        model: Transformer,
+        attention: Choice,
+        pool: Pool,
+        group: RankGroup,
+        draft: Transformer | None = None,
     ) -> ModelRunner:
         """``runner``, warmed up if it is on a GPU."""
-        runner = self.runner(model, attention, pool, group)
+        runner = self.runner(model, attention, pool, group, draft)
         if self.device == "cuda":
             warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
         return runner
@@ -215,14 +233,25 @@ class RankPlan:
             borrowed=self.spec.borrowed,
         )
 
-    def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
+    def profile(
+        self,
+        model: Transformer,
+        attention: Choice,
+        group: RankGroup,
+        draft: Transformer | None = None,
+    ) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
         the pool's size is given.
 
         All ranks call it together.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
-        weights = sum(part.numel() * part.itemsize for part in model.parameters())
+        weights = sum(
+            part.numel() * part.itemsize
+            for each in (model, draft)
+            if each is not None
+            for part in each.parameters()
+        )
         if self.device == "cuda":
             torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
         left = free_memory(self.device, cache.gpu_memory_utilization)
@@ -232,7 +261,8 @@ class RankPlan:
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
 
         def rehearse() -> None:
-            self.runner(model, attention, self._smallest_pool(), group).rehearse(tokens)
+            pool = self._smallest_pool()
+            self.runner(model, attention, pool, group, draft).rehearse(tokens)
 
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other

@@ -45,15 +45,15 @@ class _Call(ctypes.Structure):
 def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """Store one layer's new entries, as ``kvserve.kernels.store_kv``, which is the reference.
 
-    kv_cache: [num_blocks, Lb, 2, B, Hb, D], dense; layer: the layer's place in its block; slots:
-    int64 [R, T]; key, value: [T, R * Hb, D]. ``ValueError`` for shapes that do not fit each other;
-    ``IndexError``, with nothing written, for a slot that is not there.
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D], each block dense; layer: the layer's place in its
+    block; slots: int64 [R, T]; key, value: [T, R * Hb, D]. ``ValueError`` for shapes that do not
+    fit each other; ``IndexError``, with nothing written, for a slot that is not there.
     """
-    num_blocks, layers, _, size, heads, dim = kv_cache.shape
+    num_blocks, _, _, size, heads, dim = kv_cache.shape
     tables, tokens = slots.shape
     shape = (tokens, tables * heads, dim)
-    if not kv_cache.is_contiguous():
-        raise ValueError(f"store_kv: a cache {list(kv_cache.shape)} has to be dense")
+    if not kv_cache[:1].is_contiguous():
+        raise ValueError(f"store_kv: blocks of a cache {list(kv_cache.shape)} have to be dense")
     _check(kv_cache, slots, key, shape)
     _check(kv_cache, slots, value, shape)
     width = heads * dim * kv_cache.itemsize
@@ -68,7 +68,7 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
         ctypes.addressof(fault),
         key.stride(0) * key.itemsize,
         value.stride(0) * value.itemsize,
-        layers * 2 * size * width,
+        kv_cache.stride(0) * kv_cache.itemsize,
         tokens,
         num_blocks,
         size,

@@ -16,17 +16,42 @@ _PATIENCE, _LONGEST_BREAK = 8, 4
 """Where nothing was found so often, it is looked up less often, after so many tokens at last."""
 
 
-class Drafter:
+class Chance:
+    """How likely the next guess of one sequence is right: the share of the newest ones that were.
+    A guess counts as right with it."""
+
+    def __init__(self, chance: float) -> None:
+        """``chance``: how likely its first guess is right."""
+        self._right, self._made = _FIRST * chance, _FIRST
+
+    def learn(self, guessed: int, right: int) -> None:
+        """Of ``guessed`` tokens the first ``right`` were confirmed; those behind a wrong one say
+        nothing."""
+        trials = min(right + 1, guessed)
+        kept = _FORGET**trials
+        self._right = kept * self._right + right
+        self._made = kept * self._made + trials
+
+    def worth(self, most: int, least_chance: float) -> int:
+        """How many tokens are confirmed with at least this chance, if at most ``most``."""
+        chance = self._right / self._made
+        if chance < least_chance:
+            return 0
+        if least_chance <= 0.0 or chance >= 1.0:
+            return most
+        return min(most, int(log(least_chance) / log(chance)))
+
+
+class Drafter(Chance):
     """Decides how many tokens of its sequence to guess: those that are likely enough to be right.
 
-    A guess counts as right with the share of the newest ones that were. While that is too low, one
-    guess now and then is compared with the next token, which costs the device nothing.
+    While the chance is too low, one guess now and then is compared with the next token, which costs
+    the device nothing.
     """
 
     def __init__(self, settings: NgramSettings, chance: float) -> None:
-        """``chance``: how likely its first guess is right."""
+        super().__init__(chance)
         self._index = NgramIndex(settings)
-        self._right, self._made = _FIRST * chance, _FIRST
         self._missed = 0
         """How often nothing was found since something was."""
         self.ask_at = 0
@@ -42,7 +67,7 @@ class Drafter:
             place, token = self._open
             self._open = None
             self.learn(1, int(token_ids[place] == token))
-        count = self._worth(most, least_chance)
+        count = self.worth(most, least_chance)
         self._index.extend(token_ids)
         guess = self._index.guess(token_ids, max(count, 1))
         self._missed = 0 if guess else self._missed + 1
@@ -51,20 +76,3 @@ class Drafter:
             self.ask_at = size + _LOOK_EVERY
             self._open = (size, guess[0]) if guess else None
         return guess[:count]
-
-    def learn(self, guessed: int, right: int) -> None:
-        """Of ``guessed`` tokens the first ``right`` were confirmed; those behind a wrong one say
-        nothing."""
-        trials = min(right + 1, guessed)
-        kept = _FORGET**trials
-        self._right = kept * self._right + right
-        self._made = kept * self._made + trials
-
-    def _worth(self, most: int, least_chance: float) -> int:
-        """How many tokens are confirmed with at least this chance, if at most ``most``."""
-        chance = self._right / self._made
-        if chance < least_chance:
-            return 0
-        if least_chance <= 0.0 or chance >= 1.0:
-            return most
-        return min(most, int(log(least_chance) / log(chance)))

@@ -6,37 +6,46 @@ confirmed tokens alone, and the blocks of the others go back. The next tokens ov
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts, confirmed_of
+from kvserve.scheduler.messages.drafts import (
+    NO_GUESSES,
+    Confirmed,
+    Drafts,
+    Proposal,
+    confirmed_of,
+)
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.draft_costs import NEVER, DraftCosts
-from kvserve.scheduler.speculation.drafter import Drafter
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
-
-_FORGET = 0.99
+from kvserve.scheduler.speculation.drafter import Chance
 
 
-class Speculation:
+class Speculation(ABC):
     """Makes the drafts of decoding rows and takes in what a step has found of them. No step is
     scheduled before the tokens of the one in front of it are known."""
 
+    forget: ClassVar[float] = 0.99
+    """What is left of each guess, behind the next one, in how likely a new sequence's first is."""
+
     def __init__(
-        self, rows: RowTable, blocks: BlockManager, settings: NgramSettings, max_tokens: int
+        self, rows: RowTable, blocks: BlockManager, most_guesses: int, max_tokens: int
     ) -> None:
+        """``most_guesses`` of a row, in steps of at most ``max_tokens``."""
         self.costs = DraftCosts()
         self._rows, self._blocks = rows, blocks
-        self._settings = settings
-        self._max_tokens = max_tokens
+        self._most_guesses, self._max_tokens = most_guesses, max_tokens
         self._chance = 2 / 3
         """How many guesses were right lately, of all sequences: what a new one begins with."""
 
-    def propose(self) -> Drafts | None:
-        """The drafts of a step, for its decoding rows; ``None`` if none guesses anything.
+    def propose(self, *, scarce: bool = False) -> Proposal:
+        """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks.
 
         A row's chunk ends where its next event is due, or its last token. Guesses take at most half
         of the step, so that prompts move on beside them, and there are none in a step that lacks
@@ -46,34 +55,38 @@ class Speculation:
         asked = rows.num_tokens[:n] >= rows.guess_from[:n]
         least = self.costs.least_chance(n) if asked.any() else NEVER
         if least >= 1.0:
-            return None
+            return NO_GUESSES
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]
-        most = np.minimum(most, self._settings.num_tokens)
-        left = (self._max_tokens - n) // 2
-        guesses = dict[int, list[int]]()
-        for row in np.flatnonzero((most > 0) & asked).tolist():
-            if not left:
-                break
-            drafter, known = self._drafter(row), rows.token_ids[row, : rows.num_tokens[row]]
-            guess = drafter.draft(known, min(int(most[row]), left), least)
-            rows.guess_from[row] = drafter.ask_at
-            if guess:
-                guesses[row], left = guess, left - len(guess)
-        return self._with_blocks(n, guesses) if guesses else None
+        most = np.minimum(most, self._most_guesses)
+        at = np.flatnonzero((most > 0) & asked).astype(np.int32)
+        return self._propose(at, most[at], least, scarce=scarce)
 
-    def _with_blocks(self, n: int, guesses: dict[int, list[int]]) -> Drafts | None:
-        """The drafts of the first n rows, of which some have ``guesses``, if there are blocks."""
-        rows, lengths = self._rows, np.ones(n, np.int32)
-        for row, guess in guesses.items():
-            lengths[row] += len(guess)
+    @abstractmethod
+    def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
+        """The drafts of the rows ``at [n]``, of at most ``most [n]`` guesses each, all together
+        ``_left``; each guess has at least the chance ``least``."""
+
+    @abstractmethod
+    def _new_drafter(self) -> Chance:
+        """What a sequence begins with."""
+
+    @property
+    def _left(self) -> int:
+        """Most guesses of a step."""
+        return (self._max_tokens - self._rows.num_decoding) // 2
+
+    def _drafts(self, at: IntArray, guesses: IntArray, spare: int = 0) -> Drafts | None:
+        """Drafts of the decoding rows, in which the rows ``at [n]`` have ``guesses [n]`` more
+        tokens, still 0; ``None`` without blocks for them and ``spare`` more."""
+        rows, n = self._rows, self._rows.num_decoding
+        lengths = np.ones(n, np.int32)
+        lengths[at] += guesses
         wanted = self._blocks.wanted(slice(n), lengths, rows.num_computed[:n])
-        if not self._blocks.have_free(wanted):
+        if not self._blocks.have_free(wanted + spare):
             return None
-        starts = np.cumsum(lengths) - lengths
         token_ids = np.zeros(int(lengths.sum()), np.int32)
+        starts = np.cumsum(lengths) - lengths
         token_ids[starts] = rows.token_ids[np.arange(n), rows.num_tokens[:n] - 1]
-        for row, guess in guesses.items():
-            token_ids[starts[row] + 1 : starts[row] + lengths[row]] = guess
         return Drafts(lengths, token_ids)
 
     def confirm(self, drafts: Drafts, sampled: IntArray) -> Confirmed:
@@ -100,21 +113,25 @@ class Speculation:
         rows.num_computed[at] += right
         self._blocks.advance(at, right)
         self._blocks.give_back_unused(at, rows.num_computed[at])
+        self._learn(at, guessed, right)
+        newest = confirmed.at[np.cumsum(confirmed.counts) - 1]
+        return output.sampled_at + confirmed.counts - 1, sampled[newest]
+
+    def _learn(self, at: IntArray, guessed: IntArray, right: IntArray) -> None:
+        """Of ``guessed [n]`` tokens of rows ``at [n]`` the first ``right [n]`` are confirmed."""
         for row, drafted, accepted in zip(
             at.tolist(), guessed.tolist(), right.tolist(), strict=True
         ):
-            seq = rows.owner(row)
+            seq = self._rows.owner(row)
             seq.num_drafted += drafted
             seq.num_accepted += accepted
             self._drafter(row).learn(drafted, accepted)
             trials = min(accepted + 1, drafted)
-            self._chance += (1 - _FORGET**trials) * (accepted / trials - self._chance)
-        newest = confirmed.at[np.cumsum(confirmed.counts) - 1]
-        return output.sampled_at + confirmed.counts - 1, sampled[newest]
+            self._chance += (1 - self.forget**trials) * (accepted / trials - self._chance)
 
-    def _drafter(self, row: int) -> Drafter:
+    def _drafter(self, row: int) -> Chance:
         seq = self._rows.owner(row)
         if seq.drafter is None:
-            seq.drafter = Drafter(self._settings, self._chance)
-        drafter: Drafter = seq.drafter
+            seq.drafter = self._new_drafter()
+        drafter: Chance = seq.drafter
         return drafter

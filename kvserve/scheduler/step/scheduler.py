@@ -14,29 +14,22 @@ from itertools import compress
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
-from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
+from kvserve.scheduler.messages.drafts import NO_GUESSES, Confirmed, Drafts, Proposal
 from kvserve.scheduler.messages.event import Scores
 from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.hosted_rows import HostedRows
 from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission
+from kvserve.scheduler.step.building import make_cache, make_host_memory, make_speculation
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.parts import Parts
@@ -63,8 +56,8 @@ class Scheduler:
     ) -> None:
         self.layout = layout
         self.pool = BlockPool(settings.num_blocks)
-        hosted = _host_memory(settings)
-        self.blocks, store = _cache(layout, self.pool, settings, hosted)
+        hosted = make_host_memory(settings)
+        self.blocks, store = make_cache(layout, self.pool, settings, hosted)
         rows = self.rows = RowTable(settings.max_num_seqs, settings.max_model_len, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed, gate)
@@ -80,10 +73,7 @@ class Scheduler:
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
-        self.speculation = None
-        if settings.speculation is not None:
-            budget = settings.max_num_batched_tokens
-            self.speculation = Speculation(rows, self.blocks, settings.speculation, budget)
+        self.speculation = make_speculation(rows, self.blocks, settings)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -135,8 +125,11 @@ class Scheduler:
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
         in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
-        decoding = self._make_room()
-        drafts = None if self.speculation is None else self.speculation.propose()
+        scarce, decoding = self._make_room()
+        proposal = NO_GUESSES
+        if self.speculation is not None:
+            proposal = self.speculation.propose(scarce=scarce)
+        drafts = proposal.drafts
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
@@ -144,20 +137,23 @@ class Scheduler:
         moves = bool(len(decoding)) or scores or in_flight
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
-        return self._output(events, decoding, drafts, caught_up)
+        return self._output(events, decoding, proposal, caught_up)
 
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
         scheduled = self.events.compact_due(entries if self.waiting else 0)
         missing = self._missing(self.rows.decoding_next())
+        if missing and self._drop_spare():
+            missing = self._missing(self.rows.decoding_next())
         if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
             scheduled = replace(scheduled, compactions=scheduled.compactions + early)
         return scheduled
 
-    def _make_room(self) -> IntArray:
-        """Move decoding rows to the front, and preempt until each finds its blocks; return them.
+    def _make_room(self) -> tuple[bool, IntArray]:
+        """Move decoding rows to the front, and preempt until each finds its blocks. Returns whether
+        others wait for blocks, and the rows.
 
         A client that has no row is made way for, where rows or blocks are what it waits for.
         """
@@ -165,11 +161,18 @@ class Scheduler:
         self.rows.demote_waiting()
         self.rows.promote_ready()
         first, lacking = self.waiting.first, self._admission.take_lacking()
+        scarce = lacking is not None or self.events.blocked_on_blocks
+        if scarce:
+            self._drop_spare()
         if first is not None and (first is lacking or self.rows.num_rows == self.rows.max_rows):
             self.departures.make_way(first)
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self.departures.preempt()
-        return np.arange(self.rows.num_decoding, dtype=np.int32)
+        return scarce, np.arange(self.rows.num_decoding, dtype=np.int32)
+
+    def _drop_spare(self) -> int:
+        """Give back what rows hold that no answer needs; return how many blocks that are."""
+        return self.blocks.drop_spare(np.arange(self.rows.num_rows))
 
     def _decode(self, decoding: IntArray, drafts: Drafts | None) -> None:
         """Allocate the blocks of one more token for each decoding row, and count that token.
@@ -186,11 +189,11 @@ class Scheduler:
         self,
         events: ScheduledEvents,
         decoding: IntArray,
-        drafts: Drafts | None,
+        proposal: Proposal,
         caught_up: CaughtUp,
     ) -> SchedulerOutput:
         """Build the message from the phases' choices and what changed in tables, rows and swaps."""
-        rows, n = self.rows, self.rows.num_rows
+        rows, n, drafts = self.rows, self.rows.num_rows, proposal.drafts
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
         sampled_at = rows.num_tokens[sampled]
         rows.caught_up[sampled] = 1
@@ -221,6 +224,7 @@ class Scheduler:
             table_updates=self.blocks.take_updates(n),
             to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
+            draft_chunks=proposal.chunks,
             drafts=drafts,
             prefill=caught_up.prefill,
             columns=-(-entries // self.layout.block_size),
@@ -338,24 +342,3 @@ class Scheduler:
             if stopped or seq.num_tokens >= seq.max_len:
                 self.departures.end(seq, token if stopped else None)
         return [seq for seq, _ in late if seq.status is SequenceStatus.FINISHED]
-
-
-def _host_memory(settings: SchedulerSettings) -> HostedRows:
-    """What rows that are away have: host blocks, and places for their remainders."""
-    rows = settings.max_num_seqs
-    places = RemainderPlaces(rows, num_places(rows, continuations=settings.continuations))
-    return HostedRows(BlockPool(settings.num_host_blocks + 1), places)
-
-
-def _cache(
-    layout: KVLayout, pool: BlockPool, settings: SchedulerSettings, hosted: HostedRows
-) -> tuple[BlockManager, Continuations | None]:
-    """The blocks of all groups, and the store of continuations if these are on."""
-    rows, longest = settings.max_num_seqs, settings.max_model_len
-    logged, further = settings.log_block_tokens, settings.further_groups
-    groups = make_groups(pool, layout, rows, longest, logged, further)
-    store = None
-    if settings.continuations:
-        store = Continuations(pool, hosted, settings.max_continuation_blocks)
-    idle = IdleBlocks(pool, PrefixCache(pool) if settings.prefix_caching else None, store)
-    return BlockManager(layout, pool, rows, groups, idle, hosted.remainders), store

@@ -1,0 +1,91 @@
+"""Which model drafts: its checkpoint, and how its entries lie in blocks of the engine's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.cache.draft_rows import draft_layout
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.draft_model import DraftPlan
+from kvserve.log import ConfigError
+from kvserve.scheduler.layout import KVLayout
+from kvserve.speculative_config import wrong
+
+
+def draft_of(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    max_len: int,
+    block_size: int,
+    block_bytes: int,
+) -> DraftPlan | None:
+    """The draft model of ``--speculative-config``, if it names one, beside the model of ``spec``;
+    the pool has blocks of ``block_bytes``.
+
+    ``ConfigError`` names the key of what cannot draft.
+    """
+    speculation = config.scheduler.speculation
+    if speculation is None or speculation.draft_model is None:
+        return None
+    name = speculation.draft_model
+    own = replace(config.model, model=name, revision=None, hf_overrides={}, quantization=None)
+    with _naming_the_draft():
+        weights, code = own.load_format != "dummy", own.trust_remote_code
+        directory = find_model(name, None, own.download_dir, weights=weights, code=code)
+        drafting = choose_spec(directory, own)
+    _check(name, drafting, spec, max_len)
+    shape = KVLayout(
+        drafting.num_layers, drafting.num_kv_heads, drafting.head_dim, block_size=block_size
+    )
+    layout = draft_layout(shape, block_bytes, dtype.itemsize)
+    if layout is None or block_bytes % dtype.itemsize:
+        raise wrong("model", f"a block of {block_bytes} bytes holds no entry; raise --block-size")
+    plan = DraftPlan(own, directory, drafting, layout, dtype, device, config.attention_backend)
+    with _naming_the_draft():
+        plan.chosen_attention()
+    return plan
+
+
+def load_draft(plan: DraftPlan | None) -> Transformer | None:
+    """The draft model with its weights, if there is one."""
+    if plan is None:
+        return None
+    with _naming_the_draft():
+        return plan.load()
+
+
+def _check(name: str, drafting: ModelSpec, spec: ModelSpec, max_len: int) -> None:
+    """``ConfigError`` if the draft model cannot guess for the model of ``spec``."""
+    if drafting.vocab_size != spec.vocab_size:
+        raise wrong(
+            "model",
+            f"{name} has a vocabulary of {drafting.vocab_size} tokens and --model has "
+            f"{spec.vocab_size}; a draft model guesses tokens of the same vocabulary",
+        )
+    if drafting.max_position < max_len:
+        raise wrong(
+            "model",
+            f"{name} has a context of {drafting.max_position} tokens, and sequences may have "
+            f"{max_len}; lower --max-model-len",
+        )
+    if drafting.windowed:
+        raise wrong("model", f"{name} has layers with sliding windows, which no draft model may")
+
+
+@contextmanager
+def _naming_the_draft() -> Iterator[None]:
+    """Let errors about a checkpoint say that it is the draft model's."""
+    try:
+        yield
+    except ConfigError as error:
+        raise wrong("model", str(error).removeprefix("--model: ")) from None

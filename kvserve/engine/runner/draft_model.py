@@ -1,0 +1,146 @@
+"""A draft model: it reads what rows have got, and guesses the tokens that follow, in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.config import ModelConfig
+from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.cache.draft_rows import DraftCache, DraftRows
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.implementation import load
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.draft_group import DraftSpec
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.drafts import DraftChunks
+
+
+class DraftModel:
+    """Guesses for all rows that ask, together: a forward over what they have got, then one for each
+    further guess. Draws as the rows do: the same settings, seed and position."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: DraftCache,
+        rows: DraftRows,
+        batch: InputBatch,
+        attention: AttentionBackend,
+    ) -> None:
+        self.model = model
+        self._cache, self._rows, self._batch, self._attention = cache, rows, batch, attention
+
+    def guess(self, chunks: DraftChunks) -> Tensor | None:
+        """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
+
+        Entries of a row's guesses, but of the last one, are stored behind those of its chunk.
+        """
+        asks, device = np.flatnonzero(chunks.guesses), self._batch.device
+        last = np.cumsum(chunks.lengths) - 1
+        token_ids = to_device(chunks.token_ids, device)
+        hidden = self._hidden(token_ids, chunks.rows, chunks.starts, chunks.lengths, last[asks])
+        if not len(asks):
+            return None
+        left, rows = chunks.guesses[asks], chunks.rows[asks]
+        positions, places = (chunks.starts + chunks.lengths)[asks], np.cumsum(left) - left
+        guesses = torch.empty(int(left.sum()), dtype=torch.int64, device=device)
+        while True:
+            tokens = self._choose(hidden, rows, positions)
+            guesses[to_device(places, device)] = tokens
+            more = np.flatnonzero(left > 1)
+            if not len(more):
+                return guesses
+            if len(more) < len(rows):
+                tokens = tokens[to_device(more, device)]
+            rows, positions, places, left = (x[more] for x in (rows, positions, places, left))
+            hidden = self._hidden(tokens, rows, positions, np.ones_like(rows))
+            positions, places, left = positions + 1, places + 1, left - 1
+
+    def rehearse(self, tokens: int) -> None:
+        """Read ``tokens`` tokens that see no entries and are stored in the null block."""
+        batch = self._rows.batch(
+            np.zeros(1, np.int32),
+            np.zeros(1, np.int32),
+            np.array([tokens], np.int32),
+            self._batch.prompt_lens,
+        )
+        zeros = torch.zeros_like(batch.slots)
+        columns = np.array([batch.tables.shape[3]])
+        batch = replace(batch, slots=zeros, last=zeros - 1, columns=columns)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self._batch.device)
+        self.model(ids, batch, self._cache, self._attention.plan(batch))
+
+    def _hidden(
+        self,
+        token_ids: Tensor,
+        rows: IntArray,
+        starts: IntArray,
+        lengths: IntArray,
+        wanted: IntArray | None = None,
+    ) -> Tensor:
+        """Hidden states of the ``wanted`` tokens of chunks (``None``: of all): [W, hidden]."""
+        batch = self._rows.batch(rows, starts, lengths, self._batch.prompt_lens)
+        at = None
+        if wanted is not None and len(wanted) < len(token_ids):
+            at = to_device(wanted, token_ids.device)
+        return self.model(token_ids, batch, self._cache, self._attention.plan(batch), at)
+
+    def _choose(self, hidden: Tensor, rows: IntArray, positions: IntArray) -> Tensor:
+        """What ``rows [n]`` would sample at ``positions [n]`` of the draft model's logits: [n]."""
+        logits = self.model.logits(hidden)
+        at = to_device(positions, hidden.device)
+        return self._batch.sampling.choose(logits, rows, at, argmax=self.model.operators.argmax)
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What was decided about a draft model before it is loaded; it is the ``config.model``."""
+
+    config: ModelConfig
+    directory: Path
+    spec: ModelSpec
+    layout: KVLayout
+    dtype: torch.dtype
+    device: str
+    attention: str
+    """``--attention-backend``."""
+
+    @property
+    def group(self) -> DraftSpec:
+        """The cache group of its entries."""
+        return DraftSpec(self.layout.block_size, self.layout.layer_groups, self.layout.rows)
+
+    def load(self) -> Transformer:
+        """The model with its weights."""
+        return load(self.directory, self.config, self.spec, self.dtype, self.device)
+
+    def chosen_attention(self) -> Choice:
+        """``ConfigError`` if the backend that was named cannot serve this model."""
+        dim, spec = self.spec.head_dim, self.spec
+        needs = Needs(
+            self.device,
+            self.dtype,
+            dim,
+            self.layout.block_size,
+            dim**-0.5,
+            per_head=self.layout.rows > 1,
+            sinks=spec.sinks,
+            soft_cap=spec.soft_cap,
+        )
+        return select_backend(self.attention, needs)
+
+    def build(self, model: Transformer, pool: Tensor, batch: InputBatch) -> DraftModel:
+        """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``."""
+        attention = self.chosen_attention()
+        cache = DraftCache(pool, self.layout, self.dtype, attention.store_kv)
+        (rows,) = (group for group in batch.groups if isinstance(group, DraftRows))
+        return DraftModel(model, cache, rows, batch, attention.backend)

@@ -1,0 +1,82 @@
+"""The group of a draft model's keys and values: of confirmed tokens, as many as it has read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.row_schema import per_row
+
+
+class DraftGroup(CacheGroup):
+    """A draft model's entries of the first ``lens [rows]`` tokens of each row, addressed by logical
+    position; no event evicts them.
+
+    They grow when the draft model reads tokens, not with the row. No answer needs them: they go
+    when blocks run out or the row leaves, and are computed again. Prefixes do not bring them.
+    """
+
+    kind = "draft"
+    lens: IntArray = per_row()
+
+    def __init__(self, table: BlockTable) -> None:
+        super().__init__(table)
+        self._table, self.block_tokens = table, table.block_tokens
+        rows = table.end.shape[1]
+        self.make_by_row(lambda fields: np.zeros((fields, rows), np.int32))
+
+    def start_row(self, row: int) -> None:
+        super().start_row(row)
+        self.lens[row] = 0
+
+    def missing(self, rows: IntArray, ends: IntArray) -> int:
+        """Blocks missing for the entries of ``rows [n]`` before the positions ``ends [n]``."""
+        return self._table.wanted(rows, ends[:, None])
+
+    def read(self, rows: IntArray, tokens: IntArray, ends: IntArray) -> None:
+        """``rows [n]`` have read their first ``tokens [n]`` tokens, and get the blocks up to the
+        positions ``ends [n]``, for what they guess."""
+        self._table.extend(rows, ends[:, None])
+        self.lens[rows] = tokens
+
+    def confirm(self, rows: IntArray, right: IntArray) -> None:
+        """``right [n]`` of the guessed tokens whose entries ``rows [n]`` hold are confirmed; the
+        blocks of the others go back."""
+        self.lens[rows] += right
+        self._cut(rows)
+
+    def drop_spare(self, rows: IntArray) -> int:
+        self.lens[rows] = 0
+        return self._cut(rows)
+
+    def check_integrity(self) -> None:
+        assert (self.lens[:, None] <= self._table.end * self.block_tokens).all()
+
+    def _cut(self, rows: IntArray) -> int:
+        """Give back the blocks of ``rows`` behind their last entries; return how many."""
+        columns = -(-self.lens[rows] // self.block_tokens)
+        return int(self._table.truncate(rows, columns[:, None]).sum())
+
+
+@dataclass(frozen=True)
+class DraftSpec(GroupSpec):
+    """A draft model's entries: a row has ``layer_groups * tables`` lanes."""
+
+    layer_groups: int
+    tables: int
+
+    def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens) * self.layer_groups * self.tables
+
+    def make(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
+    ) -> CacheGroup:
+        lanes = self.layer_groups, self.tables
+        return DraftGroup(BlockTable(pool, lanes, max_rows, self.block_tokens, max_model_len))

@@ -1,0 +1,50 @@
+"""Guesses that are looked up in a sequence's own tokens (``method: ngram``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.messages.drafts import NO_GUESSES, Proposal
+from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.speculation.drafter import Drafter
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import Speculation
+
+
+class Lookup(Speculation):
+    """Asks each row's ``Drafter``."""
+
+    def __init__(
+        self, rows: RowTable, blocks: BlockManager, settings: NgramSettings, max_tokens: int
+    ) -> None:
+        super().__init__(rows, blocks, settings.num_tokens, max_tokens)
+        self._settings = settings
+
+    def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
+        """Guesses hold blocks for one step, so it does not matter who waits for some."""
+        rows, left = self._rows, self._left
+        guesses = dict[int, list[int]]()
+        for row, most_of_row in zip(at.tolist(), most.tolist(), strict=True):
+            if not left:
+                break
+            drafter: Any = self._drafter(row)
+            known = rows.token_ids[row, : rows.num_tokens[row]]
+            guess = drafter.draft(known, min(most_of_row, left), least)
+            rows.guess_from[row] = drafter.ask_at
+            if guess:
+                guesses[row], left = guess, left - len(guess)
+        if not guesses:
+            return NO_GUESSES
+        each = list(guesses.values())
+        guessing = np.fromiter(guesses, np.int32, len(guesses))
+        drafts = self._drafts(guessing, np.array([len(guess) for guess in each], np.int32))
+        if drafts is None:
+            return NO_GUESSES
+        return Proposal(drafts.with_guesses(np.concatenate(each)))
+
+    def _new_drafter(self) -> Drafter:
+        return Drafter(self._settings, self._chance)
