@@ -82,3 +82,24 @@ def test_short_chains() -> None:
         for task, cell in zip(("chain", "redundant-chain"), cells, strict=True):
             both = [found[task, policy]["exact_match"] for found in (tiny, tiny_long)]
             assert cell == [round(x + 1e-9, 2) for x in both]
+
+
+FIVE = ("tiny", "tiny-long", "two-wide", "six-narrow", "terse")
+
+
+def test_the_default_on_five_models() -> None:
+    """Each row of the table, in the order in which the policies ran."""
+    (text,) = (
+        (ROOT / "docs/remainders.md").read_text().split("|---|---:|---:|---:|---:|---:|\n")[1:]
+    )
+    lines = [line.strip("|").split("|") for line in text.split("\n\n")[0].splitlines()]
+    order = [0, 1, 4, 2, 3, 5, 6, 7, 8]  # the page has Kara before right behind the default
+    for column, model in enumerate(FIVE, start=1):
+        path = ROOT / f"bench/results/2026-11-24-five-models-{model}.json"
+        rows = json.loads(path.read_text())["rows"]
+        assert all(row["n"] == 150 and row["seed"] == 2026 for row in rows)
+        for cells, place in zip(lines, order, strict=True):
+            low, high = rows[place]["interval_95"]
+            said = [float(x) for x in re.findall(r"[\d.]*\.\d+", cells[column])]
+            found = [rows[place]["exact_match"], low, high][: len(said)]
+            assert said == [round(x, 3) for x in found], (model, cells[0])
