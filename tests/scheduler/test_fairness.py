@@ -88,6 +88,7 @@ def test_who_was_idle_has_no_credit() -> None:
         first = queue.first
         assert first is not None
         queue.admit(first, 10)
+        queue.ended(first, 0)
         served.append(first.client)
     assert served[:10] == ["busy"] * 10
     assert served[10:] == ["late", "busy"] * 10
@@ -156,6 +157,40 @@ def test_a_client_without_a_row_does_not_wait_for_ends(what: str) -> None:
     assert plain[1] not in scheduler.running or what == "blocks", "one row is not none"
     assert scheduler.running[0].seq_id == 0
     assert len(drain(scheduler, shadow)) == 12
+
+
+def test_a_second_request_does_not_wait_behind_a_crowd() -> None:
+    """A client with a stream gets a row for a question, while another holds all the others."""
+    scheduler = make_scheduler(400, max_num_seqs=12, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    scheduler.add(sequence(0, "plain", 4, 60))
+    for seq_id in range(1, 30):
+        scheduler.add(sequence(seq_id, "flood", 4, 60))
+    for _ in range(4):
+        step(scheduler, shadow)
+    assert Counter(seq.client for seq in scheduler.running) == {"plain": 1, "flood": 11}
+    question = sequence(30, "plain", 8, 4)
+    scheduler.add(question)
+    step(scheduler, shadow)
+    assert question in scheduler.running and scheduler.num_preemptions == 1
+    assert len(drain(scheduler, shadow)) == 31
+
+
+def test_two_crowds_share_the_rows_and_stay_there() -> None:
+    scheduler = make_scheduler(400, max_num_seqs=12, prefix_caching=False)
+    shadow = ShadowRunner(scheduler)
+    for seq_id in range(30):
+        scheduler.add(sequence(seq_id, "early", 4, 12))
+    for _ in range(4):
+        step(scheduler, shadow)
+    for seq_id in range(30, 60):
+        scheduler.add(sequence(seq_id, "late", 4, 12))
+    for _ in range(6):
+        step(scheduler, shadow)
+    held = Counter(seq.client for seq in scheduler.running)
+    assert min(held.values()) >= 4, held
+    assert len(drain(scheduler, shadow)) == 60
+    assert scheduler.num_preemptions <= 12, "a row changes hands once, not to and fro"
 
 
 def test_nobody_makes_way_for_a_lower_priority() -> None:
@@ -227,7 +262,7 @@ def test_the_queue_is_exact_and_forgets_who_has_left() -> None:
         return min(
             able,
             key=lambda seq: (
-                *(seq.priority, rows[seq.client] > 0, not seq.replay_until),
+                *(seq.priority, rows[seq.client].bit_length(), not seq.replay_until),
                 *(0 if seq.replay_until else served[seq.client], seq.arrival),
             ),
             default=None,

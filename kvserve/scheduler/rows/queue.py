@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from kvserve.scheduler.messages.sequence import Sequence
 
-_Rank = tuple[int, bool, bool, int, int]
+_Rank = tuple[int, int, bool, int, int]
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class _Client:
 class WaitingQueue:
     """Sequences by priority; of equal ones, a sequence of the client that was served least is next.
 
-    Clients without a row come before those that hold one, so nobody gets a second row while others
-    have none; then preempted sequences come before new ones, whoever sent them. The order among one
-    client's sequences is that of their arrival. A client that had nothing waiting begins with what
+    Clients without a row come before those that hold one, these before those that hold two or
+    three, and so on by powers of two (``share``); then preempted sequences come before new ones,
+    whoever sent them. The order among one client's sequences is that of their arrival. A client that had nothing waiting begins with what
     the client whose turn it is was served: having been idle is no credit. A client that holds
     ``most_rows`` waits until one of its sequences ends.
 
@@ -104,6 +104,11 @@ class WaitingQueue:
         client.served += tokens
         self._push(seq.client)
 
+    @staticmethod
+    def share(num_rows: int) -> int:
+        """How much of an engine a client has that holds so many rows: 0, 1, 2 (two or three)..."""
+        return num_rows.bit_length()
+
     def num_rows(self, client: str) -> int:
         """How many rows a client that waits or runs holds."""
         return self._clients[client].running
@@ -133,8 +138,8 @@ class WaitingQueue:
         if full or not client.waiting:
             return None
         seq = client.waiting[0]
-        is_new = not seq.replay_until
-        return seq.priority, client.running > 0, is_new, client.served if is_new else 0, seq.arrival
+        is_new, share = not seq.replay_until, self.share(client.running)
+        return seq.priority, share, is_new, client.served if is_new else 0, seq.arrival
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

@@ -82,15 +82,17 @@ class Departures:
         self._send_back(seq)
 
     def make_way(self, first: Sequence) -> None:
-        """Preempt a sequence for ``first``, which is next, if its client has no row.
+        """Preempt a sequence for ``first``, which is next, if another client crowds its client out.
 
-        Only a client that holds several rows loses one, and none of a higher priority. Without
-        this, others would wait until sequences of a client that holds all rows or blocks end.
+        A client loses a row only if its share is still the larger one then, so ``first`` stays
+        next, and none of a higher priority. Without this, others would wait until sequences of a
+        client that holds nearly all rows or blocks end.
         """
-        if self._waiting.num_rows(first.client) or not self._rows.num_rows:
+        if not self._rows.num_rows:
             return
-        seq = self._victim()
-        if self._waiting.num_rows(seq.client) > 1 and seq.priority >= first.priority:
+        seq, share, held = self._victim(), self._waiting.share, self._waiting.num_rows
+        crowds = share(held(seq.client) - 1) > share(held(first.client))
+        if crowds and seq.priority >= first.priority:
             self._send_back(seq)
 
     def _victim(self) -> Sequence:

@@ -155,7 +155,7 @@ class Scheduler:
         """Move decoding rows to the front, and preempt until each finds its blocks. Returns whether
         others wait for blocks, and the rows.
 
-        A client that has no row is made way for, where rows or blocks are what it waits for.
+        A client that is crowded out is made way for, where rows or blocks are what it waits for.
         """
         self.departures.drop_finished()
         self.rows.demote_waiting()
