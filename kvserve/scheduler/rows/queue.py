@@ -30,9 +30,9 @@ class WaitingQueue:
 
     Clients without a row come before those that hold one, these before those that hold two or
     three, and so on by powers of two (``share``); then preempted sequences come before new ones,
-    whoever sent them. The order among one client's sequences is that of their arrival. A client that had nothing waiting begins with what
-    the client whose turn it is was served: having been idle is no credit. A client that holds
-    ``most_rows`` waits until one of its sequences ends.
+    whoever sent them. The order among one client's sequences is that of their arrival. A client
+    that had nothing waiting begins with what the client whose turn it is was served: having been
+    idle is no credit. A client that holds ``most_rows`` waits until one of its sequences ends.
 
     A turn takes logarithmic time: the heap has each client's rank, and older ranks, which are
     dropped where they come up.
