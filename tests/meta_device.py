@@ -26,7 +26,7 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import rank
+from kvserve.engine.runner import draft_model, rank
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import quantized_triton
@@ -73,7 +73,8 @@ def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
     scores = [answer(kind, np.full(kept.shape, 4, np.int32)) for kind, kept in step.events]
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0)
+    guesses = None if step.guesses is None else np.arange(len(step.guesses), dtype=np.int32) % 6
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0, guesses=guesses)
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
-    monkeypatch.setattr(rank, "select_backend", choose)
+    for module in (rank, draft_model):
+        monkeypatch.setattr(module, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)

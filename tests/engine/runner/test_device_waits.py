@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, write_checkpoint
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 
 ATEN = torch.ops.aten
@@ -106,6 +106,22 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
         outputs = llm.generate(prompts, [GREEDY, DRAWN, TRACED, DRAWN], use_tqdm=False)
     assert any(output.kv_cache_details.compactions for output in outputs)
     assert any(move.plan is not None for moves in traced for move in moves)
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_a_draft_model_waits_for_nothing(tmp_path: Path) -> None:
+    """Its guesses stay on the device until the step's tokens come, and are checked there."""
+    draft = write_checkpoint("llama", tmp_path / "draft", num_hidden_layers=2)
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    llm = small_engine(tmp_path, KARA, speculative_config=config)
+    speculation = llm.engine.core.scheduler.speculation
+    assert speculation is not None
+    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    with nothing_is_waited_for():
+        llm.generate(
+            random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN, GREEDY, GREEDY], use_tqdm=False
+        )
+    assert llm.stats().draft_tokens_total > llm.stats().accepted_tokens_total > 0
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")
