@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.blocks.draft_group import DraftGroup, DraftSpec
-from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.output import NewRequest, SchedulerOutput
 from kvserve.scheduler.speculation.draft_costs import NEVER
 from kvserve.scheduler.speculation.draft_model import DraftModelSettings, DraftModelSpeculation
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -100,7 +100,7 @@ def test_its_entries_go_before_anybody_waits() -> None:
     held = engine.group.held(1)[0]
     assert held >= 6 and engine.scheduler.pool.num_free < 16
     engine.add(1, 40, 20)
-    admitted = []
+    admitted: list[NewRequest] = []
     for _ in range(4):
         output = engine.step()
         admitted += output.admitted.requests

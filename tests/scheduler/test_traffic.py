@@ -104,8 +104,9 @@ def test_a_draft_model_leaves_no_trace() -> None:
     seen: Counter[str] = Counter()
     for seed in range(9):
         windows = 9 * (seed % 3 == 0)
-        settings = {"windows": windows, "speculation": 4, "drafted": True}
-        traffic = Traffic(seed, continuations=bool(seed % 2), **settings)
+        traffic = Traffic(
+            seed, continuations=bool(seed % 2), windows=windows, speculation=4, drafted=True
+        )
         traffic.run(200)
         draft = traffic.loop.shadow.draft
         assert draft is not None

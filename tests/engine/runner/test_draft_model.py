@@ -94,7 +94,11 @@ def test_greedy_answers_and_kept_sets(
     """Beside prompts in chunks, in every layout of the pool."""
     if layout != "model" and policy in (SNAPKV, H2O):
         pytest.skip("layouts change the draft's blocks, not what policies do")
-    settings = {"kv_layout": layout, "max_num_batched_tokens": 24, "max_num_seqs": 8}
+    settings: dict[str, Any] = {
+        "kv_layout": layout,
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+    }
     params = [SamplingParams(temperature=0.0, max_tokens=40 + i, ignore_eos=True) for i in range(8)]
     plain = run(make_plain(llama_dir, policy, **settings), params)
     llm = drafting(llama_dir, blurred_dir, policy, **settings)
@@ -111,7 +115,7 @@ def test_greedy_answers_and_kept_sets(
 def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dtype: str) -> None:
     """The model as its own draft model guesses all tokens, in few steps: its entries are right."""
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 3
-    settings = {"kv_cache_dtype": kv_cache_dtype}
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
     plain = make_plain(llama_dir, "none", **settings)
     expected = run(plain, params)
     llm = drafting(llama_dir, llama_dir, "none", **settings)
@@ -211,7 +215,11 @@ def test_a_tiny_pool(llama_dir: Path, blurred_dir: Path, policy: Any, swap_space
     """Its entries make way for everybody; freed blocks are overwritten at once."""
     policies = [policy] * 8
     answers_of_plain = generate(make_plain(llama_dir, policy), PROMPTS, policies)
-    settings = {"num_gpu_blocks_override": 56, "swap_space": swap_space, "max_num_seqs": 8}
+    settings: dict[str, Any] = {
+        "num_gpu_blocks_override": 56,
+        "swap_space": swap_space,
+        "max_num_seqs": 8,
+    }
     llm = drafting(llama_dir, blurred_dir, policy, **settings)
     watch(llm)
     preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
@@ -236,7 +244,7 @@ def test_a_pool_that_one_sequence_fills(llama_dir: Path) -> None:
 @pytest.mark.parametrize("policy", ["none", {**KARA, "period": 1}], ids=["none", "kara"])
 def test_later_turns(llama_dir: Path, blurred_dir: Path, policy: Any) -> None:
     """A continuation brings no entries of the draft model; answers are those without it."""
-    settings = {"continuations": "on", "max_num_seqs": 8}
+    settings: dict[str, Any] = {"continuations": "on", "max_num_seqs": 8}
     engines = [
         make_plain(llama_dir, policy, **settings),
         drafting(llama_dir, blurred_dir, policy, **settings),
@@ -277,8 +285,8 @@ def test_aborts(llama_dir: Path, blurred_dir: Path) -> None:
 
     core.step = aborting  # type: ignore[method-assign]
     params = [SamplingParams(temperature=0.0, max_tokens=40 + i, ignore_eos=True) for i in range(8)]
-    ids = [llm.engine.add_request(str(i), PROMPTS[i], params[i]) for i in range(8)]
-    del ids
+    for i in range(8):
+        llm.engine.add_request(str(i), PROMPTS[i], params[i])
     found: dict[str, list[int]] = {}
     while core.has_work:
         for output in llm.engine.step():
