@@ -25,6 +25,7 @@ from kvserve.engine.cache.entry_store import (
     memory_shape,
 )
 from kvserve.engine.cache.query_log import LogForm, QueryLog
+from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.kernels.int4_log import store_int4
@@ -75,7 +76,10 @@ class KVCache:
         self._store_kv = store_kv
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
-        self.kv = torch.zeros(shape, dtype=stored, device=device)
+        self.kv = torch.empty(shape, dtype=stored, device=device)
+        if device == "cpu":
+            use_large_pages(self.kv.data_ptr(), self.kv.nbytes, written=False)
+        self.kv.zero_()
         # Block 0 is a null block here too. Not pinned: such memory is rounded up to a power of two.
         # On a CPU, pages that no swap has written cost no memory. Beside a GPU they are written
         # now: the first write to a page takes seven times as long, and a step would wait for it.

@@ -27,6 +27,8 @@
 #include <vector>
 
 #include "lanes.h"
+#include "logits.h"
+#include "values.h"
 
 #define KVSERVE_AUTO 0
 #define KVSERVE_INT8 1
@@ -65,9 +67,7 @@ constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
-constexpr int kFewRows = 4;  // for up to so many, as in decoding, keys are not transposed
-constexpr int kMaxVectors = kMaxLanes / 4;
-constexpr int kAhead = 32;  // entries: a key or a value is prefetched so long before it is read
+constexpr int kFewRows = 8;  // up to so many, as in decoding, read entries as they are held
 
 constexpr float kHidden = -1e30f;  // the logit of an entry that a query head does not attend to
 constexpr uint32_t kAllHeads = ~0u;
@@ -85,124 +85,6 @@ inline float half_to_float(uint16_t half) {
   float number;
   std::memcpy(&number, &bits, sizeof number);
   return number * 0x1p112f;
-}
-
-template <int W, int Step, int... L>
-inline void swap_corners(typename Lanes<W>::F& a, typename Lanes<W>::F& b,
-                         std::integer_sequence<int, L...>) {
-  typedef typename Lanes<W>::I I;
-  const auto upper = __builtin_shuffle(a, b, I{((L & Step) ? W + L - Step : L)...});
-  b = __builtin_shuffle(a, b, I{((L & Step) ? W + L : L + Step)...});
-  a = upper;
-}
-
-template <int W, int Step = W / 2>
-inline void transpose(typename Lanes<W>::F* rows) {
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i)
-    if (!(i & Step))
-      swap_corners<W, Step>(rows[i], rows[i + Step], std::make_integer_sequence<int, W>());
-  if constexpr (Step > 1) transpose<W, Step / 2>(rows);
-}
-
-// Whether the vector of W numbers from number d on is the first of a cache line; lines of one row.
-template <typename T, int W>
-inline bool starts_line(int d) {
-  constexpr int per_line = 64 / sizeof(T);
-  return W >= per_line || d % per_line == 0;
-}
-
-// ---- logits[Q, W] = queries[Q, D] . W keys[D] ---------------------------------------------------
-
-// Sums of keys k, k + Step, k + 2 Step, ... below W. Lanes whose numbers are the same below Step
-// add up to the logit of one key: k plus that number.
-template <int W, int Q, int Step, typename T>
-inline void dots(const float* queries, int dim, const void* const* keys, int k,
-                 typename Lanes<W>::F* sums) {
-  typedef Lanes<W> X;
-  typedef typename X::F F;
-  if constexpr (Step == W) {
-    for (int q = 0; q < Q; ++q) sums[q] = F{};
-    const T *row = static_cast<const T*>(keys[k]), *next = static_cast<const T*>(keys[k + kAhead]);
-    for (int d = 0; d < dim; d += W) {
-      const F key = X::load(row + d);
-      if (starts_line<T, W>(d)) __builtin_prefetch(next + d, 0, 2);
-      for (int q = 0; q < Q; ++q) sums[q] += X::load(queries + q * dim + d) * key;
-    }
-  } else {
-    F others[Q];
-    dots<W, Q, 2 * Step, T>(queries, dim, keys, k, sums);
-    dots<W, Q, 2 * Step, T>(queries, dim, keys, k + Step, others);
-    for (int q = 0; q < Q; ++q) {
-      swap_corners<W, Step>(sums[q], others[q], std::make_integer_sequence<int, W>());
-      sums[q] += others[q];
-    }
-  }
-}
-
-template <int W, int Q, typename T>
-void dots_of(float* logits, int stride, const float* queries, int dim, const void* const* keys,
-             int width) {
-  for (int at = 0; at < width; at += W) {
-    typename Lanes<W>::F sums[Q];
-    dots<W, Q, 1, T>(queries, dim, keys + at, 0, sums);
-    for (int q = 0; q < Q; ++q) Lanes<W>::store(logits + q * stride + at, sums[q]);
-  }
-}
-
-// ---- out[Q, V * W] (+)= a[Q, depth] . rows[depth][V * W] ----------------------------------------
-
-// int4: columns are those of both halves in turns, W each.
-template <int W, int Q, int V, bool Add, bool Fetch, typename T>
-inline void multiply(float* out, int stride, const float* a, int a_stride, const void* const* rows,
-                     int column, int depth) {
-  constexpr int per_item = std::is_same_v<T, int4x2> ? 2 : 1;
-  typedef Lanes<W> X;
-  typename X::F sum[Q][V] = {};
-  if (Add)
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v < V; ++v) sum[q][v] = X::load(out + q * stride + v * W);
-  for (int k = 0; k < depth; ++k) {
-    const T* row = static_cast<const T*>(rows[k]) + column / per_item;
-    const T* next = static_cast<const T*>(rows[k + (Fetch ? kAhead : 0)]) + column / per_item;
-    typename X::F b[V];
-    if constexpr (per_item == 2) {
-      for (int v = 0; v + 1 < V; v += 2) X::load(row + v / 2 * W, b[v], b[v + 1]);
-      if (Fetch) __builtin_prefetch(next, 0, 2);
-    } else {
-      for (int v = 0; v < V; ++v) {
-        b[v] = X::load(row + v * W);
-        if (Fetch && starts_line<T, W>(v * W)) __builtin_prefetch(next + v * W, 0, 2);
-      }
-    }
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v < V; ++v) sum[q][v] += a[q * a_stride + k] * b[v];
-  }
-  for (int q = 0; q < Q; ++q)
-    for (int v = 0; v < V; ++v) X::store(out + q * stride + v * W, sum[q][v]);
-}
-
-template <int W, int Q, bool Add, bool Fetch, typename T>
-void multiply_rows(float* out, int stride, int width, const float* a, int a_stride,
-                   const void* const* rows, int depth) {
-  int at = 0;
-  for (; at + kMaxVectors * W <= width; at += kMaxVectors * W)
-    multiply<W, Q, kMaxVectors, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
-  for (; at + 2 * W <= width; at += 2 * W)
-    multiply<W, Q, 2, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
-  if constexpr (!std::is_same_v<T, int4x2>)
-    if (at < width) multiply<W, Q, 1, Add, Fetch, T>(out + at, stride, a, a_stride, rows, at, depth);
-}
-
-// width: a multiple of W; of int4, of 2 W.
-template <int W, bool Add, bool Fetch, typename T>
-void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
-                  const void* const* rows, int depth) {
-  for (; num_rows >= 4; num_rows -= 4, out += 4 * stride, a += 4 * a_stride)
-    multiply_rows<W, 4, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 3) multiply_rows<W, 3, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 2) multiply_rows<W, 2, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
-  if (num_rows == 1) multiply_rows<W, 1, Add, Fetch, T>(out, stride, width, a, a_stride, rows, depth);
 }
 
 }  // namespace
@@ -254,30 +136,32 @@ enum Refusal { kNone, kRow, kChunk, kEntry, kBlock, kVector, kDistance };
 
 namespace {
 
-// Rows [first, first + count) of chunk's (query, head) pairs, over one part of their context.
+// Rows [first, first + count) of chunk's (query, head) pairs, of each of `heads` KV heads from kv_head
+// on, over one part of their context.
 struct Item {
-  int chunk, kv_head, first, count, part, parts;
+  int chunk, kv_head, heads, first, count, part, parts;
   int64_t begin, seen, end;  // entries: those from `seen` on are read, tiles count from `begin`
   int64_t partial;     // where the first of its parts is kept, if there are several
+
+  int rows() const { return heads * count; }
 };
 
 struct Scratch {
-  alignas(64) float query[kTileRows * kMaxHeadDim];
+  alignas(64) float query[kTileRows * kMaxHeadDim];  // each kMaxHeadDim apart
   alignas(64) float sums[kTileRows * kMaxHeadDim];
-  alignas(64) float keys[kTileEntries * kMaxHeadDim];
+  alignas(64) uint32_t columns[kTileEntries * kMaxHeadDim];  // of the keys; see logits.h
   alignas(64) float weights[kTileRows * kTileEntries];
   float largest[kTileRows], total[kTileRows], recent[kTileRows];
   int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
-  const void* key_rows[kMaxHeadDim];
+  alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits
+  float steps[kTileRows];                              // what one of those stands for
   uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
 
 // Beside it where levels are held: of the tile's entries, and what int4's lows have added up to.
 struct Scales {
-  alignas(64) float keys[kTileEntries * kMaxHeadDim];  // levels as floats, for chunks
-  alignas(64) float values[kTileEntries * kMaxHeadDim];
+  alignas(64) float values[kTileEntries * kMaxHeadDim];  // levels as floats, for chunks
   alignas(64) float key[kTileEntries], value[kTileEntries], low[kTileEntries];
-  const void *key_rows[kTileEntries + kAhead], *value_rows[kTileEntries];
   float lows[kTileRows];
 };
 
@@ -317,6 +201,8 @@ class Kernel {
 
  private:
   typedef Lanes<W> X;
+  static constexpr bool kBf16 = std::is_same_v<T, bf16>;
+  typedef Column<Key, W, kBf16> C;
   typedef typename X::F F;
 
   int refuse(Refusal why, int64_t chunk, int64_t number) const {
@@ -342,7 +228,8 @@ class Kernel {
       if (c.rows[s] < 0 || c.rows[s] >= c.num_rows) return refuse(kRow, s, c.rows[s]);
       if (begin < 0 || end < begin || end > c.num_tokens) return refuse(kChunk, s, end);
       const int64_t pairs = (end - begin) * group_;
-      for (int h = 0; h < c.num_kv_heads; ++h) {
+      for (int h = 0, heads; h < c.num_kv_heads; h += heads) {
+        heads = heads_from(h, pairs);
         const int64_t* last = last_of(h);
         for (int64_t first = 0; first < pairs; first += kTileRows) {
           const int count = std::min<int64_t>(kTileRows, pairs - first);
@@ -366,14 +253,26 @@ class Kernel {
             const int64_t seen = std::max(skipped + (int64_t)part * kPartEntries, nearest);
             const int64_t from = seen / kTileEntries * kTileEntries;
             const int64_t to = std::min(furthest + 1, skipped + (part + 1) * (int64_t)kPartEntries);
-            items_.push_back({(int)s, h, (int)first, count, part, parts, from, seen, to, partials});
+            items_.push_back({(int)s, h, heads, (int)first, count, part, parts, from, seen, to, partials});
           }
-          if (parts > 1) partials += parts * count;
+          if (parts > 1) partials += parts * heads * count;
         }
       }
     }
     partials_.resize(partials * (dim_ + kKept));
     return kNone;
+  }
+
+  // How many KV heads from h on are one item: their entries lie side by side in a block, and memory is
+  // fastest read in order. Threads take items, so one sequence on many of them has more.
+  int heads_from(int h, int64_t pairs) const {
+    const PagedAttention& c = call_;
+    if (c.coded || pairs > kFewRows) return 1;
+    const int beside = heads_per_table_ - h % heads_per_table_;
+    const int heads = std::min<int64_t>(kTileRows / std::max<int64_t>(1, pairs), beside);
+    if (c.num_threads == 1) return heads;
+    const int64_t share = c.num_chunks * c.num_kv_heads / (4 * c.num_threads);
+    return std::max<int64_t>(1, std::min<int64_t>(heads, share));
   }
 
   void attend(int64_t index, std::atomic<int>& refusal) {
@@ -382,50 +281,52 @@ class Kernel {
     Scratch own;
     begin(item, own);
     const bool decodes = item.count <= kFewRows;
-    const void* rows[2 * kTileEntries + kAhead];  // in the order in which they are read
-    std::fill(std::begin(rows), std::end(rows), call_.keys);
+    const void *keys[kTileEntries], *values[kTileEntries];
+    Ahead ahead;
+    const int key_bytes = dim_ * sizeof(Key);
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     Scales scales;
     if (kLevels) clear(item, scales);
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
       const int width = (count + W - 1) / W * W;
-      const void **keys = rows, **values = rows + width;
       const int skipped = std::max<int64_t>(0, item.seen - at);
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
       if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
       const int known = std::max(coded, skipped);
       if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
-      if (kLevels) find_scales(item, at, skipped, count, scales);
       for (int i = 0; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
-      if (decodes) find_behind(index, at + count, values + count);
-      score(item, own, keys, count, width, scales);
-      hide(item, own, coded);
-      for (int i = 0; i < item.count; ++i)
-        soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
-      if (kLevels) weigh(item, own, width, scales);
-      if (decodes) {
-        multiply_all<W, true, true, Value>(own.sums, dim_, item.count, dim_, own.weights,
-                                           kTileEntries, values, count);
-      } else if (kLevels) {
-        widen<Value>(values, count, scales.values, scales.value_rows);
-        multiply_all<W, true, false, float>(own.sums, dim_, item.count, dim_, own.weights,
-                                            kTileEntries, scales.value_rows, count);
-      } else {
-        multiply_all<W, true, false, Value>(own.sums, dim_, item.count, dim_, own.weights,
-                                            kTileEntries, values, count);
+      for (int i = count; i < width; ++i) keys[i] = keys[0];
+      if (count & 1) values[count] = values[count - 1];  // of weight 0, where they are met in pairs
+      if (decodes) find_behind(index, at + count, ahead);
+      for (int h = 0; h < item.heads; ++h) {
+        const int64_t offset = h * head_step_;
+        const int first = h * item.count, last = first + item.count;
+        if (kLevels) find_scales(item, h, at, skipped, count, scales);
+        if (std::is_same_v<Key, float> && item.count <= kFewQueries) {
+          few_dots<kFewQueries>(own, first, item.count, keys, offset, width, ahead);
+        } else {
+          for (int v = 0; v < width; v += W)
+            columns_of<W>(keys + v, offset, key_bytes, own.columns + v, kTileEntries, ahead);
+          for (int i = first; i < last; i += 4) few<4>(own, i, last - i, width);
+        }
+        finish(own, first, last, width, scales);
+        hide(item, own, coded);
+        for (int i = first; i < last; ++i)
+          soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
+        if (kLevels) weigh(own, first, last, width, scales);
+        add_values(own, first, item.count, values, offset, count, scales, ahead);
       }
     }
     if (kHasLow)
-      for (int i = 0; i < item.count; ++i)
+      for (int i = 0; i < item.rows(); ++i)
         for (int d = 0; d < dim_; d += W)
           X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
-    if (item.parts == 1) {
-      for (int i = 0; i < item.count; ++i)
+    for (int i = 0; i < item.rows(); ++i) {
+      if (item.parts == 1) {
         write(item, i, own.sums + i * dim_, own.largest[i], own.total[i], own.recent[i]);
-      return;
-    }
-    for (int i = 0; i < item.count; ++i) {
+        continue;
+      }
       float* kept = partial(item, item.part, i);
       kept[0] = own.largest[i];
       kept[1] = own.total[i];
@@ -434,17 +335,18 @@ class Kernel {
     }
   }
 
-  // Where pair i of an item lies in query and out, in heads.
+  // Where row i of an item lies in query and out, in heads.
   int64_t token(const Item& item, int i) const {
-    return call_.starts[item.chunk] + (item.first + i) / group_;
+    return call_.starts[item.chunk] + (item.first + i % item.count) / group_;
   }
   int64_t head(const Item& item, int i) const {
-    return (int64_t)item.kv_head * group_ + (item.first + i) % group_;
+    return kv_head(item, i) * group_ + (item.first + i % item.count) % group_;
   }
+  static int64_t kv_head(const Item& item, int i) { return item.kv_head + i / item.count; }
 
   void begin(const Item& item, Scratch& own) const {
     const int64_t* last = last_of(item.kv_head);
-    for (int i = 0; i < item.count; ++i) {
+    for (int i = 0; i < item.rows(); ++i) {
       own.last[i] = last[token(item, i)];
       own.first[i] = call_.first ? first_of(item.kv_head)[token(item, i)] : 0;
       own.newer[i] = call_.shares ? own.last[i] + 1 - call_.recent[token(item, i)] : INT64_MAX;
@@ -453,23 +355,28 @@ class Kernel {
       const T* from = static_cast<const T*>(call_.query) + token(item, i) * call_.query_stride +
                       head(item, i) * dim_;
       for (int d = 0; d < dim_; d += W)
-        X::store(own.query + i * dim_ + d, X::load(from + d) * call_.scale);
+        X::store(own.query + i * kMaxHeadDim + d, X::load(from + d) * call_.scale);
+      if constexpr (C::kWhole) {
+        std::memcpy(own.pairs + i * kMaxHeadDim, from, dim_ * sizeof(T));
+        own.steps[i] = call_.scale;
+      }
     }
-    std::memset(own.sums, 0, item.count * dim_ * sizeof(float));
+    std::memset(own.sums, 0, item.rows() * dim_ * sizeof(float));
     if (call_.remainder_bias && item.part == 0) begin_with_remainder(item, own);
+    if constexpr (C::kRounds)
+      for (int i = 0; i < item.rows(); ++i) round_query(own, i);
   }
 
   // One part of a context begins with the row's remainder instead of nothing.
   void begin_with_remainder(const Item& item, Scratch& own) const {
-    const int64_t place = call_.rows[item.chunk] * call_.num_kv_heads + item.kv_head;
-    const float bias = call_.remainder_bias[place];
-    if (bias == -INFINITY) return;
-    const T* key = static_cast<const T*>(call_.remainder_keys) + place * dim_;
-    const T* value = static_cast<const T*>(call_.remainder_values) + place * dim_;
-    for (int i = 0; i < item.count; ++i) {
-      if (own.last[i] < 0) continue;  // it sees nothing
+    for (int i = 0; i < item.rows(); ++i) {
+      const int64_t place = call_.rows[item.chunk] * call_.num_kv_heads + kv_head(item, i);
+      const float bias = call_.remainder_bias[place];
+      if (bias == -INFINITY || own.last[i] < 0) continue;  // there is none, or it sees nothing
+      const T* key = static_cast<const T*>(call_.remainder_keys) + place * dim_;
+      const T* value = static_cast<const T*>(call_.remainder_values) + place * dim_;
       F logit = {};
-      for (int d = 0; d < dim_; d += W) logit += X::load(own.query + i * dim_ + d) * X::load(key + d);
+      for (int d = 0; d < dim_; d += W) logit += X::load(own.query + i * kMaxHeadDim + d) * X::load(key + d);
       const float product = X::total(logit), cap = call_.soft_cap;
       own.largest[i] = (cap > 0.0f ? cap * std::tanh(product / cap) : product) + bias;
       own.total[i] = 1.0f;
@@ -586,30 +493,46 @@ class Kernel {
     return !wrong || refuse_one(kBlock, item, *wrong, refusal);
   }
 
-  // The raw keys that are read next, from entry `at` of an item or the next item's first on. Vectors
-  // of coded entries are not prefetched.
-  void find_behind(int64_t index, int64_t at, const void** keys) const {
+  // What is read next: the item from entry `at` on, or the next item's first tile. Vectors of coded
+  // entries are not fetched.
+  void find_behind(int64_t index, int64_t at, Ahead& ahead) const {
+    ahead.begin();
     if (at >= items_[index].end) {
       if (++index == (int64_t)items_.size()) return;
       at = items_[index].begin;
     }
     const Item& item = items_[index];
-    const int count = std::min<int64_t>(kAhead, item.end - at);
-    each_entry(item, at, count, [=](int i, const char* key, const char*) { keys[i] = key; });
+    const PagedAttention& c = call_;
+    const int32_t* blocks = c.tables + lane(item) * c.columns;
+    const int64_t end = std::min(at + kTileEntries, item.end);
+    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    while (at < end) {
+      const int64_t block = blocks[at / c.block_size], offset = at % c.block_size;
+      if (block < 1 || block >= c.num_blocks) return;  // it will be refused
+      const int64_t run = std::min(end - at, c.block_size - offset);
+      const int64_t place = block * block_step_ + head;
+      if (kLevels) {
+        ahead.add(static_cast<const char*>(c.keys) + place, item.heads * head_step_);
+      } else {
+        ahead.add(static_cast<const char*>(c.keys) + place + offset * key_step_, run * key_step_);
+        ahead.add(static_cast<const char*>(c.values) + place + offset * value_step_, run * value_step_);
+      }
+      at += run;
+    }
   }
 
   // Nothing is known of entries yet; what lies behind the last is finite then.
   void clear(const Item& item, Scales& scales) const {
     for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, kTileEntries, 0.0f);
-    std::fill_n(scales.lows, item.count, 0.0f);
-    std::fill(std::begin(scales.key_rows), std::end(scales.key_rows), scales.keys);
+    std::fill_n(scales.lows, item.rows(), 0.0f);
   }
 
   // Scales of those entries [at, at + count) whose blocks are there: all but the `skipped` first.
-  void find_scales(const Item& item, int64_t at, int skipped, int count, Scales& scales) const {
+  void find_scales(const Item& item, int h, int64_t at, int skipped, int count,
+                   Scales& scales) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = c.tables + lane(item) * c.columns;
-    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    const int64_t head = (item.kv_head % heads_per_table_ + h) * head_step_;
     at += skipped;
     for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, skipped, 0.0f);
     int64_t offset = at % c.block_size, column = at / c.block_size;
@@ -630,8 +553,8 @@ class Kernel {
   }
 
   // Weights become those of levels; what they make of int4's lows is kept aside.
-  void weigh(const Item& item, Scratch& own, int width, Scales& scales) const {
-    for (int i = 0; i < item.count; ++i) {
+  void weigh(Scratch& own, int first, int last, int width, Scales& scales) const {
+    for (int i = first; i < last; ++i) {
       float* row = own.weights + i * kTileEntries;
       F lows = {};
       for (int v = 0; v < width; v += W) {
@@ -645,9 +568,10 @@ class Kernel {
 
   // Levels of a tile as floats; of int4, W of either half in turns.
   template <typename Levels>
-  void widen(const void* const* from, int count, float* to, const void** rows) const {
+  void widen(const void* const* from, int64_t offset, int count, float* to,
+             const void** rows) const {
     for (int k = 0; k < count; ++k, to += dim_) {
-      const Levels* row = static_cast<const Levels*>(from[k]);
+      const Levels* row = static_cast<const Levels*>(from[k]) + offset;
       rows[k] = to;
       if constexpr (std::is_same_v<Levels, int4x2>) {
         for (int d = 0; d < dim_; d += 2 * W) {
@@ -662,31 +586,16 @@ class Kernel {
     }
   }
 
-  // Logits of all pairs with `count` keys; what fills up the last vector means nothing.
-  void score(const Item& item, Scratch& own, const void** keys, int count, int width,
-             Scales& scales) const {
-    if (item.count <= kFewRows) {
-      for (int i = count; i < width; ++i) keys[i] = keys[0];
-      few<kFewRows, Key>(own, 0, item.count, keys, width);
-    } else if (kLevels) {
-      widen<Key>(keys, count, scales.keys, scales.key_rows);
-      for (int i = count; i < width; ++i) scales.key_rows[i] = scales.keys;
-      for (int i = 0; i < item.count; i += kFewRows)
-        few<kFewRows, float>(own, i, item.count - i, scales.key_rows, width);
-    } else {
-      turn(keys, count, width, own.keys);
-      for (int d = 0; d < dim_; ++d) own.key_rows[d] = own.keys + d * kTileEntries;
-      multiply_all<W, false, false, float>(own.weights, kTileEntries, item.count, width, own.query,
-                                           dim_, own.key_rows, dim_);
-    }
+  // Logits of rows [first, last) are scaled and capped; what fills up the last vector means nothing.
+  void finish(Scratch& own, int first, int last, int width, const Scales& scales) const {
     if (kLevels)
-      for (int i = 0; i < item.count; ++i)
+      for (int i = first; i < last; ++i)
         for (int at = 0; at < width; at += W) {
           float* logits = own.weights + i * kTileEntries + at;
           X::store(logits, X::load(logits) * X::load(scales.key + at));
         }
     if (call_.soft_cap > 0.0f)
-      for (int i = 0; i < item.count; ++i)
+      for (int i = first; i < last; ++i)
         for (int at = 0; at < width; at += W) {
           float* logits = own.weights + i * kTileEntries + at;
           X::store(logits, capped(X::load(logits)));
@@ -701,26 +610,91 @@ class Kernel {
     return call_.soft_cap - 2.0f * call_.soft_cap / (X::exp(twice) + 1.0f);
   }
 
-  // Of up to Q pairs from `first` on.
-  template <int Q, typename Numbers>
-  void few(Scratch& own, int first, int count, const void* const* keys, int width) const {
+  // Logits of up to Q rows from `first` on, key by key.
+  template <int Q>
+  void few_dots(Scratch& own, int first, int count, const void* const* keys, int64_t offset,
+                int width, Ahead& ahead) const {
     if constexpr (Q > 1)
-      if (count < Q) return few<Q - 1, Numbers>(own, first, count, keys, width);
-    dots_of<W, Q, Numbers>(own.weights + first * kTileEntries, kTileEntries,
-                           own.query + first * dim_, dim_, keys, width);
+      if (count < Q) return few_dots<Q - 1>(own, first, count, keys, offset, width, ahead);
+    for (int at = 0; at < width; at += W) {
+      F sums[Q];
+      dots<W, Q>(own.query + first * kMaxHeadDim, kMaxHeadDim, dim_, keys + at, offset, 0, sums,
+                 ahead);
+      for (int q = 0; q < Q; ++q)
+        X::store(own.weights + (first + q) * kTileEntries + at, sums[q]);
+    }
   }
 
-  // Keys [count, D] -> [D, width]; what fills up the last vector is zero.
-  void turn(const void* const* keys, int count, int width, float* out) const {
-    if constexpr (!kLevels)
-      for (int at = 0; at < width; at += W)
-        for (int d = 0; d < dim_; d += W) {
-          F tile[W];
-          for (int i = 0; i < W; ++i)
-            tile[i] = at + i < count ? X::load(static_cast<const T*>(keys[at + i]) + d) : F{};
-          transpose<W>(tile);
-          for (int i = 0; i < W; ++i) X::store(out + (d + i) * kTileEntries + at, tile[i]);
-        }
+  // Logits of up to Q rows from `first` on, by columns.
+  template <int Q>
+  void few(Scratch& own, int first, int count, int width) const {
+    if constexpr (Q > 1)
+      if (count < Q) return few<Q - 1>(own, first, count, width);
+    int at = 0;
+    for (; at + 2 * W <= width; at += 2 * W) sums_at<Q, 2>(own, first, at);
+    if (at < width) sums_at<Q, 1>(own, first, at);
+  }
+
+  template <int Q, int V>
+  void sums_at(Scratch& own, int first, int at) const {
+    typename C::Sum sums[Q][V];
+    const auto* queries = queries_of(own) + first * kMaxHeadDim;
+    logits_of<C, W, Q, V>(queries, kMaxHeadDim, dim_ * sizeof(Key) / 4, own.columns + at,
+                            kTileEntries, sums);
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < V; ++v) {
+        float* to = own.weights + (first + q) * kTileEntries + at + v * W;
+        if constexpr (C::kPairs)
+          X::store(to, as_float(sums[q][v]) * own.steps[first + q]);
+        else
+          X::store(to, sums[q][v]);
+      }
+  }
+
+  static F as_float(F x) { return x; }
+  static F as_float(typename X::I x) { return __builtin_convertvector(x, F); }
+
+  static const typename C::Query* queries_of(const Scratch& own) {
+    if constexpr (C::kPairs)
+      return own.pairs;
+    else
+      return own.query;
+  }
+
+  // Queries in whole steps, the largest number being 32767 of them, as columns meet them: the 16-bit
+  // numbers of bytes 0 and 2, then of 1 and 3. One that is not finite stays so by its step.
+  void round_query(Scratch& own, int i) const {
+    const float* query = own.query + i * kMaxHeadDim;
+    float largest = 0.0f, not_finite = 0.0f;
+    for (int d = 0; d < dim_; ++d) {
+      largest = std::max(largest, std::abs(query[d]));
+      not_finite += query[d] * 0.0f;
+    }
+    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    own.steps[i] = largest / 32767.0f + not_finite;
+    for (int d = 0; d < dim_; d += 4)
+      for (int odd = 0; odd < 2; ++odd) {
+        const int low = std::lrint(query[d + odd] * inverse);
+        const int high = std::lrint(query[d + odd + 2] * inverse);
+        own.pairs[i * kMaxHeadDim + d / 2 + odd] = (high << 16) | (low & 0xffff);
+      }
+  }
+
+  void add_values(Scratch& own, int first, int num_rows, const void** values, int64_t offset,
+                  int count, Scales& scales, Ahead& ahead) const {
+    float* sums = own.sums + first * dim_;
+    const float* weights = own.weights + first * kTileEntries;
+    if (kBf16 && in_pairs<W, Value>(dim_))
+      return add_in_pairs<W, Value>(sums, dim_, num_rows, dim_, weights, kTileEntries, values,
+                                    offset, count, ahead);
+    const void* rows[kTileEntries];
+    if (kLevels && num_rows > kFewRows) {
+      widen<Value>(values, offset, count, scales.values, rows);
+      multiply_all<W, float>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, ahead);
+    } else {
+      for (int k = 0; k < count; ++k) rows[k] = static_cast<const char*>(values[k]) + offset;
+      multiply_all<W, Value>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, ahead);
+    }
   }
 
   // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
@@ -777,12 +751,12 @@ class Kernel {
   }
 
   float* partial(const Item& item, int part, int i) {
-    return partials_.data() + (item.partial + (int64_t)part * item.count + i) * (dim_ + kKept);
+    return partials_.data() + (item.partial + (int64_t)part * item.rows() + i) * (dim_ + kKept);
   }
 
   void merge(const Item& item) {
     float sums[kMaxHeadDim];
-    for (int i = 0; i < item.count; ++i) {
+    for (int i = 0; i < item.rows(); ++i) {
       float largest = -INFINITY, total = 0.0f, recent = 0.0f;
       for (int p = 0; p < item.parts; ++p) largest = std::max(largest, partial(item, p, i)[0]);
       std::memset(sums, 0, dim_ * sizeof(float));
