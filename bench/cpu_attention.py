@@ -1,100 +1,104 @@
-"""Decode throughput with each CPU attention backend and layout, on the same requests.
+"""How fast decode attention reads a CPU's blocks, beside a plain sum of the same memory.
 
-    python bench/cpu_attention.py --threads 1 --save-result bench/results/DATE-cpu-attention.json
+    python -m bench.cpu_attention --save-result bench/results/DATE-cpu-attention.json
 
-Engines take turns of a few decode steps, so that other load slows all of them alike. The time of a
-turn is its median step; a ratio is the median over turns.
+Each case has a pool of blocks that rows hold in random order, larger than a CPU's caches. Its
+layers are read one after another, as a step reads them: by attention, and then by a sum. A figure
+is the median turn's, and a ratio that of the turn's two.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import time
 from itertools import product
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from kvserve import LLM
-from kvserve.benchmarks.datasets.turns import (
-    STRETCH,
-    drain,
-    median,
-    step_seconds,
-    stretch_seconds,
-    submit,
-)
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.engine.device.pages import use_large_pages
+from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
+from kvserve.kernels.entry_format import FORMATS, EntryFormat, entry_format
+from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 
-BACKENDS = ("torch", "cpu")
-LAYOUTS = ("model", "layer", "head")
+BLOCK = 16
+FORMS = ("bfloat16", "float32", *FORMATS)
+HEADS = {"32x2": (32, 2, 4), "64x3": (64, 3, 4), "64x7": (64, 7, 2), "128x4": (128, 4, 8)}
+"""Of the shapes 4m, 79m, Qwen2.5-0.5B and Llama-3-8B: dimension, queries a KV head, KV heads."""
+ROWS = {"16x2048": (16, 2048), "64x1024": (64, 1024), "1x8192": (1, 8192)}
 COLUMNS = (
-    Column("dtype", "dtype", left=True),
-    Column("context", "context", ",d"),
-    Column("batch", "batch", "d"),
-    Column("layout", "layout", left=True),
-    Column("torch tok/s", "torch_tok_s", ",.0f"),
-    Column("cpu tok/s", "cpu_tok_s", ",.0f"),
-    Column("cpu / torch", "ratio", ".2f"),
-    Column("cpu / cpu, model", "vs_model", ".2f"),
-    Column("torch prefill ms", "torch_prefill_ms", ".1f"),
-    Column("cpu prefill ms", "cpu_prefill_ms", ".1f"),
+    Column("heads", "heads", left=True),
+    Column("rows", "rows", left=True),
+    Column("form", "form", left=True),
+    Column("GB/s", "gb_s", ".1f"),
+    Column("sum GB/s", "sum_gb_s", ".1f"),
+    Column("of a sum", "of_sum", ".2f"),
+    Column("spread", "spread", left=True),
+    Column("million entries/s", "entries_m_s", ".1f"),
+    Column("of bfloat16's", "of_bfloat16", ".2f"),
 )
 
 
-Engine = tuple[str, str]  # layout, backend
-Seconds = dict[Engine, tuple[float, np.ndarray]]  # of the prefill, and of a step in each turn
+def filled_pool(shape: tuple[int, ...], form: EntryFormat, dim: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of random entries, in large pages as an engine's are."""
+    pool = torch.empty(shape, dtype=torch.uint8 if form.quantized else dtype)
+    use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
+    if not form.quantized:
+        return pool.normal_()
+    blocks = QuantizedBlocks(pool, form, BLOCK, dim)
+    for held in (blocks.keys, blocks.values):
+        for layer in range(shape[1]):
+            held[:, layer].set(..., quantize(torch.randn(held[:, layer].shape), held.form))
+    return pool
 
 
-def start(model: str, layout: str, backend: str, dtype: str) -> LLM:
-    return LLM(
-        model,
-        attention_backend=backend,
-        kv_layout=layout,
-        dtype=dtype,
-        skip_tokenizer_init=True,
-        kv_cache_memory=2**28,
-        max_num_batched_tokens=2**16,
-        enable_prefix_caching=False,
-    )
+class Case:
+    """One pool, and what reads it."""
+
+    def __init__(self, heads: str, rows: str, form: str, mib: int) -> None:
+        (dim, group, kv_heads), (batch, context) = HEADS[heads], ROWS[rows]
+        dtype = torch.float32 if form == "float32" else torch.bfloat16
+        self.form = entry_format(form if form in FORMATS else "auto", dtype.itemsize)
+        columns = -(-context // BLOCK)
+        num_blocks = batch * columns + 1
+        lane = self.form.lane_bytes(BLOCK, dim)
+        layers = max(1, round(mib * 2**20 / (lane * kv_heads * num_blocks)))
+        quantized = self.form.quantized
+        block = (lane * kv_heads,) if quantized else (2, BLOCK, kv_heads, dim)
+        pool = filled_pool((num_blocks, layers, *block), self.form, dim, dtype)
+        if quantized:
+            blocks = QuantizedBlocks(pool, self.form, BLOCK, dim)
+            self.layers: list[Any] = [blocks.layer(layer) for layer in range(layers)]
+        else:
+            self.layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+        self.words = pool.view(-1).view(torch.uint8).view(torch.int64)
+        self.query = torch.randn(batch, kv_heads * group, dim).to(dtype)
+        self.tables = (torch.randperm(num_blocks - 1) + 1).int().view(1, batch, 1, columns)
+        last = torch.full((1, 1, batch), context - 1)
+        self.chunks = CpuQuerySegments(torch.arange(batch), torch.arange(batch + 1), last)
+        self.scale = dim**-0.5
+        self.entries = batch * context * kv_heads * layers
+        self.bytes = self.entries * self.form.entry_bytes(dim)
+
+    def attend(self) -> None:
+        for keys, values in self.layers:
+            paged_attention(self.query, keys, values, self.tables, self.chunks, 0, self.scale)
+
+    def turn(self) -> tuple[float, float]:
+        """Seconds of attention and of a sum, in turns."""
+        started = time.perf_counter()
+        self.attend()
+        between = time.perf_counter()
+        self.words.sum()
+        return between - started, time.perf_counter() - between
 
 
-def measured(llms: dict[Engine, LLM], batch: int, context: int, output: int) -> Seconds:
-    """Seconds of the prefill and of decode steps, with contexts of ``context`` tokens on average
-    while ``output`` of them are decoded."""
-    decode: dict[Engine, list[float]] = {engine: [] for engine in llms}
-    for llm in llms.values():
-        submit(llm, batch, context - output // 2, output)
-    prefill = {engine: step_seconds(llm, batch) for engine, llm in llms.items()}
-    for first in range(1, output, STRETCH):
-        steps = min(STRETCH, output - first)
-        for engine, llm in llms.items():
-            decode[engine].append(stretch_seconds(llm, batch, steps))
-    for llm in llms.values():
-        drain(llm)
-    return {engine: (prefill[engine], np.array(decode[engine])) for engine in llms}
-
-
-def row(seconds: Seconds, layout: str, batch: int) -> dict[str, Any]:
-    """One layout's figures."""
-    (torch_prefill, torch_step), (cpu_prefill, cpu_step) = (
-        seconds[layout, name] for name in BACKENDS
-    )
-    return {
-        "layout": layout,
-        "torch_tok_s": median(batch / torch_step),
-        "cpu_tok_s": median(batch / cpu_step),
-        "ratio": median(torch_step / cpu_step),
-        "vs_model": median(seconds["model", "cpu"][1] / cpu_step),
-        "torch_prefill_ms": 1e3 * torch_prefill,
-        "cpu_prefill_ms": 1e3 * cpu_prefill,
-    }
-
-
-class Comparison:
+class Reading:
     """The runs of one command."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -103,48 +107,55 @@ class Comparison:
 
     def measure(self) -> None:
         args = self._args
-        cases = list(product(args.contexts, args.batches))
+        shapes = list(product(args.heads, args.rows))
         silent = True if args.disable_tqdm else None
-        with tqdm(total=len(args.dtypes) * len(cases), disable=silent, unit="case") as bar:
-            for dtype in args.dtypes:
-                engines = list(product(LAYOUTS, BACKENDS))
-                llms = {engine: start(args.model, *engine, dtype) for engine in engines}
-                for context, batch in cases:
-                    facts = {"dtype": dtype, "context": context, "batch": batch}
-                    seconds = measured(llms, batch, context, args.output_len)
-                    self._rows += [facts | row(seconds, layout, batch) for layout in LAYOUTS]
+        with tqdm(total=len(shapes) * len(args.forms), disable=silent, unit="case") as bar:
+            for heads, rows in shapes:
+                plain = 0.0
+                for form in args.forms:
+                    torch.manual_seed(0)
+                    row = self._row(Case(heads, rows, form, args.mib))
+                    plain = row["entries_m_s"] if form == "bfloat16" else plain
+                    row["of_bfloat16"] = row["entries_m_s"] / plain if plain else None
+                    self._rows.append({"heads": heads, "rows": rows, "form": form, **row})
                     bar.update()
+
+    def _row(self, case: Case) -> dict[str, Any]:
+        turns = [case.turn() for _ in range(self._args.repeat + 1)][1:]
+        ratios = [case.bytes / case.words.nbytes * sum_s / own_s for own_s, sum_s in turns]
+        own, summed = (median(seconds) for seconds in zip(*turns, strict=True))
+        return {
+            "gb_s": 1e-9 * case.bytes / own,
+            "sum_gb_s": 1e-9 * case.words.nbytes / summed,
+            "of_sum": median(ratios),
+            "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
+            "entries_m_s": 1e-6 * case.entries / own,
+        }
 
     def report(self) -> Report:
         args = self._args
         about = [
-            f"{args.model}: {args.output_len - 1} steps in turns of {STRETCH}, and one prefill"
+            "an entry: key and value of one token and KV head; heads: dimension x queries of each",
+            f"pools of {args.mib} MiB in random order; medians of {args.repeat} turns",
         ]
-        settings = {"model": args.model, "output_len": args.output_len}
-        program = "python bench/cpu_attention.py"
+        settings = {"repeat": args.repeat, "threads": args.threads, "mib": args.mib}
+        program = "python -m bench.cpu_attention"
         return Report("cpu_attention", about, COLUMNS, self._rows, settings, program=program)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="decode throughput of the CPU backends")
+    parser = argparse.ArgumentParser(description="how fast attention reads a CPU's blocks")
     add_report_arguments(parser)
-    parser.add_argument("--model", default="kvserve/tiny", help="default: kvserve/tiny")
+    for name, choices in (("heads", HEADS), ("rows", ROWS), ("forms", FORMS)):
+        known = list(choices)
+        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
     count = at_least(1)
-    for name, default, words in (
-        ("batches", [1, 16, 64], "sequences that decode"),
-        ("contexts", [96, 512], "their mean length while they decode"),
-    ):
-        words += f" (default: {' '.join(map(str, default))})"
-        parser.add_argument(f"--{name}", nargs="+", type=count, default=default, help=words)
-    dtypes = ["float32", "bfloat16"]
-    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
-    words = "tokens decoded of each sequence (default: 64)"
-    parser.add_argument("--output-len", type=count, default=64, metavar="N", help=words)
+    parser.add_argument("--mib", type=count, default=256, help="of a pool (default: 256)")
+    parser.add_argument("--repeat", type=count, default=5, help="turns (default: 5)")
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
-    return measure_and_publish(Comparison(args), args)
+    return measure_and_publish(Reading(args), args)
 
 
 if __name__ == "__main__":

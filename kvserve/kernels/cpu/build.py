@@ -23,7 +23,7 @@ from kvserve.folders import temporary_folder
 from kvserve.kernels.cpu import levels
 
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in its process.
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120
 _ROOM = 2**20
@@ -91,7 +91,7 @@ def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
 
 def _command(compiler: str, name: str, defines: tuple[str, ...], level: str) -> list[str]:
     given = (f"-D{define}" for define in defines)
-    return [compiler, *_FLAGS, f"-march={level}", *given, *_LINK, str(_HERE / f"{name}.cpp")]
+    return [compiler, f"-march={level}", *_FLAGS, *given, *_LINK, str(_HERE / f"{name}.cpp")]
 
 
 def _compiler() -> str:

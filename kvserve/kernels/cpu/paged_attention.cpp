@@ -1,19 +1,20 @@
 // Attention over a paged cache that reads the blocks in place, for CPUs.
 //
-// A tile is up to kTileRows (query, head) pairs that share one KV head; keys and values are loaded
-// once for all of them. It walks its context kTileEntries at a time with an online softmax, in parts
-// of kPartEntries whose results are merged in order: neither the number of threads nor other chunks
-// change a bit of a row. Arithmetic is float32; bfloat16 is widened as it is loaded.
+// A tile is up to kTileRows rows: (query, head) pairs of a chunk that share one KV head, or all pairs
+// of a decoding token whose heads share a table, since their entries lie side by side in a block. It
+// walks its context kTileEntries at a time with an online softmax, in parts of kPartEntries whose
+// results are merged in order: neither the number of threads nor other chunks change a bit of a row.
+// What is read next is fetched meanwhile (ahead.h). Sums are float32; logits.h and values.h say how
+// products are made of each form.
 // A row's remainder, if it has one, is where its online softmax begins. A head's sink is added to the
 // total at the end. Entries before the first one that a token sees are not read; tiles begin where
 // they do without them, so that a row's sums are the same in any company.
 // Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
 // read in place. Each code says which query heads of its KV head attend to the entry.
 //
-// KVSERVE_FORMAT says what is stored; there is a library for each. Levels are widened as they are
-// loaded: a key's scale is applied to its logits, a value's to its weights. Chunks of many queries,
-// which read a tile several times, widen it once. They add up in the same order as few queries do:
-// the rounding of a new entry must not depend on whether its token was computed in a chunk.
+// KVSERVE_FORMAT says what is stored; there is a library for each. A key's scale is applied to its
+// logits, a value's to its weights. Of levels, chunks of many queries add up in the same order as few
+// queries do: the rounding of a new entry must not depend on whether its token came in a chunk.
 
 #include <algorithm>
 #include <atomic>
