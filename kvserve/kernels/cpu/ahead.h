@@ -23,13 +23,14 @@ class Ahead {
     if (now_ == nothing_) next();
   }
 
-  // May reach beyond the end of a run.
   template <int Lines>
   inline void fetch() {
 #pragma GCC unroll 8
-    for (int i = 0; i < Lines; ++i) __builtin_prefetch(now_ + 64 * i, 0, 2);
-    now_ += 64 * Lines;
-    if (now_ >= stop_) next();
+    for (int i = 0; i < Lines; ++i) {
+      __builtin_prefetch(now_, 0, 2);
+      now_ += 64;
+      if (__builtin_expect(now_ >= stop_, 0)) next();
+    }
   }
 
  private:

@@ -512,11 +512,16 @@ class Kernel {
       if (block < 1 || block >= c.num_blocks) return;  // it will be refused
       const int64_t run = std::min(end - at, c.block_size - offset);
       const int64_t place = block * block_step_ + head;
+      const char* keys = static_cast<const char*>(c.keys) + place + offset * key_step_;
+      const char* values = static_cast<const char*>(c.values) + place + offset * value_step_;
       if (kLevels) {
         ahead.add(static_cast<const char*>(c.keys) + place, item.heads * head_step_);
+      } else if (item.heads == heads_per_table_) {
+        ahead.add(keys, run * key_step_);
+        ahead.add(values, run * value_step_);
       } else {
-        ahead.add(static_cast<const char*>(c.keys) + place + offset * key_step_, run * key_step_);
-        ahead.add(static_cast<const char*>(c.values) + place + offset * value_step_, run * value_step_);
+        for (int i = 0; i < run; ++i) ahead.add(keys + i * key_step_, item.heads * head_step_);
+        for (int i = 0; i < run; ++i) ahead.add(values + i * value_step_, item.heads * head_step_);
       }
       at += run;
     }
