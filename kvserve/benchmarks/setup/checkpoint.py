@@ -65,6 +65,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048},
         **{"num_attention_heads": 12, "num_key_value_heads": 4},
     },
+    "0.5b": {  # as Qwen2.5-0.5B
+        **{**_LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        **{"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864},
+        **{"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
+    },
 }
 
 

@@ -104,7 +104,7 @@ def add_engine_arguments(
     model.add_argument("--model", default=default, metavar="M", help=words)
     if shapes:
         model.add_argument(
-            "--shape", choices=SHAPES, help="a Llama of this size with random weights"
+            "--shape", choices=SHAPES, help="a model of this size with random weights"
         )
     words = "directory or hub id (default: the model's)"
     parser.add_argument("--tokenizer", metavar="M", help=words)
