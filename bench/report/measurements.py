@@ -203,6 +203,16 @@ FEWER_BITS = (
         minutes=2,
     ),
     Measurement(
+        "cpu-attention",
+        "How fast attention reads blocks",
+        "Decode attention alone on one core, over blocks in random order, and a plain sum over "
+        "the same memory in order. An entry is the key and the value of one token and KV head. "
+        "The heads are those of `4m`, `79m`, Qwen2.5-0.5B and Llama-3-8B.",
+        "--threads 1",
+        minutes=8,
+        module="bench.cpu_attention",
+    ),
+    Measurement(
         "kv-cache-dtypes",
         "Decoding over a cache of fewer bits",
         "What a decoding step gains where nothing is evicted: the same random entries, held as "
