@@ -143,7 +143,8 @@ class Reading:
         return Report("cpu_attention", about, COLUMNS, self._rows, settings, program=program)
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command's flags."""
     parser = argparse.ArgumentParser(description="how fast attention reads a CPU's blocks")
     add_report_arguments(parser)
     for name, choices in (("heads", HEADS), ("rows", ROWS), ("forms", FORMS)):
@@ -153,7 +154,11 @@ def main() -> int:
     parser.add_argument("--mib", type=count, default=256, help="of a pool (default: 256)")
     parser.add_argument("--repeat", type=count, default=5, help="turns (default: 5)")
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     torch.set_num_threads(args.threads)
     return measure_and_publish(Reading(args), args)
 
