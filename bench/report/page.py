@@ -68,7 +68,7 @@ Yours is measured by the same commands with `--model`:
 | `kvserve bench serve` | a server from outside, open-loop; also another's, as vLLM's |
 | `kvserve eval` | accuracy: shipped tasks, needles, files of GSM8K, MATH, AIME, RULER, LongBench |
 | `python -m bench.cpu_peers` | vLLM, llama.cpp and transformers on the same CPU (`make peers`) |
-| `python -m bench.cpu_attention` | bytes per second that decode attention reads, beside a plain sum |
+| `python -m bench.cpu_attention` | GB/s that decode attention reads, beside a plain sum |
 | `python -m bench.cpu_products` | matrix products on a CPU: compiled, oneDNN's, torch's |
 | `python -m bench.kvpress_accuracy` | kvpress on the same prompts, as many entries kept |
 | `python -m bench.repeatability` | whether a row of this page comes out the same again |
