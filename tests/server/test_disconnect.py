@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import weakref
+from collections.abc import Iterator
 
 import httpx
 import orjson
@@ -17,6 +20,40 @@ def idle(server: RunningServer) -> bool:
     stats = server.http.get("/v1/kv/stats").json()
     back = stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
     return back and not stats["requests"]
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("stream", [True, False])
+def test_nothing_of_who_left_waits_for_a_collection(server: RunningServer, stream: bool) -> None:
+    """A hundred streams with log-probabilities left 80 MiB that referred to itself."""
+    body = {"prompt": "SLOW", "max_tokens": 400, "stream": stream, "logprobs": 5}
+
+    with httpx.Client(base_url=server.url, timeout=10) as client:
+        answer = client.build_request("POST", "/v1/completions", json=body)
+        sending = threading.Thread(target=lambda: _send_and_leave(client, answer))
+        sending.start()
+        wait_until(lambda: any(each.outputs[0] for each in server.state.generations))
+        left = [weakref.ref(each) for each in server.state.generations]
+        sending.join()
+    assert left
+    wait_until(lambda: idle(server) and not any(each() for each in left), 5.0)
+
+
+def _send_and_leave(client: httpx.Client, request: httpx.Request) -> None:
+    request.extensions["timeout"] = {"connect": 5, "read": 0.5, "write": 5, "pool": 5}
+    try:
+        response = client.send(request, stream=True)
+        next(response.iter_lines())
+        response.close()
+    except httpx.ReadTimeout:
+        pass
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

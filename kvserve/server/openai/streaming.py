@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import CompletionOutput, RequestOutput
@@ -23,7 +25,7 @@ from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.openai.responses import usage
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
-from kvserve.server.state.generation import Generation
+from kvserve.server.state.generation import Generation, unless_disconnected
 
 FIRST_OUTPUT_GRACE = 5.0
 """Seconds to wait for output before the status is sent, so that a refusal gets its own status."""
@@ -265,11 +267,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await unless_disconnected(receive, self.stream_response(send))
         finally:
             self._generation.close()
-
-    async def listen_for_disconnect(self, receive: Receive) -> None:
-        await super().listen_for_disconnect(receive)
-        # Close now: the cancellation that follows takes effect only when no output is due.
-        self._generation.close()

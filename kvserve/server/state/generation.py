@@ -84,7 +84,7 @@ class Generation:
     ) -> dict[int, RequestOutput] | None:
         """``changes`` before the answer has begun. If the client disconnects, the request ends."""
         try:
-            return await _unless_disconnected(receive, self.changes(timeout))
+            return await unless_disconnected(receive, self.changes(timeout))
         except BaseException:
             self.close()
             raise
@@ -95,7 +95,7 @@ class Generation:
         Log-probabilities are many: their answer is made in a thread.
         """
         try:
-            await _unless_disconnected(receive, self._settled())
+            await unless_disconnected(receive, self._settled())
             if self._params.logprobs is None and self._params.prompt_logprobs is None:
                 return answer(self.finished_outputs())
             return await asyncio.to_thread(answer, self.finished_outputs())
@@ -130,6 +130,9 @@ class Generation:
         self._state.generations.discard(self)
         for task in self._tasks:
             task.cancel()
+        # A cancelled task holds its frame, and that holds this object: all outputs would stay until
+        # the next collection of cycles.
+        self._tasks.clear()
 
     async def _follow(self, index: int, prompt: Sequence[int], request_id: str) -> None:
         # Make the engine's id unique: two clients may send the same X-Request-Id.
@@ -162,8 +165,12 @@ class Generation:
             await outputs.aclose()
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of ``work``, or ``ClientDisconnect`` as soon as the client has gone."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of ``work``, or ``ClientDisconnect`` as soon as the client has gone.
+
+    A task group, as Starlette's streams have it, would refer to itself through its tasks' errors,
+    and keep what they hold until the next collection of cycles.
+    """
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
