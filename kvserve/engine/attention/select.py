@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -78,7 +79,7 @@ class _Candidate:
     """
 
     name: str
-    how: str
+    how: Callable[[Needs], str]
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
@@ -106,13 +107,17 @@ class _Candidate:
 def _make_cpu(needs: Needs) -> AttentionBackend:
     for name in ("store_kv", "query_log"):
         load_library(name)
-    if needs.form == "auto":
-        load_library("paged_attention")
-    else:
-        form = FORMATS[needs.form]
+    if needs.form != "auto":
         load_library("quantized_entries")
-        paged_attention.load_library_of(form.key.name, form.value.name)
+    _cpu_library(needs)
     return CpuAttention(needs.scale, needs.soft_cap)
+
+
+def _cpu_library(needs: Needs) -> CDLL:
+    if needs.form == "auto":
+        return load_library("paged_attention")
+    form = FORMATS[needs.form]
+    return paged_attention.load_library_of(form.key.name, form.value.name)
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
@@ -148,7 +153,10 @@ def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs)
 _CANDIDATES = (
     _Candidate(
         name="cpu",
-        how="compiled, reads blocks where they lie",
+        how=lambda needs: (
+            f"compiled ({paged_attention.instructions(_cpu_library(needs))}), reads blocks where "
+            "they lie"
+        ),
         devices=("cpu",),
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
@@ -160,7 +168,7 @@ _CANDIDATES = (
     ),
     _Candidate(
         name="triton",
-        how="Triton kernels, read blocks where they lie",
+        how=lambda needs: "Triton kernels, read blocks where they lie",
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
@@ -172,7 +180,7 @@ _CANDIDATES = (
     ),
     _Candidate(
         name="flash-attn",
-        how="the flash-attn package, reads blocks where they lie",
+        how=lambda needs: "the flash-attn package, reads blocks where they lie",
         devices=("cuda",),
         make=_make_flash,
         quantized=None,
@@ -181,7 +189,7 @@ _CANDIDATES = (
     ),
     _Candidate(
         name="xformers",
-        how="gathered blocks and the xformers package",
+        how=lambda needs: "gathered blocks and the xformers package",
         devices=("cuda",),
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
         quantized=None,
@@ -191,7 +199,7 @@ _CANDIDATES = (
     ),
     _Candidate(
         name="torch",
-        how="gathered blocks and torch's SDPA",
+        how=lambda needs: "gathered blocks and torch's SDPA",
         devices=("cpu", "cuda"),
         make=lambda needs: TorchAttention(
             needs.scale, needs.block_size, needs.dtype, needs.soft_cap
@@ -221,9 +229,9 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     quantized = decode.quantized or quantized_entries.TORCH
     stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
     if prefill is decode:
-        how = "; ".join([decode.how, *refusals])
+        how = "; ".join([decode.how(needs), *refusals])
         return Choice(decode.name, _by_layer(tokens, needs), *stores, how)
-    both = f"prefill: {prefill.how}", f"decode: {decode.how}"
+    both = f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"
     name = f"{prefill.name},{decode.name}"
     backend = _by_layer(ByPhase(chunks, tokens), needs)
     return Choice(name, backend, *stores, "; ".join([*both, *refusals]))

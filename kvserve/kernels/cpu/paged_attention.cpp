@@ -813,3 +813,23 @@ int run(const PagedAttention& call) {
 extern "C" int kvserve_paged_attention(const PagedAttention* call) {
   return call->is_bf16 ? run<bf16>(*call) : run<float>(*call);
 }
+
+// The vector instructions that this library was compiled with, for people.
+extern "C" const char* kvserve_instructions() {
+#if defined(__AVX512F__)
+  return "AVX-512"
+#if defined(__AVX512BF16__)
+         ", BF16"
+#endif
+#if defined(__AVX512VNNI__)
+         ", VNNI"
+#endif
+      ;
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "no vector instructions of its own";
+#endif
+}

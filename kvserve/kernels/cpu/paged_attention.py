@@ -85,6 +85,13 @@ def load_library_of(key: str, value: str) -> ctypes.CDLL:
     return load_library("paged_attention", f"KVSERVE_FORMAT={_FORMATS[key, value]}")
 
 
+def instructions(library: ctypes.CDLL) -> str:
+    """The vector instructions that a kernel was compiled with, as in ``AVX-512, BF16, VNNI``."""
+    name = library.kvserve_instructions
+    name.restype = ctypes.c_char_p
+    return str(name(), "ascii")
+
+
 def refusal(head_dim: int) -> str | None:
     """Why the kernel does not take heads of this size; ``None`` if it does."""
     if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= MAX_HEAD_DIM:

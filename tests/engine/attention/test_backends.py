@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.kernels.cpu import build
+from kvserve.kernels.cpu import build, levels
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
@@ -189,6 +190,15 @@ def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         select_backend("cpu", needs)
     assert select_backend("torch", needs).reason == "gathered blocks and torch's SDPA"
+
+
+@compiled
+@pytest.mark.parametrize("form", ["auto", "int8"])
+def test_the_reason_names_the_instructions(form: str) -> None:
+    reason = select_backend("cpu", replace(NEEDS, form=form)).reason
+    cpu = levels.of_this_cpu()
+    assert ("compiled (AVX-512" in reason) == ("x86-64-v4" in cpu), reason
+    assert ("compiled (AVX" in reason) == ("x86-64-v3" in cpu), reason
 
 
 def test_the_startup_table_names_the_reason(llama_dir: Path) -> None:
