@@ -41,6 +41,8 @@ STATS = EngineStats(
     iterations=(2, 0, 3, *(0,) * 10, 1),
     iteration_tokens_total=40000,
     swaps_total=1,
+    draft_tokens_total=9,
+    accepted_tokens_total=7,
     requests=(RequestStats("r", "kara", 1000, 250, 30, 5),),
 )
 
@@ -207,6 +209,7 @@ def test_kv_stats(start_server: StartServer) -> None:
         "tokens_held": 250,
         "compactions_total": 5,
         "blocks_released_total": 6,
+        "speculation": {"drafted_tokens_total": 9, "accepted_tokens_total": 7},
     }
     assert {name: stats[name] for name in expected} == expected
     [request] = stats["requests"]

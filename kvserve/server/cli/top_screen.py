@@ -67,9 +67,12 @@ class Screen:
         made = (now["generation_tokens_total"] - before["generation_tokens_total"]) / seconds
         read = (now["prompt_tokens_total"] - before["prompt_tokens_total"]) / seconds
         speed = f"{made:.0f} tokens/s, {read:.0f} of prompts; " if len(self._past) > 1 else ""
+        guesses = now["speculation"]
+        right = f"{guesses['accepted_tokens_total']} of {guesses['drafted_tokens_total']}"
+        guessed = f"; {right} guesses right" if guesses["drafted_tokens_total"] else ""
         return (
             f"{speed}{now['num_running']} running, {now['num_waiting']} waiting, "
-            f"{now['preemptions_total']} preemptions, {now['swaps_total']} of them swaps"
+            f"{now['preemptions_total']} preemptions, {now['swaps_total']} of them swaps{guessed}"
         )
 
 

@@ -120,5 +120,9 @@ def kv_stats(stats: EngineStats) -> Json:
             "resumed_tokens_total": stats.resumed_tokens_total,
             "misses": dict(stats.continuation_misses),
         },
+        "speculation": {
+            "drafted_tokens_total": stats.draft_tokens_total,
+            "accepted_tokens_total": stats.accepted_tokens_total,
+        },
         "requests": stats.requests,
     }

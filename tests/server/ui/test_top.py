@@ -51,9 +51,12 @@ def test_rates_go_to_zero_when_nothing_comes(server: RunningServer) -> None:
     server.engine.pool = None
     screen = Screen(100)
     screen.draw(event, 10.0)
-    later = {**event, "generation_tokens_total": 107}
+    assert "guesses" not in screen._traffic_line()
+    guesses = {"drafted_tokens_total": 9, "accepted_tokens_total": 7}
+    later = {**event, "generation_tokens_total": 107, "speculation": guesses}
     screen.draw(later, 12.0)
     assert "50 tokens/s, 0 of prompts" in screen._traffic_line()
+    assert screen._traffic_line().endswith("; 7 of 9 guesses right")
     screen.draw(later, 16.0)
     assert "0 tokens/s, 0 of prompts" in screen._traffic_line()
     screen.draw(event, 16.5)

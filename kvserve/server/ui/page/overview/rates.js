@@ -24,8 +24,11 @@ export class Rates {
     const resumed = kept.count || kept.resumed_total || missed
       ? `; ${count(kept.count)} continuations kept, ${count(kept.resumed_total)} of ` +
         `${count(kept.resumed_total + missed)} conversations resumed one` : "";
+    const { drafted_tokens_total: guessed, accepted_tokens_total: right } = event.speculation;
+    const guesses = guessed
+      ? `; ${count(right)} of ${count(guessed)} guessed tokens were right` : "";
     say($("since"), `Since the start ${count(event.compactions_total)} compactions have released ` +
-      `${count(event.blocks_released_total)} blocks${resumed}.`);
+      `${count(event.blocks_released_total)} blocks${resumed}${guesses}.`);
   }
 
   tick() {
