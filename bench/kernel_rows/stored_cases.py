@@ -173,6 +173,13 @@ def elementwise_cases(setting: Setting) -> Iterator[Case]:
         ("activation", (x,), elementwise.silu_and_mul_triton, elementwise.silu_and_mul),
     ):
         yield Case(kernel, partial(triton, *inputs), partial(plain, *inputs), 2 * x.nbytes)
+    more = x, setting.random(tokens, width), weight, 1e-5
+    yield Case(
+        "sum and norm",
+        lambda: torch.stack(elementwise.add_rms_norm_triton(*more)),
+        lambda: torch.stack(elementwise.add_rms_norm(*more)),
+        4 * x.nbytes,
+    )
 
 
 def _pair(

@@ -29,6 +29,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and added: [T, N], weight: [N] -> their sum, and ``rms_norm`` of that."""
+    whole = x + added
+    return whole, rms_norm(whole, weight, eps)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [T, heads, D], cos and sin: [T, 1, D] -> x, rotated in halves (RoPE)."""
     left, right = x.chunk(2, dim=-1)
@@ -70,20 +76,42 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As ``rms_norm``; x: [T, N], or heads of a wider row [T, heads, N]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     wide = x.unsqueeze(1) if x.dim() == 2 else x
-    tokens, heads, width = wide.shape
-    _check("rms_norm", wide, weight.shape == (width,) and weight.dtype is x.dtype)
+    _check("rms_norm", wide, weight.shape == wide.shape[-1:] and weight.dtype is x.dtype)
+    _launch_norm(wide, None, weight, eps, None, out)
+    return out
+
+
+def add_rms_norm_triton(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As ``add_rms_norm``, in one launch."""
+    fits = added.shape == x.shape and weight.shape == x.shape[1:]
+    alike = added.dtype is weight.dtype is x.dtype
+    _check("add_rms_norm", x, fits and alike and added.is_contiguous())
+    whole, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch_norm(x.unsqueeze(1), added, weight, eps, whole, out)
+    return whole, out
+
+
+def _launch_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, whole: Tensor | None, out: Tensor
+) -> None:
+    """x: [T, heads, N]; ``added`` is added to it first, and the sum goes to ``whole``."""
+    tokens, heads, width = x.shape
     _rms_norm.launch(
         (tokens, heads),
         out,
         x,
+        x if added is None else added,
         weight,
-        *wide.stride()[:2],
+        out if whole is None else whole,
+        *x.stride()[:2],
         eps,
+        ADDS=added is not None,
         WIDTH=width,
         SPAN=1 << (width - 1).bit_length(),
         num_warps=8 if width > 2048 else 4 if width > 256 else 1,
     )
-    return out
 
 
 def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -153,10 +181,13 @@ def _check(name: str, x: Tensor, fits: bool) -> None:
 def _rms_norm(
     out,
     x,
+    added,
     weight,
+    whole,
     token_stride,
     head_stride,
     eps,
+    ADDS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
 ):
@@ -164,11 +195,15 @@ def _rms_norm(
     place = tl.arange(0, SPAN)
     mask = place < WIDTH
     numbers = tl.load(x + token * token_stride + head * head_stride + place, mask=mask, other=0.0)
+    row = token * tl.num_programs(1) + head
+    if ADDS:
+        more = tl.load(added + row * WIDTH + place, mask=mask, other=0.0)
+        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(numbers.dtype)
+        tl.store(whole + row * WIDTH + place, numbers, mask=mask)
     wide = numbers.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
     scale = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
     rounded = wide.to(numbers.dtype).to(tl.float32) * scale
-    row = token * tl.num_programs(1) + head
     tl.store(out + row * WIDTH + place, rounded.to(numbers.dtype), mask=mask)
 
 

@@ -32,6 +32,7 @@ from kvserve.kernels.attention.paged_attention_triton import paged_attention_tri
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.elementwise import (
+    add_rms_norm_triton,
     quantize_rows_triton,
     rms_norm_triton,
     rotate_triton,
@@ -203,6 +204,7 @@ VARIANTS: dict[str, Callable[[], object]] = {
         new(64, 32, dtype=torch.float32),
     ),
     "rms_norm": lambda: rms_norm_triton(new(64, 4096), new(4096), 1e-5),
+    "rms_norm/added": lambda: add_rms_norm_triton(new(64, 4096), new(64, 4096), new(4096), 1e-5),
     "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
     "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
     "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),

@@ -56,7 +56,7 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
         *("decode in a window", "prefill in a window"),
         *("scores by centres", "scores by the best centre"),
-        *("norm", "norm of heads", "rotation", "activation"),
+        *("norm", "norm of heads", "sum and norm", "rotation", "activation"),
         *(
             f"{kernel} of {form}"
             for kernel in ("decode", "prefill", "store", "gather", "move")
@@ -74,7 +74,18 @@ def test_what_kara_launches_is_checked(
     launched: set[Any] = set()
 
     def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
-        kinds = ("SHARES", "CHUNKED", "KEYS", "VALUES", "KEY", "VALUE", "FORM", "INT4", "SEEN")
+        kinds = (
+            "SHARES",
+            "CHUNKED",
+            "KEYS",
+            "VALUES",
+            "KEY",
+            "VALUE",
+            "FORM",
+            "INT4",
+            "SEEN",
+            "ADDS",
+        )
         form = tuple((name, options[name]) for name in kinds if name in options)
         launched.add((kernel.source.__name__, form))
 

@@ -54,7 +54,7 @@ class PrunedPrefill:
         model, layout = self._model, self._cache.layout
         whole = self._batch.build_full_prompt(task, logs_queries)
         tokens = to_device(task.token_ids[0], self._batch.device)
-        hidden = model.embed(tokens)
+        hidden, added = model.embed(tokens), None
         rope = model.rotary.at(whole.positions, whole.prompt_lens)
         recent = int(task.plan.num_queries[0])
         lengths = lanes_of(task.new_lens, layout)[0, :, 0].tolist()
@@ -65,10 +65,13 @@ class PrunedPrefill:
             if lengths[index] < len(at):
                 kept = policy.survivors(seen.observation(recent, model.scale), lengths[index])
                 at, hidden = at[kept], hidden[kept]
+                added = None if added is None else added[kept]
             held[0, index, :, : len(at)] = at
             batch, angles = _part(whole, at, layout.block_size), (rope[0][at], rope[1][at])
-            hidden = layer(hidden, angles, batch, seen, self._attention.plan(batch), index)
-        return hidden[-1:], held
+            attention = self._attention.plan(batch)
+            hidden, added = layer(hidden, added, angles, batch, seen, attention, index)
+        assert added is not None
+        return hidden[-1:] + added[-1:], held
 
 
 class _Seen:

@@ -21,6 +21,9 @@ class Operators:
     name: str
     reason: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
+        elementwise.add_rms_norm
+    )
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotate
     silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
     argmax: Callable[[Tensor], Tensor] = elementwise.argmax
@@ -42,5 +45,16 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
     return Operators("compiled", how, *COMPILED)
 
 
-TRITON = elementwise.rms_norm_triton, elementwise.rotate_triton, elementwise.silu_and_mul_triton
-COMPILED = compiled.rms_norm, compiled.rotate, compiled.silu_and_mul, compiled.argmax
+TRITON = (
+    elementwise.rms_norm_triton,
+    elementwise.add_rms_norm_triton,
+    elementwise.rotate_triton,
+    elementwise.silu_and_mul_triton,
+)
+COMPILED = (
+    compiled.rms_norm,
+    compiled.add_rms_norm,
+    compiled.rotate,
+    compiled.silu_and_mul,
+    compiled.argmax,
+)

@@ -93,16 +93,24 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
+        added: Tensor | None,
         rope: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         cache: LayerCache,
         attention: BatchAttention,
         index: int,
         wanted: Tensor | None = None,
-    ) -> Tensor:
-        """hidden: [T, hidden] -> [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W]."""
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: [T, hidden]; ``added`` is still to be added to it, if anything is.
+
+        Returns both for the next layer, so that an addition and the norm behind it are one
+        operation: [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W].
+        """
         spec = self.spec
-        x = hidden if spec.norms == "after" else self._norm(hidden, self.input_norm)
+        if spec.norms == "after":
+            hidden = x = hidden if added is None else hidden + added
+        else:
+            hidden, x = self._add_and_norm(hidden, added, self.input_norm)
         q, k, v = self.project(x, *rope)
         cache.store(index, batch, k, v)
         shares = None
@@ -113,20 +121,21 @@ class Layer(nn.Module):
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):
-                return hidden
+                return hidden, hidden
         attended = self.group.sum(linear(attended, self.out, scales=self.out_scales))
         if self.out_bias is not None:
             attended = attended + self.out_bias
         if spec.norms == "after":
             hidden = hidden + self._norm(attended, self.input_norm)
-            return hidden + self._norm(self.group.sum(self.mlp(hidden)), self.post_norm)
+            return hidden, self._norm(self.group.sum(self.mlp(hidden)), self.post_norm)
         if self.after_attention is not None:
             attended = self._norm(attended, self.after_attention)
-        hidden = hidden + _scaled(attended, spec.residual_scale)
-        answer = self.group.sum(self.mlp(self._norm(hidden, self.post_norm)))
+        attended = _scaled(attended, spec.residual_scale)
+        hidden, x = self._add_and_norm(hidden, attended, self.post_norm)
+        answer = self.group.sum(self.mlp(x))
         if self.after_mlp is not None:
             answer = self._norm(answer, self.after_mlp)
-        return hidden + _scaled(answer, spec.residual_scale)
+        return hidden, _scaled(answer, spec.residual_scale)
 
     def pack(self, product: str) -> None:
         """Lay the matrices out for ``product`` (``linear.py``)."""
@@ -135,6 +144,15 @@ class Layer(nn.Module):
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return normed(x, weight, self.spec, self.operators)
+
+    def _add_and_norm(
+        self, hidden: Tensor, added: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if added is not None and weight.dtype is hidden.dtype:
+            return self.operators.add_rms_norm(hidden, added, weight, self.spec.rms_norm_eps)
+        hidden = hidden if added is None else hidden + added
+        return hidden, self._norm(hidden, weight)
 
 
 class Transformer(nn.Module):
@@ -223,13 +241,14 @@ class Transformer(nn.Module):
         rope = of_windows = self.rotary.at(batch.positions, batch.prompt_lens)
         if self.rotary_of_windows is not None:
             of_windows = self.rotary_of_windows.at(batch.positions, batch.prompt_lens)
+        added: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kept, angles = wanted if index == last else None, rope
             if index in self.spec.windowed:
                 angles = of_windows
-            hidden = layer(hidden, angles, batch, cache, attention, index, kept)
-        return hidden
+            hidden, added = layer(hidden, added, angles, batch, cache, attention, index, kept)
+        return hidden if added is None else hidden + added
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab]."""

@@ -11,9 +11,10 @@
 // What the launcher passes; it mirrors these fields. Strides are in elements.
 extern "C" struct Elementwise {
   const void* x;  // [groups, rows, width], groups x_stride apart, rows dense
-  const void* a;  // rms_norm: weight [width]; rotate: cos [groups, width]
-  const void* b;  // rotate: sin [groups, width]
+  const void* a;  // norms: weight [width]; rotate: cos [groups, width]
+  const void* b;  // rotate: sin [groups, width]; add_rms_norm: what is added, as x
   void* out;      // dense; argmax: int64 [groups]
+  void* whole;    // add_rms_norm: the sum, dense
   int64_t groups, rows, width, x_stride;
   int64_t is_bf16, num_threads;
   double eps;
@@ -47,6 +48,16 @@ void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t width) {
     const F scaled = X::rounded<T>(X::load(x + i, count) * scale);
     X::store(out + i, X::load(weight + i, count) * scaled, count);
   });
+}
+
+// Adds into `whole`, which is normed while it is in the cache.
+template <typename T>
+void add_rms_norm(const T* x, const T* added, const T* weight, float eps, T* whole, T* out,
+                  int64_t width) {
+  each_vector(width, [&](int64_t i, int64_t count) {
+    X::store(whole + i, X::load(x + i, count) + X::load(added + i, count), count);
+  });
+  rms_norm(whole, weight, eps, out, width);
 }
 
 template <typename T>
@@ -108,6 +119,18 @@ void norm_rows(const Elementwise& c) {
 }
 
 template <typename T>
+void add_and_norm_rows(const Elementwise& c) {
+  const T *x = static_cast<const T*>(c.x), *weight = static_cast<const T*>(c.a),
+          *added = static_cast<const T*>(c.b);
+  T *out = static_cast<T*>(c.out), *whole = static_cast<T*>(c.whole);
+  each_row<T>(c, [=](int64_t group, int64_t) {
+    const int64_t at = group * c.width;
+    add_rms_norm(x + at, added + at, weight, static_cast<float>(c.eps), whole + at, out + at,
+                 c.width);
+  });
+}
+
+template <typename T>
 void rotate_rows(const Elementwise& c) {
   const T *x = static_cast<const T*>(c.x), *cos = static_cast<const T*>(c.a),
           *sin = static_cast<const T*>(c.b);
@@ -140,6 +163,10 @@ void largest_of_rows(const Elementwise& c) {
 
 extern "C" void kvserve_rms_norm(const Elementwise* c) {
   c->is_bf16 ? norm_rows<bf16>(*c) : norm_rows<float>(*c);
+}
+
+extern "C" void kvserve_add_rms_norm(const Elementwise* c) {
+  c->is_bf16 ? add_and_norm_rows<bf16>(*c) : add_and_norm_rows<float>(*c);
 }
 
 extern "C" void kvserve_rotate(const Elementwise* c) {

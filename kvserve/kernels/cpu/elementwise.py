@@ -21,7 +21,7 @@ class _Call(ctypes.Structure):
     """``Elementwise`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "a", "b", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "a", "b", "out", "whole")),
         *((name, ctypes.c_int64) for name in ("groups", "rows", "width", "x_stride")),
         *((name, ctypes.c_int64) for name in ("is_bf16", "num_threads")),
         ("eps", ctypes.c_double),
@@ -34,6 +34,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _check("rms_norm", x, weight, fits=weight.shape == x.shape[-1:])
     _launch("rms_norm", x, x.shape[-1], out, weight, None, eps)
     return out
+
+
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and added: [T, N], weight: [N]."""
+    whole, out = torch.empty_like(x), torch.empty_like(x)
+    fits = added.shape == x.shape and weight.shape == x.shape[-1:] and x.is_contiguous()
+    _check("add_rms_norm", x, added, weight, fits=fits)
+    _launch("add_rms_norm", x, x.shape[-1], out, weight, added, eps, whole)
+    return whole, out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,7 +73,14 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def _launch(
-    name: str, x: Tensor, width: int, out: Tensor, a: Tensor | None, b: Tensor | None, eps: float
+    name: str,
+    x: Tensor,
+    width: int,
+    out: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    eps: float,
+    whole: Tensor | None = None,
 ) -> None:
     groups = x.shape[0]  # not len(), which is slow for a tensor
     threads = max(1, min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD))
@@ -73,6 +89,7 @@ def _launch(
         None if a is None else a.data_ptr(),
         None if b is None else b.data_ptr(),
         out.data_ptr(),
+        None if whole is None else whole.data_ptr(),
         groups,
         1 if x.dim() == 2 else x.shape[1],
         width,

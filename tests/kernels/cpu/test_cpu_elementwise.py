@@ -45,6 +45,18 @@ def test_rms_norm_of_heads_within_a_wider_row(dtype: torch.dtype) -> None:
 
 @dtypes
 @tokens
+@pytest.mark.parametrize("width", [8, 48, 131])
+def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, added = 3 * torch.randn(2, tokens, width, dtype=dtype)
+    weight = torch.randn(width, dtype=dtype)
+    whole, normed = compiled.add_rms_norm(x, added, weight, 1e-5)
+    assert torch.equal(whole, x + added)
+    assert torch.equal(normed, compiled.rms_norm(whole, weight, 1e-5))
+
+
+@dtypes
+@tokens
 @pytest.mark.parametrize("width", [8, 32, 70])
 def test_rotate(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -100,6 +112,8 @@ def test_threads_change_no_bit() -> None:
         lambda: compiled.rms_norm(torch.randn(2, 8), torch.randn(9), 1e-5),
         lambda: compiled.rms_norm(torch.randn(8, 2).t(), torch.randn(8), 1e-5),
         lambda: compiled.rms_norm(torch.randn(2, 8), torch.randn(8).bfloat16(), 1e-5),
+        lambda: compiled.add_rms_norm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(9), 1e-5)[0],
+        lambda: compiled.add_rms_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8), 1e-5)[0],
         lambda: compiled.rotate(torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 8)),
         lambda: compiled.silu_and_mul(torch.randn(2, 7)),
         lambda: compiled.silu_and_mul(torch.randn(2, 8).half()),

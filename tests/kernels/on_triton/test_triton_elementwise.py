@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvserve.kernels import elementwise as reference
 from kvserve.kernels.elementwise import (
+    add_rms_norm_triton,
     quantize_rows_triton,
     rms_norm_triton,
     rotate_triton,
@@ -42,6 +43,17 @@ def test_rms_norm_of_heads_within_a_wider_row(device: str, dtype: torch.dtype) -
     qkv, weight = torch.randn(5, 7, 32).to(dtype), torch.randn(32).to(dtype)
     for heads in (qkv[:, :3], qkv[:, 3:4]):
         assert_alike(rms_norm_triton(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 48, 131, 1024])
+def test_add_rms_norm(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
+    x, added, weight = torch.randn(tokens, width), torch.randn(tokens, width), torch.randn(width)
+    x, added, weight = x.to(dtype), added.to(dtype), weight.to(dtype)
+    whole, normed = add_rms_norm_triton(x, added, weight, 1e-5)
+    assert torch.equal(whole, x + added)
+    assert torch.equal(normed, rms_norm_triton(whole, weight, 1e-5))
 
 
 @dtypes
@@ -105,6 +117,8 @@ def test_silu_far_from_zero(device: str) -> None:
         lambda: rms_norm_triton(torch.randn(2, 8), torch.randn(9), 1e-5),
         lambda: rms_norm_triton(torch.randn(8, 2).t(), torch.randn(8), 1e-5),
         lambda: rms_norm_triton(torch.randn(2, 8), torch.randn(8).half(), 1e-5),
+        lambda: add_rms_norm_triton(torch.ones(2, 8), torch.ones(2, 8), torch.ones(9), 1e-5)[0],
+        lambda: add_rms_norm_triton(torch.ones(2, 8), torch.ones(8), torch.ones(8), 1e-5)[0],
         lambda: rotate_triton(torch.randn(3, 2, 8), *torch.randn(2, 2, 1, 8)),
         lambda: silu_and_mul_triton(torch.randn(2, 7)),
     ],
