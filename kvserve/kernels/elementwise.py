@@ -64,6 +64,11 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
 
 
+def take_rows(table: Tensor, places: Tensor) -> Tensor:
+    """table: [N, W], places: int64 [T] -> its rows there, [T, W]."""
+    return F.embedding(places, table)
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [T, N] -> e4m3 [T, N] and float32 scales [T, 1]: a row's largest number becomes 448."""
     numbers = x.float()

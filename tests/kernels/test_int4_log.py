@@ -96,7 +96,7 @@ def test_the_compiled_store_leaves_out_the_null_block_and_refuses_what_is_not_th
     query_log.store_int4(log, 0, torch.tensor([[0, tokens - 1]]), query, shares)
     assert not memory.any()
     for wrong in (-1, BLOCKS * tokens):
-        with pytest.raises(IndexError, match=f"slot {wrong} is not in a log of {BLOCKS} blocks"):
+        with pytest.raises(IndexError, match=f"slot {wrong} is not in a pool of {BLOCKS} blocks"):
             query_log.store_int4(log, 0, torch.tensor([[tokens, wrong]]), query, shares)
     assert not memory.any()
     with pytest.raises(ValueError, match=r"shares \[2, 1\]"):

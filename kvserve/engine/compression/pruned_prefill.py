@@ -71,7 +71,7 @@ class PrunedPrefill:
             attention = self._attention.plan(batch)
             hidden, added = layer(hidden, added, angles, batch, seen, attention, index)
         assert added is not None
-        return hidden[-1:] + added[-1:], held
+        return model.finish(hidden[-1:], added[-1:]), held
 
 
 class _Seen:

@@ -180,7 +180,7 @@ def _summary(
         remainders_row(runner.batch.remainders, policy),
         ("attention", attention.name, f"{attention.reason}; --attention-backend"),
         *codes,
-        graphs_row(*plan.graphs(attention)),
+        graphs_row(*plan.graphs(attention), runner.graphs),
         linear_layers_row(plan.spec, plan.dtype, plan.device),
         ("operators", operators.name, operators.reason),
         *threads,

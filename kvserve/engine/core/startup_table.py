@@ -22,9 +22,11 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank import RankPlan
+from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.kernels.cpu import window_scores
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
@@ -178,8 +180,13 @@ def codes_rows(groups: Iterable[GroupSpec], reason: str) -> list[Row]:
     return [("codes", "rebuilt" if spec.scratch else "read", reason) for spec in codes]
 
 
-def graphs_row(sizes: list[int], reason: str) -> Row:
-    """Which decoding steps are captured."""
+def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSteps | None) -> Row:
+    """Which decoding steps are captured, or recorded."""
+    if isinstance(graphs, RecordedSteps):
+        if graphs.refused is not None:
+            return "recorded steps", "off", f"torch computes {graphs.refused} in a layer"
+        how = "compiled kernels are called without Python between; --enforce-eager"
+        return "recorded steps", "decodes, each size once", how
     if not sizes:
         return "cuda graphs", "off", reason
     return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason

@@ -130,9 +130,12 @@ class Borrowed(Transformer):
         attention: BatchAttention,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """As ``Transformer.forward``, but the hidden states are those behind the last norm."""
+        """As ``Transformer.forward``."""
         hidden = self._run(input_ids, batch.positions, _Step([], (batch, cache, attention)))
         return hidden if wanted is None else hidden[wanted]
+
+    def tabulate(self, max_len: int) -> None:
+        """The modules compute their own."""
 
     def try_out(self) -> None:
         """``ConfigError`` if a layer does not attend as ours do; two tokens, no cache."""

@@ -27,6 +27,7 @@ class Operators:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = elementwise.rotate
     silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
     argmax: Callable[[Tensor], Tensor] = elementwise.argmax
+    take_rows: Callable[[Tensor, Tensor], Tensor] = elementwise.take_rows
 
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
@@ -57,4 +58,5 @@ COMPILED = (
     compiled.rotate,
     compiled.silu_and_mul,
     compiled.argmax,
+    compiled.take_rows,
 )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.models.spec import RopeSpec
+
+TakeRows = Callable[[Tensor, Tensor], Tensor]
+"""``take_rows`` of ``kvserve.kernels.elementwise``, or another that does the same."""
 
 
 class Rotary:
@@ -26,6 +30,18 @@ class Rotary:
         self._exponents = _exponents(head_dim).to(device)
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._scale = attention_factor(rope)
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._take_rows: TakeRows
+
+    def tabulate(self, max_len: int, take_rows: TakeRows) -> None:
+        """Make the cosines and sines of positions up to ``max_len`` once, if these are all that
+        they depend on; ``take_rows`` looks them up."""
+        made = self._table is not None and len(self._table[0]) >= max_len
+        if self._rope.kind == "dynamic" or made:
+            return
+        positions = torch.arange(max_len, device=self._inv_freq.device)
+        cos, sin = (x[:, 0] for x in self._computed(positions, self._inv_freq))
+        self._table, self._take_rows = (cos, sin), take_rows
 
     @property
     def inv_freq(self) -> Tensor | None:
@@ -39,9 +55,15 @@ class Rotary:
 
     def at(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """positions, prompt_lens (of each token's sequence): [T] -> cos, sin: [T, 1, D]."""
+        if self._table is not None:
+            cos, sin = (self._take_rows(table, positions)[:, None] for table in self._table)
+            return cos, sin
         inv_freq = self._inv_freq
         if self._rope.kind == "dynamic":
             inv_freq = self._dynamic(torch.maximum(prompt_lens, positions + 1))
+        return self._computed(positions, inv_freq)
+
+    def _computed(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * inv_freq
         return self._both_halves(angles.cos()), self._both_halves(angles.sin())
 

@@ -83,12 +83,16 @@ class Layer(nn.Module):
             q, k = qk.split([heads, kv_heads], dim=1)
             if spec.qk_norm == "width":
                 q, k = q.flatten(1), k.flatten(1)
-            both = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
-            qk = torch.cat([x.view(len(x), -1, spec.head_dim) for x in both], dim=1)
-        if self.rotates:
-            qk = self.operators.rotate(qk, cos, sin)
-        q, k = qk.split([heads, kv_heads], dim=1)
+            q, k = (
+                self._rotated(self._norm(x, weight).view(x.shape[0], -1, spec.head_dim), cos, sin)
+                for x, weight in ((q, self.q_norm), (k, self.k_norm))
+            )
+        else:
+            q, k = self._rotated(qk, cos, sin).split([heads, kv_heads], dim=1)
         return _scaled(q, spec.query_scale), k, v
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.operators.rotate(x, cos, sin) if self.rotates else x
 
     def forward(
         self,
@@ -148,11 +152,7 @@ class Layer(nn.Module):
     def _add_and_norm(
         self, hidden: Tensor, added: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
-        if added is not None and weight.dtype is hidden.dtype:
-            return self.operators.add_rms_norm(hidden, added, weight, self.spec.rms_norm_eps)
-        hidden = hidden if added is None else hidden + added
-        return hidden, self._norm(hidden, weight)
+        return add_and_norm(hidden, added, weight, self.spec, self.operators)
 
 
 class Transformer(nn.Module):
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         attention: BatchAttention,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """input_ids: [T] -> hidden states before the last norm, [T, hidden].
+        """input_ids: [T] -> hidden states behind the last norm, [T, hidden].
 
         ``attention`` is the backend's plan for ``batch``. If ``wanted`` [W] is given, the result is
         only the hidden states of the tokens at these places, in this order: of the others, the last
@@ -248,19 +248,29 @@ class Transformer(nn.Module):
             if index in self.spec.windowed:
                 angles = of_windows
             hidden, added = layer(hidden, added, angles, batch, cache, attention, index, kept)
-        return hidden if added is None else hidden + added
+        return self.finish(hidden, added)
+
+    def finish(self, hidden: Tensor, added: Tensor | None) -> Tensor:
+        """What the last layer has returned, added and behind the last norm."""
+        return add_and_norm(hidden, added, self.norm, self.spec, self.operators)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden] -> float32 [S, vocab]."""
-        hidden = normed(hidden, self.norm, self.spec, self.operators)
+        """hidden: [S, hidden], as of ``forward`` -> float32 [S, vocab]."""
         logits = self.group.gather(linear(hidden, self.head), dim=1)
         logits = _scaled(logits[:, : self.spec.vocab_size].float(), 1 / self.spec.logits_divisor)
         return capped(logits, self.spec.logits_cap)
 
+    def tabulate(self, max_len: int) -> None:
+        """Make the cosines and sines of all positions, so that steps look them up."""
+        for rotary in (self.rotary, self.rotary_of_windows):
+            if rotary is not None:
+                rotary.tabulate(max_len, self.operators.take_rows)
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
-            return _scaled(F.embedding(input_ids, self.embedding), self.embedding_scale)
+            rows = self.operators.take_rows(self.embedding, input_ids)
+            return _scaled(rows, self.embedding_scale)
         rows = len(self.embedding)
         place = input_ids - self.group.rank * rows
         found = F.embedding(place.clamp(0, rows - 1), self.embedding)
@@ -280,6 +290,16 @@ def normed(x: Tensor, weight: Tensor, spec: ModelSpec, operators: Operators) -> 
     if weight.dtype is x.dtype:
         return operators.rms_norm(x, weight, spec.rms_norm_eps)
     return F.rms_norm(x.float(), weight.shape, weight, spec.rms_norm_eps).to(x.dtype)
+
+
+def add_and_norm(
+    hidden: Tensor, added: Tensor | None, weight: Tensor, spec: ModelSpec, operators: Operators
+) -> tuple[Tensor, Tensor]:
+    """The sum, if anything is to be added, and its norm."""
+    if added is not None and weight.dtype is hidden.dtype:
+        return operators.add_rms_norm(hidden, added, weight, spec.rms_norm_eps)
+    hidden = hidden if added is None else hidden + added
+    return hidden, normed(hidden, weight, spec, operators)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

@@ -148,7 +148,14 @@ class PaddedStep:
 
     def forward(self) -> Tensor:
         """Hidden states of all rows; those behind the first ``count`` are padding."""
-        input_ids = self.batch.update_graph_inputs(self.buffers, self.count)
+        return self.compute(self.update())
+
+    def update(self) -> Tensor:
+        """Fill the buffers; token ids, at the same address each time."""
+        return self.batch.update_graph_inputs(self.buffers, self.count)
+
+    def compute(self, input_ids: Tensor) -> Tensor:
+        """Hidden states of the tokens that the buffers describe."""
         return self.model(input_ids, self.buffers, self.cache, self.planned)
 
 

@@ -26,6 +26,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.draft_model import DraftModel
+from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_bits
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
 from kvserve.engine.sampling.token_masks import TokenMasks
@@ -152,7 +153,7 @@ class ModelRunner:
         batch: InputBatch,
         attention: AttentionBackend,
         group: RankGroup = ALONE,
-        graphs: DecodeGraphs | None = None,
+        graphs: DecodeGraphs | RecordedSteps | None = None,
         *,
         overlaps: bool = False,
         statistics: QueryStatistics | None = None,

@@ -43,6 +43,7 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.draft_model import DraftModel, DraftPlan
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
@@ -150,6 +151,7 @@ class RankPlan:
         """The rank's cache and rows; ``draft`` is the model of the plan's ``draft``."""
         if self.device == "cpu":
             keep_freed_memory()
+        model.tabulate(self.max_len)
         cache = KVCache(
             self.layout,
             pool.num_blocks,
@@ -191,7 +193,11 @@ class RankPlan:
         )
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
-        graphs = DecodeGraphs(*parts, sizes) if sizes else None
+        graphs: DecodeGraphs | RecordedSteps | None = None
+        if sizes:
+            graphs = DecodeGraphs(*parts, sizes)
+        elif self.records(attention):
+            graphs = RecordedSteps(*parts)
         statistics = None if self.statistics is None else load_statistics(self.statistics)
         speculation = self.config.scheduler.speculation
         return ModelRunner(
@@ -221,6 +227,13 @@ class RankPlan:
         if self.device == "cuda":
             warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
         return runner
+
+    def records(self, attention: Choice) -> bool:
+        """Whether decoding steps may be recorded (``recorded_steps.py``)."""
+        alone = self.config.parallel.tensor_parallel_size == 1
+        compiled = alone and attention.name == "cpu" and not self.spec.borrowed
+        rebuilt = any(group.rebuilds for group in self.groups)
+        return compiled and not rebuilt and not self.config.enforce_eager
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""

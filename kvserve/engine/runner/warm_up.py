@@ -72,7 +72,7 @@ def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
 def _draw(runner: ModelRunner) -> None:
     """Draw tokens for one row and for all, with filters and without."""
     device = runner.batch.device
-    hidden = runner.model.norm.new_zeros(1, len(runner.model.norm))
+    hidden = torch.zeros(1, len(runner.model.norm), dtype=runner.cache.dtype, device=device)
     for count in {1, len(runner.batch.last_token)}:
         rows = torch.arange(count, device=device)
         logits = runner.model.logits(hidden.expand(count, -1))

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import BuildError, load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,5 +51,5 @@ def centre_scores(key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool 
         *(events, layers, vectors.shape[2], kv_heads, vectors.shape[3], length, dim),
         *(normalise, key.dtype is torch.bfloat16, torch.get_num_threads()),
     )
-    load_library("centre_scores").kvserve_centre_scores(ctypes.byref(call))
+    calls.run(load_library("centre_scores"), "centre_scores", call)
     return out

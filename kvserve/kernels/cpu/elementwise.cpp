@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "lanes.h"
 
@@ -179,4 +180,26 @@ extern "C" void kvserve_silu_and_mul(const Elementwise* c) {
 
 extern "C" void kvserve_argmax(const Elementwise* c) {
   c->is_bf16 ? largest_of_rows<bf16>(*c) : largest_of_rows<float>(*c);
+}
+
+// The width is in bytes.
+extern "C" struct TakeRows {
+  const char* table;       // [rows, width]
+  const int64_t* places;   // [count]
+  char* out;               // [count, width]
+  int64_t* fault;          // the place that was refused
+  int64_t count, rows, width;
+};
+
+extern "C" int kvserve_take_rows(const TakeRows* call) {
+  const TakeRows& c = *call;
+  for (int64_t i = 0; i < c.count; ++i) {
+    const int64_t place = c.places[i];
+    if (place < 0 || place >= c.rows) {
+      *c.fault = place;
+      return 1;
+    }
+    std::memcpy(c.out + i * c.width, c.table + place * c.width, c.width);
+  }
+  return 0;
 }

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,6 +26,15 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("groups", "rows", "width", "x_stride")),
         *((name, ctypes.c_int64) for name in ("is_bf16", "num_threads")),
         ("eps", ctypes.c_double),
+    )
+
+
+class _Take(ctypes.Structure):
+    """``TakeRows`` of the C++ file, field by field; the width is in bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "places", "out", "fault")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "width")),
     )
 
 
@@ -72,6 +82,29 @@ def argmax(x: Tensor) -> Tensor:
     return out
 
 
+def take_rows(table: Tensor, places: Tensor) -> Tensor:
+    """table: [N, W], dense, places: int64 [T] -> [T, W]. ``IndexError`` for a row that is not
+    there."""
+    rows, width = table.shape
+    out = torch.empty(places.shape[0], width, dtype=table.dtype)
+    if not (table.is_contiguous() and places.is_contiguous() and places.dtype is torch.int64):
+        raise ValueError(f"take_rows: places of {places.dtype}, or a table that is not dense")
+    fault = ctypes.c_int64()
+    call = _Take(
+        *(x.data_ptr() for x in (table, places, out)),
+        ctypes.addressof(fault),
+        places.shape[0],
+        rows,
+        width * table.itemsize,
+    )
+
+    def refusal(_: int) -> IndexError:
+        return IndexError(f"take_rows: row {fault.value} of a table of {rows}")
+
+    calls.run(load_library("elementwise"), "take_rows", call, refusal)
+    return out
+
+
 def _launch(
     name: str,
     x: Tensor,
@@ -98,7 +131,7 @@ def _launch(
         threads,
         eps,
     )
-    getattr(load_library("elementwise"), f"kvserve_{name}")(ctypes.byref(call))
+    calls.run(load_library("elementwise"), name, call)
 
 
 def _check(name: str, x: Tensor, *others: Tensor, fits: bool) -> None:

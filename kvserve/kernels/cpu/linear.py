@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -152,5 +153,5 @@ def _multiply(
         x.dtype is torch.bfloat16,
         max(1, threads),
     )
-    load_library("linear").kvserve_linear(ctypes.byref(call))
+    calls.run(load_library("linear"), "linear", call)
     return y

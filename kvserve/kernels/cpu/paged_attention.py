@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
@@ -169,9 +170,11 @@ def paged_attention(
         soft_cap,
         query.dtype is torch.bfloat16,
     )
-    refused = library(keys, values).kvserve_paged_attention(ctypes.byref(call))
-    if refused:
-        raise IndexError(f"paged attention: {_REFUSALS[refused].format(*fault)}")
+
+    def refusal(code: int) -> IndexError:
+        return IndexError(f"paged attention: {_REFUSALS[code].format(*fault)}")
+
+    calls.run(library(keys, values), "paged_attention", call, refusal)
     return out
 
 

@@ -12,8 +12,8 @@ from kvserve.kernels.cpu import levels, paged_attention
 from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
 
 _NAMES = (
-    *("centre_scores", "elementwise", "linear", "paged_attention", "quantized_entries"),
-    *("query_log", "store_kv", "top_places", "window_scores"),
+    *("calls", "centre_scores", "elementwise", "linear", "paged_attention"),
+    *("quantized_entries", "query_log", "store_kv", "top_places", "window_scores"),
 )
 
 

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 
@@ -136,11 +137,9 @@ def move_quantized(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int 
 
 
 def _run(name: str, call: ctypes.Structure, fault: ctypes.c_int64, blocks: QuantizedBlocks) -> None:
-    if getattr(load_library("quantized_entries"), f"kvserve_{name}")(ctypes.byref(call)):
-        num_blocks, _, size, *_ = blocks.keys.shape
-        raise IndexError(
-            f"{name}: slot {fault.value} is not in a pool of {num_blocks} blocks of {size}"
-        )
+    num_blocks, _, size, *_ = blocks.keys.shape
+    refusal = calls.slot_refusal(name, fault, num_blocks, size)
+    calls.run(load_library("quantized_entries"), name, call, refusal)
 
 
 def _blocks(blocks: QuantizedBlocks) -> _Blocks:

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.int4_log import Int4Queries
 
@@ -71,7 +72,5 @@ def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, share
         dim,
         query.dtype is torch.bfloat16,
     )
-    if load_library("query_log").kvserve_store_int4(ctypes.byref(call)):
-        raise IndexError(
-            f"store_int4: slot {fault.value} is not in a log of {num_blocks} blocks of {size}"
-        )
+    refusal = calls.slot_refusal("store_int4", fault, num_blocks, size)
+    calls.run(load_library("query_log"), "store_int4", call, refusal)

@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.store_kv import store_queries_torch
 
@@ -75,10 +76,8 @@ def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Te
         tables,
         width,
     )
-    if load_library("store_kv").kvserve_store_kv(ctypes.byref(call)):
-        raise IndexError(
-            f"store_kv: slot {fault.value} is not in a pool of {num_blocks} blocks of {size}"
-        )
+    refusal = calls.slot_refusal("store_kv", fault, num_blocks, size)
+    calls.run(load_library("store_kv"), "store_kv", call, refusal)
 
 
 def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
@@ -112,10 +111,8 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
         dim,
         query.dtype is torch.bfloat16,
     )
-    if load_library("store_kv").kvserve_store_queries(ctypes.byref(call)):
-        raise IndexError(
-            f"store_queries: slot {fault.value} is not in a pool of {num_blocks} blocks of {size}"
-        )
+    refusal = calls.slot_refusal("store_queries", fault, num_blocks, size)
+    calls.run(load_library("store_kv"), "store_queries", call, refusal)
 
 
 def _check(cache: Tensor, slots: Tensor, new: Tensor, shape: tuple[int, ...]) -> None:

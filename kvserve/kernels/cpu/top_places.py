@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import BuildError, load_library
 
 
@@ -40,4 +41,4 @@ def write_top_places(scores: Tensor, out: Tensor, count: int) -> None:
     rows = scores.numel() // length
     sizes = rows, length, count, out.shape[-1], torch.get_num_threads()
     call = _Call(scores.data_ptr(), out.data_ptr(), *sizes)
-    load_library("top_places").kvserve_top_places(ctypes.byref(call))
+    calls.run(load_library("top_places"), "top_places", call)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
+from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.shares import Given, Seen
@@ -102,7 +103,7 @@ def window_scores(
         key.dtype is torch.bfloat16,
         torch.get_num_threads(),
     )
-    load_library("window_scores").kvserve_window_scores(ctypes.byref(call))
+    calls.run(load_library("window_scores"), "window_scores", call)
     return out
 
 
@@ -122,7 +123,7 @@ def given_to_one(query: Int4Queries, keys: Tensor, log_sums: Tensor, scale: floa
         *codes.shape[:2],
         *(heads, kv_heads, window, dim),
     )
-    load_library("window_scores").kvserve_given_to_one(ctypes.byref(call))
+    calls.run(load_library("window_scores"), "given_to_one", call)
     return out
 
 

@@ -1,0 +1,105 @@
+"""Calls of compiled kernels, and tapes of them: calls that are made again without Python between.
+
+A tape is for kernels what a CUDA graph is for launches: it holds addresses and numbers. Whoever
+plays it keeps the tensors alive whose addresses it has, and changes only what they hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvserve.kernels.cpu.build import load_library
+
+Refusal = Callable[[int], Exception]
+"""From what a kernel returned, if it is not 0, to the error that says so."""
+
+
+class _Item(ctypes.Structure):
+    """``Item`` of ``calls.cpp``, field by field."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("call", ctypes.c_void_p),
+        ("refuses", ctypes.c_int64),
+    )
+
+
+class _Recording(threading.local):
+    tape: Tape | None = None
+
+
+_recording = _Recording()
+
+
+class Tape:
+    """Calls in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Any, ctypes.Structure, Refusal | None]] = []
+        self._items: Any = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, function: Any, call: ctypes.Structure, refusal: Refusal | None) -> None:
+        """Take a call that has been made; ``call`` is what the function reads."""
+        self._calls.append((function, call, refusal))
+
+    def play(self) -> None:
+        """Make all calls again, up to the first that is refused: its error is raised."""
+        if self._items is None:
+            self._items = (_Item * len(self._calls))(
+                *(
+                    (
+                        ctypes.cast(function, ctypes.c_void_p),
+                        ctypes.addressof(call),
+                        refusal is not None,
+                    )
+                    for function, call, refusal in self._calls
+                )
+            )
+            self._library = load_library("calls")
+            self._at = ctypes.c_int64()
+        code = self._library.kvserve_play(self._items, len(self._calls), ctypes.byref(self._at))
+        if code:
+            refusal = self._calls[self._at.value][2]
+            assert refusal is not None, "only calls that can be refused are asked"
+            raise refusal(code)
+
+
+@contextmanager
+def recorded() -> Iterator[Tape]:
+    """The calls of this thread are made as always, and taken by the tape."""
+    assert _recording.tape is None, "a tape is recorded already"
+    _recording.tape = tape = Tape()
+    try:
+        yield tape
+    finally:
+        _recording.tape = None
+
+
+def run(
+    library: ctypes.CDLL, name: str, call: ctypes.Structure, refusal: Refusal | None = None
+) -> None:
+    """Call ``kvserve_<name>`` of a library; without ``refusal`` it returns nothing."""
+    function = getattr(library, f"kvserve_{name}")
+    code = function(ctypes.byref(call))
+    if refusal is not None and code:
+        raise refusal(code)
+    if _recording.tape is not None:
+        _recording.tape.add(function, call, refusal)
+
+
+def slot_refusal(name: str, fault: ctypes.c_int64, num_blocks: int, block_size: int) -> Refusal:
+    """That of a kernel that was given the slot ``fault``, which no block has."""
+
+    def refusal(_: int) -> IndexError:
+        return IndexError(
+            f"{name}: slot {fault.value} is not in a pool of {num_blocks} blocks of {block_size}"
+        )
+
+    return refusal
