@@ -1,0 +1,176 @@
+"""Decoding steps on a CPU that are recorded once and played: the same numbers."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve import LLM
+from kvserve.engine.core import request_policies
+from kvserve.engine.policies.registry import policy_class
+from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.recorded_steps import RecordedSteps, _Memory
+from kvserve.kernels.cpu import calls
+from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.messages.output import SchedulerOutput
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.policies.cases import UNEVEN_CASES
+from tests.engine.runner.test_cuda_graph import (
+    EVEN,
+    KARA,
+    PROMPTS,
+    TOKENS,
+    count_steps,
+    generate,
+    make_llm,
+    make_plain,
+)
+from tests.engine.test_pressure import watch
+from tests.scheduler.traffic import preempt_now_and_then
+
+
+def recorded_steps(llm: LLM) -> RecordedSteps:
+    graphs = llm.engine.core.runner.graphs
+    assert isinstance(graphs, RecordedSteps)
+    return graphs
+
+
+@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+def test_every_policy_generates_what_it_does_without(
+    llama_dir: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All policies of the layout at once, with events between steps and rows that sit out."""
+    uneven = [
+        spec
+        for spec in UNEVEN_CASES.values()
+        if policy_class(spec["name"]).granularity.fits(Granularity(layout))
+    ] * (layout != "model")
+    policies = EVEN + uneven
+    monkeypatch.setattr(request_policies, "REMEMBERED", len(policies) + 1)
+    prompts = random_prompts([37] * len(policies), seed=3)
+    default = {"name": "snapkv", "budget": 64}  # it logs the queries of all heads
+    settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
+    eager, played = (make(llama_dir, default, **settings) for make in (make_plain, make_llm))
+    counts = count_steps(played)
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        args = prompts[part], policies[part]
+        assert generate(played, *args) == generate(eager, *args)
+    assert recorded_steps(played).refused is None
+    assert counts["all"] > 60 and counts["events"] > 40 and counts["logs"] > 40
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "k8v4", "fp8"])
+def test_logits_are_equal_bit_for_bit(llama_dir: Path, dtype: str) -> None:
+    """Over every form of cache, with swaps and recomputation; freed numbers are spoilt."""
+    settings: dict[str, Any] = {"kv_cache_dtype": dtype, "block_size": 16}
+    tight: dict[str, Any] = {"num_gpu_blocks_override": 30, "swap_space": 1 / 2048}
+    seen: list[dict[tuple[int, ...], bytes]] = []
+    for make in (make_plain, make_llm):
+        llm = make(llama_dir, KARA, **settings, **tight)
+        if dtype == "auto":
+            watch(llm)
+        preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.2)
+        model, found = llm.engine.core.runner.model, []
+        logits = model.logits
+
+        def noted(hidden: torch.Tensor, logits: Any = logits, found: Any = found) -> torch.Tensor:
+            answer: torch.Tensor = logits(hidden)
+            found.append(answer.numpy().tobytes())
+            return answer
+
+        model.logits = noted  # type: ignore[method-assign]
+        tokens = generate(llm, PROMPTS, [KARA] * len(PROMPTS))
+        seen.append({tuple(row): b"" for row in tokens} | {(-1,): b"".join(found)})
+        assert llm.stats().preemptions_total
+    assert recorded_steps(llm).replays > 30
+    assert seen[0] == seen[1]
+
+
+def test_a_step_is_planned_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time a size comes, nothing is planned and no layer is called."""
+    llm = make_llm(llama_dir, KARA)
+    runner, steps = llm.engine.core.runner, 0
+    generate(llm, PROMPTS, [KARA] * len(PROMPTS))
+    launch = runner.launch
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        nonlocal steps
+        if len(output.prefill.rows):
+            return launch(output)
+        steps += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(type(runner.attention), "plan", None)
+            patch.setattr(type(runner.model), "forward", None)
+            return launch(output)
+
+    monkeypatch.setattr(runner, "launch", launched)
+    generate(llm, PROMPTS, [KARA] * len(PROMPTS))
+    assert steps > TOKENS
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_a_model_that_torch_computes_is_not_recorded(name: str, tmp_path: Path) -> None:
+    """The start-up table says which operator it was, and decoding goes on without."""
+    write_checkpoint(name, tmp_path)
+    llm = make_llm(tmp_path, "none")
+    graphs = recorded_steps(llm)
+    assert graphs.refused is not None and graphs.refused.startswith("aten.")
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "recorded steps"]
+    assert row[1] == "off" and graphs.refused in row[2]
+    generate(llm, PROMPTS, ["none"] * len(PROMPTS))
+    assert graphs.replays == 0
+
+
+def test_who_measures_queries_gets_all(llama_dir: Path) -> None:
+    llm = make_llm(llama_dir, "none")
+    layers: list[int] = []
+    llm.engine.core.runner.cache.on_queries = lambda layer, batch, q: layers.append(layer)
+    generate(llm, PROMPTS[:1], ["none"])
+    assert len(layers) == TOKENS * len(llm.engine.core.runner.model.decoder_layers)
+    assert recorded_steps(llm).replays == 0
+
+
+def test_a_block_that_is_not_there_is_refused_in_a_played_step(llama_dir: Path) -> None:
+    """The kernel's own words, and nothing behind that call runs."""
+    llm = make_llm(llama_dir, "none")
+    runner = llm.engine.core.runner
+    graphs, batch = recorded_steps(llm), runner.batch
+    batch.num_computed[0] = batch.kv_lens[:, 0] = 3
+    batch.block_tables[:, 0] = 1
+    with torch.inference_mode():
+        graphs.decode(1, False)
+        batch.block_tables[:, 0] = len(runner.cache.kv)
+        with pytest.raises(IndexError, match="store_kv: slot"):
+            graphs.decode(1, False)
+
+
+def test_kernels_are_called_in_one_place() -> None:
+    """A kernel that is called past ``calls.run`` would be missing from tapes, without a word."""
+    asked = {"kvserve_panel_width", "kvserve_instructions"}  # facts, which change nothing
+    for file in Path(calls.__file__).parent.glob("*.py"):
+        if file.name != "calls.py":
+            assert set(re.findall(r"kvserve_[a-z_]+", file.read_text())) <= asked, file
+
+
+def test_living_tensors_never_share_memory() -> None:
+    """A random program of tensors that live and die: each keeps what was written to it."""
+    memory, rng = _Memory(), np.random.default_rng(0)
+    alive: list[tuple[torch.Tensor, int]] = []
+    for number in range(2000):
+        while len(alive) > rng.integers(20):
+            alive.pop(int(rng.integers(len(alive))))
+        size = torch.Size([int(rng.integers(0, 50)), int(rng.integers(1, 300))])
+        tensor = memory.tensor(size, torch.int32)
+        assert tensor.shape == size and tensor.data_ptr() % 64 == 0
+        alive.append((tensor.fill_(number).view(-1)[: tensor.numel()], number))
+        assert all((each == owner).all() for each, owner in alive)
+    del tensor
+    alive.clear()
+    gc.collect()
+    assert len(memory._free) == len(memory._chunks) < 4, "what died is merged again"
