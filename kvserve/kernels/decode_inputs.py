@@ -99,7 +99,7 @@ def decode_inputs_torch(rows: RowTables, inputs: DecodeInputs, count: Tensor) ->
 
 def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
     """One program per row. Columns that a table does not have count as the null block."""
-    _check(rows, inputs)
+    check(rows, inputs)
     groups, num_rows, heads, columns = rows.block_tables.shape
     lanes, logs = groups * heads, inputs.query_slots is not None
     _decode_inputs.launch(
@@ -129,7 +129,8 @@ def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -
     )
 
 
-def _check(rows: RowTables, inputs: DecodeInputs) -> None:
+def check(rows: RowTables, inputs: DecodeInputs) -> None:
+    """``ValueError`` unless the assumptions of the kernels hold."""
     lanes, tokens = rows.kv_lens.shape, len(inputs.positions)
     by_row = rows.num_computed, rows.log_from, rows.log_span
     by_lane = [inputs.slots, inputs.last]
@@ -141,6 +142,7 @@ def _check(rows: RowTables, inputs: DecodeInputs) -> None:
     fits = tokens <= lanes[1] and (inputs.query_slots is None) == (inputs.recent is None)
     fits &= all(x.shape[:3] == lanes for x in tables) and all(len(x) == lanes[1] for x in by_row)
     fits &= all(x.shape == (lanes[0], lanes[2], tokens) for x in by_lane)
+    fits &= all(x.dtype is torch.int32 for x in tables)
     dense = *tables, rows.kv_lens, *by_row, *by_lane, *by_token
     if not fits or not all(x.is_contiguous() for x in dense):
         raise ValueError(

@@ -269,8 +269,8 @@ class Transformer(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
-            rows = self.operators.take_rows(self.embedding, input_ids)
-            return _scaled(rows, self.embedding_scale)
+            found = self.operators.take_rows(self.embedding, input_ids)
+            return _scaled(found, self.embedding_scale)
         rows = len(self.embedding)
         place = input_ids - self.group.rank * rows
         found = F.embedding(place.clamp(0, rows - 1), self.embedding)

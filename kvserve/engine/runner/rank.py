@@ -45,6 +45,8 @@ from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
+from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
+from kvserve.kernels.decode_inputs import decode_inputs
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
@@ -190,6 +192,7 @@ class RankPlan:
             self.device,
             groups,
             remainders,
+            select_decode_inputs() if self.device == "cpu" else decode_inputs,
         )
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend

@@ -8,6 +8,7 @@ and any other operator means that this model's steps are not recorded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import finalize
@@ -41,10 +42,11 @@ class RecordedSteps:
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
         self._parts = model, cache, batch, attention
-        self._count = torch.zeros((), dtype=torch.int64)
         self._memory = _Memory()
         self._steps: dict[tuple[int, bool], _RecordedStep] = {}
-        self._step(1, logs_queries=False)  # of no row: it stores in the null block
+        nobody = torch.zeros((), dtype=torch.int64)
+        self._step(1, logs_queries=False, count=nobody)  # it stores in the null block
+        nobody.fill_(1)
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played; whoever measures queries needs them all."""
@@ -57,36 +59,44 @@ class RecordedSteps:
         They are overwritten by the next call.
         """
         self.replays += 1
-        self._count.fill_(num_decoding)
         known = self._steps.get((num_decoding, logs_queries))
-        return self._step(num_decoding, logs_queries) if known is None else known.play()
+        if known is not None:
+            return known.play()
+        return self._step(num_decoding, logs_queries, torch.tensor(num_decoding))
 
     @torch.inference_mode()
-    def _step(self, size: int, logs_queries: bool) -> Tensor:
+    def _step(self, size: int, logs_queries: bool, count: Tensor) -> Tensor:
         """Compute a step that no tape has yet, and record it."""
         model, cache, batch, attention = self._parts
         buffers = batch.decoding(size, logs_queries)
-        padded = PaddedStep(model, cache, batch, self._count, buffers, attention.plan(buffers))
-        input_ids = padded.update()
-        with recorded() as tape, _Watch(self._memory) as watch:
-            hidden = padded.compute(input_ids)
-        if watch.refused is None:
-            self._steps[size, logs_queries] = _RecordedStep(padded, tape, hidden)
-        else:
-            self.refused = watch.refused
+        step = PaddedStep(model, cache, batch, count, buffers, attention.plan(buffers))
+        with recorded() as filling, _Watch(self._memory) as filled:
+            input_ids = step.update()
+        with recorded() as tape, _Watch(self._memory) as computed:
+            hidden = step.compute(input_ids)
+        by_torch = filled.refused is not None  # of further cache groups
+        if computed.refused is None:
+            tape = tape if by_torch else filling.followed_by(tape)
+            self._steps[size, logs_queries] = _RecordedStep(step, tape, hidden, by_torch)
+        self.refused = computed.refused
         return hidden
 
 
+@dataclass(frozen=True, eq=False)
 class _RecordedStep:
     """``hidden`` is where the tape leaves its answer; ``step`` has what it reads."""
 
-    def __init__(self, step: PaddedStep, tape: Tape, hidden: Tensor) -> None:
-        self._step, self._tape, self._hidden = step, tape, hidden
+    step: PaddedStep
+    tape: Tape
+    hidden: Tensor
+    updates: bool
+    """Whether the step's inputs are not on the tape."""
 
     def play(self) -> Tensor:
-        self._step.update()
-        self._tape.play()
-        return self._hidden
+        if self.updates:
+            self.step.update()
+        self.tape.play()
+        return self.hidden
 
 
 class _Watch(TorchDispatchMode):

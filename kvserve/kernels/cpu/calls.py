@@ -42,26 +42,28 @@ class Tape:
         self._calls: list[tuple[Any, ctypes.Structure, Refusal | None]] = []
         self._items: Any = None
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def add(self, function: Any, call: ctypes.Structure, refusal: Refusal | None) -> None:
         """Take a call that has been made; ``call`` is what the function reads."""
         self._calls.append((function, call, refusal))
 
+    def followed_by(self, other: Tape) -> Tape:
+        """The calls of both."""
+        both = Tape()
+        both._calls = self._calls + other._calls
+        return both
+
     def play(self) -> None:
         """Make all calls again, up to the first that is refused: its error is raised."""
         if self._items is None:
-            self._items = (_Item * len(self._calls))(
-                *(
-                    (
-                        ctypes.cast(function, ctypes.c_void_p),
-                        ctypes.addressof(call),
-                        refusal is not None,
-                    )
-                    for function, call, refusal in self._calls
+            items = [
+                _Item(
+                    ctypes.cast(function, ctypes.c_void_p),
+                    ctypes.addressof(call),
+                    refusal is not None,
                 )
-            )
+                for function, call, refusal in self._calls
+            ]
+            self._items = (_Item * len(items))(*items)
             self._library = load_library("calls")
             self._at = ctypes.c_int64()
         code = self._library.kvserve_play(self._items, len(self._calls), ctypes.byref(self._at))

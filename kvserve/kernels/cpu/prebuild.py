@@ -12,8 +12,9 @@ from kvserve.kernels.cpu import levels, paged_attention
 from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
 
 _NAMES = (
-    *("calls", "centre_scores", "elementwise", "linear", "paged_attention"),
-    *("quantized_entries", "query_log", "store_kv", "top_places", "window_scores"),
+    *("calls", "centre_scores", "decode_inputs", "elementwise", "linear"),
+    *("paged_attention", "quantized_entries", "query_log", "store_kv", "top_places"),
+    "window_scores",
 )
 
 

@@ -76,7 +76,8 @@ def test_logits_are_equal_bit_for_bit(llama_dir: Path, dtype: str) -> None:
         if dtype == "auto":
             watch(llm)
         preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.2)
-        model, found = llm.engine.core.runner.model, []
+        model = llm.engine.core.runner.model
+        found: list[bytes] = []
         logits = model.logits
 
         def noted(hidden: torch.Tensor, logits: Any = logits, found: Any = found) -> torch.Tensor:
