@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvserve.engine.core.request_policies import read_policy
 from kvserve.engine.messages import PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
@@ -148,6 +149,8 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        if params.kv_policy is not None:
+            read_policy(params.kv_policy, self.max_model_len)
         if not all(0 <= token < 0x110000 for token in ids):  # as the engine's intake does
             raise RequestError("prompt holds a token id outside the vocabulary", param="prompt")
 

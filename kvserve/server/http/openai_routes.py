@@ -157,7 +157,7 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state: ServerState = request.app.state.server
     state.check_health()
     model = state.check_model(body.model)
-    state.check_policy(body.kv_policy)
+    state.check_allowed(body.kv_policy)
     state.check_trace(body.kv_trace)
     check_limit(state, body)
     return state, model
