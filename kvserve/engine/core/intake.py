@@ -135,8 +135,8 @@ class Intake:
             )
         if new.max_tokens is not None and prompt + new.max_tokens > limit:
             raise RequestError(
-                f"max_tokens is {new.max_tokens} and the prompt has {prompt} tokens; together "
-                f"they exceed the context of {limit} tokens",
+                f"max_tokens={new.max_tokens} does not fit: the context is {limit} tokens and the "
+                f"prompt has {prompt}; ask for at most {limit - prompt}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
