@@ -25,7 +25,7 @@ from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.pruning import Pruned, prunes_prompt
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
 
@@ -65,9 +65,7 @@ class Intake:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
-        prunes = isinstance(policy.event_trigger, Pruned) and bool(
-            policy.event_trigger.prunes(np.array(prompt))
-        )
+        prunes = prunes_prompt(policy.event_trigger, prompt)
         if prunes:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
@@ -85,7 +83,6 @@ class Intake:
             policy_id=self._policies.id_of(policy, others),
             trigger=policy.event_trigger,
             event_kind=event_kind(policy),
-            prunes_prompt=prunes,
             leaves_remainder=policy.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
