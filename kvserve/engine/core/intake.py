@@ -130,10 +130,11 @@ class Intake:
             raise RequestError(
                 f"prompt holds a token id outside [0, {self._info.vocab_size})", param="prompt"
             )
-        if new.max_tokens is not None and prompt + new.max_tokens > limit:
+        most = limit - prompt
+        if new.max_tokens is not None and new.max_tokens > most:
             raise RequestError(
                 f"max_tokens={new.max_tokens} does not fit: the context is {limit} tokens and the "
-                f"prompt has {prompt}; ask for at most {limit - prompt}",
+                f"prompt has {prompt}; ask for at most {most}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

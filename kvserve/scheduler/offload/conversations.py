@@ -33,9 +33,9 @@ from kvserve.scheduler.triggers.trigger import RowState
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """How a sequence resumes: it stops next at ``due``, and gets all ``blocks`` up to its target at
-    once. The store may have moved or dropped the ``row`` by the time it is used; whether it was
-    ``hosted`` is of now.
+    """How a sequence resumes: it gets all ``blocks`` up to its target at once, and stops next at
+    ``due``. ``hosted`` says where the ``row`` is as the plan is made: by the time that the plan is
+    used, the store may have moved or dropped the row.
     """
 
     resumption: Resumption

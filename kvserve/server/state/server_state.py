@@ -112,8 +112,8 @@ class ServerState:
     def check_queue(self, count: int, client: str) -> None:
         """429 if the queue has no room for ``count`` more sequences, 400 if it never has.
 
-        An eighth more is for clients that have less than that: who fills the queue turns away
-        himself, not others.
+        An eighth more places are for clients that have fewer sequences than that: a client that
+        fills the queue turns away itself, not others.
         """
         most = self.config.scheduler.max_num_seqs + self.options.max_queued
         if count > most:
