@@ -23,10 +23,11 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.pruning import Pruned, prunes_prompt
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
+from kvserve.scheduler.triggers.trigger import NO_EVENT
 
 
 class Intake:
@@ -233,9 +234,8 @@ def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
 
     Each prompt token is scored with the whole prompt before it in the cache.
     """
-    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
-    if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:
+    due, _ = first_event(num_prompt, policy.event_trigger)
+    if prunes or due < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',
