@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
 logger = logging.getLogger("kvserve")
 
@@ -54,6 +55,13 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+    def renamed(self, names: Mapping[Any, str]) -> RequestError:
+        """The same error, if it is about a field in ``names``, under the name that it has there."""
+        name = names.get(self.param)
+        if name is None:
+            return self
+        return RequestError(str(self).replace(str(self.param), name, 1), param=name, code=self.code)
 
 
 class SequenceError(RuntimeError):

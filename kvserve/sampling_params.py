@@ -196,7 +196,7 @@ class SamplingParams:
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("top_k", -1 <= self.top_k < _MAX_INT, "-1 or 0 (off), or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", limit is None or 1 <= limit < _MAX_INT, "between 1 and 2147483647"),
+            ("max_tokens", limit is None or 1 <= limit < 2**63, "from 1 to the context's length"),
             ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "between 0 and 2147483647"),
             ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
             (

@@ -79,7 +79,7 @@ SHORT = (
         "batch-sizes",
         "More sequences at once",
         "The shape of the Kara paper's Tables 2 and 3: one pool, 16 to 256 sequences allowed at "
-        "once. Up to 64 of them the pool has room for all; beyond, memory is what bounds.",
+        "once. The pool has room for 64 of them at once; with more, memory is the limit.",
         f"bench sweep {CHAINS} --num-prompts 256 --pool-shares 0.25 "
         f"--max-num-seqs 16 32 64 128 256 --repeat 2 " + flags((SNAPKV, paper(0.3), KARA)),
         minutes=12,

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from kvserve.benchmarks.datasets.long_chain import ALL_NAMES, REMARKS, Needs, long_chain, needs
+from kvserve.benchmarks.datasets.long_chain import ALL_NAMES, REMARKS, long_chain
 from kvserve.benchmarks.datasets.task_text import UNIT, Sample, count_units
 from kvserve.benchmarks.datasets.tasks import make_samples
+from tests.benchmarks.trace_needs import Needs, needs
 
 SIZES = {"long-chain-1000": 1000, "long-chain-2000": 2000, "long-chain-4000": 4000}
 SUM = re.compile(r"(\w+)= (\w+)\+ (\w+)$")

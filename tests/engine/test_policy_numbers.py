@@ -35,7 +35,7 @@ def test_the_33rd_has_to_wait_and_the_servers_own_never(llama_dir: Path, own: An
     assert error.headers == {"Retry-After": "1"}
     for i, always in enumerate((None, "none", own, specs[0])):
         ask(llm, 200 + i, always)
-    numbers = {seq.policy_id for seq, _ in llm.engine.core._sequences.values()}
+    numbers = {seq.policy_id for seq in llm.engine.core._sequences}
     assert len(numbers) == REMEMBERED + (1 if own == "none" else 2)
     llm.engine.core.abort([0, 203])
     ask(llm, 101, specs[-1])

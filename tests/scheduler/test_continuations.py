@@ -16,7 +16,7 @@ from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.test_traffic import what_happened
@@ -83,8 +83,8 @@ def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) 
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, kind_of(policy))
     seq.leaves_remainder = True
-    if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
-        seq.prunes_prompt, seq.num_shareable = True, 0
+    if prunes_prompt(trigger, prompt):
+        seq.num_shareable = 0
     return seq
 
 

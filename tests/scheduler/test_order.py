@@ -178,9 +178,9 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
 
     def count(entries_that_fit: int) -> ScheduledEvents:
         nonlocal observed
-        booked = compact_due(entries_that_fit)
-        observed += any(1 in task.seq_ids for task in booked.observations)
-        return booked
+        scheduled = compact_due(entries_that_fit)
+        observed += any(1 in task.seq_ids for task in scheduled.observations)
+        return scheduled
 
     scheduler.events.compact_due = count  # type: ignore[method-assign]
     while scheduler.has_work:

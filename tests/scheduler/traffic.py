@@ -27,7 +27,7 @@ from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
-from kvserve.scheduler.triggers.pruning import Pruned, Taper
+from kvserve.scheduler.triggers.pruning import Pruned, Taper, prunes_prompt
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -162,8 +162,8 @@ def make_sequence(
     seq.event_kind = kind_of(policy)
     if policy not in CODES and policy not in KEEP_SCORES:
         seq.continues_as = policy
-    if isinstance(trigger, Pruned) and trigger.prunes(np.array(prompt)):
-        seq.prunes_prompt, seq.num_shareable = True, 0
+    if prunes_prompt(trigger, prompt):
+        seq.num_shareable = 0
     return seq
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvserve.engine.core.request_policies import read_policy
 from kvserve.engine.messages import PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
@@ -148,6 +149,16 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        room = self.max_model_len - len(ids)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise RequestError(
+                f"max_tokens={params.max_tokens} does not fit: the context is "
+                f"{self.max_model_len} tokens; ask for at most {room}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if params.kv_policy is not None:
+            read_policy(params.kv_policy, self.max_model_len)
         if not all(0 <= token < 0x110000 for token in ids):  # as the engine's intake does
             raise RequestError("prompt holds a token id outside the vocabulary", param="prompt")
 

@@ -164,17 +164,17 @@ def _play(
 ) -> _Steps:
     steps = _Steps()
     scheduler = engine.core.scheduler
-    booked = scheduler.events
+    compression = scheduler.events
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     while engine.has_unfinished_requests:
-        events, seconds, started = booked.compactions, timed.seconds, time.perf_counter()
+        events, seconds, started = compression.compactions, timed.seconds, time.perf_counter()
         engine.step()
         spent, seconds = time.perf_counter() - started, timed.seconds - seconds
         if scheduler.rows.num_decoding == len(prompts):
             steps.decode.append(spent - seconds)
-        if booked.compactions - events == len(prompts):
+        if compression.compactions - events == len(prompts):
             steps.events.append(seconds)
     return steps
 

@@ -16,7 +16,7 @@ from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.pieces import Pieces, add_pieces_argument
 from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
-from kvserve.benchmarks.measuring.traffic import Pool, Traffic, add_traffic_arguments
+from kvserve.benchmarks.measuring.traffic import PoolSize, Traffic, add_traffic_arguments
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.crossover import Point, crossovers, length_verdict, verdict
 from kvserve.benchmarks.reports.plots import plot_sweep
@@ -135,14 +135,14 @@ class Sweep(Benchmark):
         given = argparse.Namespace(**{**vars(self.args), "output_len": length})
         return Traffic(given, self.checkpoint, self.engines)
 
-    def _pools(self, traffic: Traffic) -> list[Pool]:
+    def _pools(self, traffic: Traffic) -> list[PoolSize]:
         shares = self.args.pool_shares or ([] if self.args.pool_blocks else _SHARES)
         pools = [traffic.pool(share=share) for share in shares]
         pools += [traffic.pool(blocks) for blocks in self.args.pool_blocks or ()]
         return sorted({pool.blocks: pool for pool in pools}.values(), key=lambda p: p.blocks or 0)
 
     def _contestant(
-        self, spec: PolicySpec, length: int | None, traffic: Traffic, pool: Pool, seqs: int
+        self, spec: PolicySpec, length: int | None, traffic: Traffic, pool: PoolSize, seqs: int
     ) -> Contestant:
         run = partial(traffic.run, spec, pool=pool, max_num_seqs=seqs, show=False)
         facts = {"pool_blocks": pool.blocks, "pool_share": pool.share, "max_num_seqs": seqs}

@@ -16,7 +16,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from kvserve.benchmarks.datasets.task_text import NAMES, UNIT, Sample, draw_names, words
+from kvserve.benchmarks.datasets.task_text import NAMES, Sample, draw_names, words
 
 MORE_NAMES = words(
     "Agnes Albert Alma Arthur Astrid Axel Basil Bertha Cecil Celia Conrad Dario Della Dennis Edith "
@@ -52,7 +52,6 @@ class Line:
 
     name: str
     operands: tuple[str, ...]
-    dead: bool = False
 
     @property
     def is_sum(self) -> bool:
@@ -111,7 +110,7 @@ def draw_program(rng: random.Random, given: list[str], names: list[str]) -> list
         other = dead.pop() if ends and dead else _draw_old(rng, [n for n in unled if n != head])
         unled = [n for n in unled if n != other]
         _mention(unled, (head,))
-        program.append(Line(name, (other, head), ends))
+        program.append(Line(name, (other, head)))
         if ends:
             dead.append(name)
             continue
@@ -152,61 +151,3 @@ def paragraph(line: Line, values: dict[str, int], terse: bool = False) -> str:
         f"{line.name}= {stated[0]}+ {stated[1]}, {result}; the sum {carry}. "
         f"Check {result}= {stated[0]}+ {stated[1]}. {remark} {line.name} is done."
     )
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which tokens of a trace are read again; the numbers are positions in the trace.
-
-    `needed`: tokens from which later ones are computed. `kept`: the part of them that other
-    paragraphs read, a value's name and digit where the value is first stated. `distances`: for
-    every operand and recalled value that the prompt does not give, how far back its latest mention
-    is.
-    """
-
-    tokens: int
-    needed: frozenset[int]
-    kept: frozenset[int]
-    distances: tuple[int, ...]
-
-
-def needs(sample: Sample) -> Needs:
-    """The tokens of a trace that suffice for a reader who also has the prompt.
-
-    A paragraph needs its line's name throughout. A sum needs both operands with their digits until
-    its result is stated, and its own name and digit for as long as later lines ask for the value.
-    Checks, remarks and recaps repeat what is known; nothing is computed from them.
-    """
-    units = [unit.strip() for unit in UNIT.findall(" " + sample.answers[0])]
-    needed: set[int] = set()
-    kept: set[int] = set()
-    distances: list[int] = []
-    made: dict[str, int] = {}  # name -> place of the digit that states its value first
-    latest: dict[str, int] = {}  # name -> place of the digit that states it last
-    for start, end in _paragraphs(units):
-        is_sum, stated = units[start + 1] == "=", "Check" not in units[start:end]
-        needed.add(start)
-        for i in range(start + 1, end):
-            name = units[i - 1]
-            if units[i] == "Check":
-                stated = True
-            if not units[i].isdigit():
-                continue
-            if name == units[start]:
-                made.setdefault(name, i)
-            elif not stated or not is_sum:
-                if is_sum:
-                    needed.update((i - 1, i))
-                if name in made:
-                    kept.update((made[name] - 1, made[name]))
-                    distances.append(i - latest[name])
-            latest[name] = i
-    kept.update((made[units[-2]] - 1, made[units[-2]]))
-    return Needs(len(units), frozenset(needed | kept), frozenset(kept), tuple(distances))
-
-
-def _paragraphs(units: list[str]) -> list[tuple[int, int]]:
-    """Start and end of each paragraph; the answer at the end of the trace is not a paragraph."""
-    ends = [i + 2 for i, unit in enumerate(units) if unit == "done" and units[i + 1] == "."]
-    ends = [end for end in ends if units[end - 3] == "is" and units[end - 4] in ALL_NAMES]
-    return list(zip([0, *ends[:-1]], ends, strict=True))

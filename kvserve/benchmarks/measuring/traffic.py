@@ -36,7 +36,7 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolSize:
     """KV blocks given to an engine (``None``: sized from memory), beside the demand for them."""
 
     blocks: int | None
@@ -115,11 +115,11 @@ class Traffic:
         self.block_size = args.block_size or DEFAULT_BLOCK_SIZE
         self.demand = blocks_at_once(self.workload, self.block_size)
 
-    def pool(self, blocks: int | None = None, share: float | None = None) -> Pool:
+    def pool(self, blocks: int | None = None, share: float | None = None) -> PoolSize:
         """A pool of ``blocks`` blocks, or of a ``share`` of the demand."""
         if share is not None:
             blocks = max(2, ceil(share * self.demand))
-        return Pool(blocks, self.block_size, self.demand, same_bytes=share is not None)
+        return PoolSize(blocks, self.block_size, self.demand, same_bytes=share is not None)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Traffic:
         return pool_bytes(engine) // (engine.stats().blocks_total + 1)
 
     def run(
-        self, spec: PolicySpec, title: str, *, pool: Pool, show: bool = True, **settings: Any
+        self, spec: PolicySpec, title: str, *, pool: PoolSize, show: bool = True, **settings: Any
     ) -> Figures:
         """The figures of one run on an engine of its own; ``show`` draws a bar of its requests."""
         settings |= {**pool.settings(), "skip_tokenizer_init": self.tokenizer is None}

@@ -25,7 +25,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KeptOfEvents:
     """What equal-shaped ``events [E']`` of a task will keep of the sequences ``seq_ids``.
 
     The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``heads`` is as

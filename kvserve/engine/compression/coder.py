@@ -75,11 +75,11 @@ class Coder:
     def observe(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
-        """How many entries each lane keeps (or newly codes), and how many new vectors these need:
-        [LG, E, R, 2].
+        """For each lane, how many entries it keeps (or newly codes), and how many new vectors these
+        need: ``[LG, E, R, 2]``.
 
-        The second result has, for each sequence, what its batch of events found, and the
-        sequence's index in that batch.
+        The second result says, by sequence, what its batch of events found, and where in that
+        batch the sequence is.
         """
         lanes = self._cache.layout.num_layers, self._cache.layout.num_kv_heads
         device = self._cache.kv.device

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.choices import Choice, Kept, SelectedWindows
+from kvserve.engine.compression.choices import Kept, KeptOfEvents, SelectedWindows
 from kvserve.engine.compression.dropped import joined, mean_of_dropped, not_in
 from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.observer import Observer, led
@@ -84,7 +84,7 @@ class Compressor:
 
     def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
-    ) -> Iterator[Choice]:
+    ) -> Iterator[KeptOfEvents]:
         """What events with uneven counts will keep; events of equal shape run together."""
         layout = self._cache.layout
         sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
@@ -112,7 +112,7 @@ class Compressor:
                     left = policy.remainder_of(observed, dropped)
                 scored.clear()
                 counts = led(counts, where)
-                yield Choice(at[some], part.seq_ids[some], entries, counts, heads, left)
+                yield KeptOfEvents(at[some], part.seq_ids[some], entries, counts, heads, left)
 
     def observe(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor

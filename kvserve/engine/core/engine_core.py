@@ -10,11 +10,11 @@ from itertools import compress
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.cache.remainders import remainder_bytes
 from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.engine_stats import engine_stats
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
+from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
 from kvserve.engine.core.step_costs import record_costs
@@ -30,7 +30,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, SequenceError, logger
-from kvserve.outputs import Compaction, EngineStats, KVCacheDetails, SpeculationDetails
+from kvserve.outputs import Compaction, EngineStats
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, start_over
@@ -64,28 +64,21 @@ class EngineCore:
         self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
-        self._sequences: dict[int, tuple[Sequence, str]] = {}
-        self._waiting_since: dict[int, float] = {}
-        self._queued_seconds: dict[int, float] = {}
         self.grammars = GrammarCompiler(config, built.info)
         self._tracer = KVTracer(self.runner)
         self._intake = Intake(config, built, self.grammars, self._tracer)
         self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
+        self._sequences = OpenSequences(self.scheduler, self.executor, self._tracer, self.grammars)
         self._stats_due = 0.0
-        # The scheduler's layout has the heads of all ranks.
-        self._block_bytes = self.runner.cache.block_bytes(self.scheduler.layout)
-        layout, dtype = self.scheduler.layout, self.runner.cache.dtype
-        self._remainder_bytes = remainder_bytes(layout, dtype)
+        layout = self.scheduler.layout
         self.info: EngineInfo = replace(
             built.info,
-            token_bytes=self._block_bytes * layout.groups // layout.block_size,
+            token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size,
             offers=policy_offers(config, built),
         )
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
-        self._scored: set[int] = set()
-        """Sequences whose policies keep scores from event to event."""
         self._failures = 0
         """Failed steps since the last one that succeeded."""
 
@@ -98,23 +91,17 @@ class EngineCore:
 
         ``matcher`` is the sequence's grammar if it is compiled already.
         """
-        others = (seq for seq, _ in self._sequences.values())
-        sequence = self._intake.sequence(new, others, matcher)
+        sequence = self._intake.sequence(new, self._sequences, matcher)
         self.scheduler.add(sequence)
-        self._sequences[new.seq_id] = (sequence, new.request_id)
-        self._waiting_since[new.seq_id] = time.monotonic()
+        self._sequences.add(sequence, new)
         self._counts.prompt_tokens += sequence.num_prompt_tokens
-        if self.runner.policies[sequence.policy_id].kept_scores:
-            self._scored.add(new.seq_id)
-        if new.kv_trace:
-            self._tracer.add(new.seq_id, sequence.max_len)
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
-        known = [self._sequences[seq_id][0] for seq_id in seq_ids if seq_id in self._sequences]
+        known = self._sequences.known(seq_ids)
         for seq in known:
             self.scheduler.finish(seq, "abort")
-        return [self._finished(seq) for seq in known]
+        return [self._sequences.end(seq) for seq in known]
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and continuation; what running sequences hold stays theirs."""
@@ -145,7 +132,7 @@ class EngineCore:
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
-            self._note_admitted(output)
+            self._sequences.note_admitted(seq.seq_id for seq in output.admitted.requests)
             compactions = self._counts.add(output)
             self._tracer.begin_step(output)
             with self.executor.together():
@@ -198,7 +185,7 @@ class EngineCore:
         return replace(
             outputs,
             refused=refused,
-            finished=[self._finished(seq) for seq in finished],
+            finished=[self._sequences.end(seq) for seq in finished],
             stats=self._stats_when_due(),
             compactions=step.compactions,
             traced=traced,
@@ -226,7 +213,7 @@ class EngineCore:
             seq = sampled[place]
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(seq, "error")
-                self._finished(seq)
+                self._sequences.end(seq)
                 refused.append(RefusedSequence(seq.seq_id, str(error), error.param, error.code))
         return refused
 
@@ -251,7 +238,7 @@ class EngineCore:
             outputs = self._tokens_of(known.sampled, result, gets)
         tokens = None if result is None else result.token_ids
         ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
-        names = [self._sequences[seq.seq_id][1] for seq in ended]
+        names = [self._sequences.request_id(seq) for seq in ended]
         logger.error(
             "a step failed: request %s ends with an error and %d sequences begin anew",
             ", ".join(names) or "(ended already)",
@@ -263,11 +250,11 @@ class EngineCore:
             RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
         ]
         for seq in ended:
-            self._finished(seq)
+            self._sequences.end(seq)
         return replace(
             outputs,
             refused=refused,
-            finished=[self._finished(seq) for seq in finished],
+            finished=[self._sequences.end(seq) for seq in finished],
             stats=self._stats_when_due(),
         )
 
@@ -282,7 +269,7 @@ class EngineCore:
             "a step of %d tokens ran out of memory: request %s ends with an error and %d sequences "
             "begin anew; lower --gpu-memory-utilization or --max-num-batched-tokens (%s)",
             output.num_tokens,
-            "(ended already)" if newest is None else self._sequences[newest.seq_id][1],
+            "(ended already)" if newest is None else self._sequences.request_id(newest),
             len(self.scheduler.waiting),
             error,
         )
@@ -292,9 +279,9 @@ class EngineCore:
         )
         refused = []
         if newest is not None:
-            self._finished(newest)
+            self._sequences.end(newest)
             refused.append(RefusedSequence(newest.seq_id, message, None, "out_of_memory"))
-        ended = [self._finished(seq) for seq in finished]
+        ended = [self._sequences.end(seq) for seq in finished]
         return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
     def check(self) -> None:
@@ -308,72 +295,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
-        names = {seq.seq_id: self._sequences[seq.seq_id][1] for seq in self.scheduler.running}
+        names = {seq.seq_id: self._sequences.request_id(seq) for seq in self.scheduler.running}
         state = self.scheduler, self.runner.policies, self._counts
-        sizes = self._block_bytes, self._remainder_bytes, self.runner.workspace_bytes
-        return engine_stats(*state, names, *sizes)
-
-    # ---- sequences ---------------------------------------------------------------------------
-
-    def _note_admitted(self, output: SchedulerOutput) -> None:
-        """Record how long each new sequence waited; a return from preemption does not count."""
-        now = time.monotonic()
-        for seq in output.admitted.requests:
-            since = self._waiting_since.pop(seq.seq_id, None)
-            if since is not None:
-                self._queued_seconds[seq.seq_id] = now - since
-
-    def _finished(self, seq: Sequence) -> FinishedSequence:
-        self._give_back(seq)
-        self._sequences.pop(seq.seq_id, None)
-        self._waiting_since.pop(seq.seq_id, None)
-        queued, blocks = self._queued_seconds.pop(seq.seq_id, 0.0), seq.held_blocks
-        assert seq.finish_reason is not None
-        details = KVCacheDetails(
-            policy=self.runner.policies[seq.policy_id].name,
-            logical_tokens=seq.logical_tokens,
-            held_tokens=seq.held_tokens,
-            held_entries=seq.held_entries,
-            evicted_tokens=seq.logical_tokens - seq.held_tokens,
-            compactions=seq.compactions,
-            blocks_released=seq.blocks_released,
-            peak_blocks=seq.peak_blocks,
-            held_bytes=(blocks.total() - blocks["log"] - blocks["draft"]) * self._block_bytes
-            + bool(seq.remainder_entries) * self._remainder_bytes,
-            window_bytes=blocks["windows"] * self._block_bytes,
-            log_bytes=blocks["log"] * self._block_bytes,
-            draft_bytes=blocks["draft"] * self._block_bytes,
-            resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
-            remainder_entries=seq.remainder_entries,
-            **seq.held_counts,
-        )
-        if seq.finish_reason == "length" and seq.num_tokens < seq.max_len:
-            logger.warning(
-                "an answer ended after %d tokens, before its limit: the pool holds no more of it "
-                "(--kv-cache-memory, --num-gpu-blocks-override, or a --policy)",
-                seq.num_tokens - seq.num_prompt_tokens,
-            )
-        speculation = None
-        if self.scheduler.speculation is not None:
-            counts = seq.num_drafted, seq.num_accepted
-            speculation = SpeculationDetails(*counts, seq.guesses_refused)
-        return FinishedSequence(
-            *(seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens),
-            details,
-            queued,
-            speculation,
-        )
-
-    def _give_back(self, seq: Sequence) -> None:
-        """Free memory outside the pool that only sequences of this kind need."""
-        self._tracer.drop(seq.seq_id)
-        if seq.seq_id in self._scored:
-            self._scored.discard(seq.seq_id)
-            if not self._scored:
-                self.executor.forget_scores()
-        if seq.sampling is not None and seq.sampling.grammar is not None:
-            seq.sampling = None
-            self.grammars.ended()
+        sizes = self._sequences.block_bytes, self._sequences.remainder_bytes
+        return engine_stats(*state, names, *sizes, self.runner.workspace_bytes)
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

@@ -23,10 +23,11 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.pruning import Pruned
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
+from kvserve.scheduler.triggers.pruning import Pruned, prunes_prompt
+from kvserve.scheduler.triggers.trigger import NO_EVENT
 
 
 class Intake:
@@ -65,9 +66,7 @@ class Intake:
                 param="priority",
             )
         policy = self._policies.resolve(new.kv_policy)
-        prunes = isinstance(policy.event_trigger, Pruned) and bool(
-            policy.event_trigger.prunes(np.array(prompt))
-        )
+        prunes = prunes_prompt(policy.event_trigger, prompt)
         if prunes:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
@@ -85,7 +84,6 @@ class Intake:
             policy_id=self._policies.id_of(policy, others),
             trigger=policy.event_trigger,
             event_kind=event_kind(policy),
-            prunes_prompt=prunes,
             leaves_remainder=policy.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
@@ -133,10 +131,11 @@ class Intake:
             raise RequestError(
                 f"prompt holds a token id outside [0, {self._info.vocab_size})", param="prompt"
             )
-        if new.max_tokens is not None and prompt + new.max_tokens > limit:
+        most = limit - prompt
+        if new.max_tokens is not None and new.max_tokens > most:
             raise RequestError(
-                f"max_tokens is {new.max_tokens} and the prompt has {prompt} tokens; together "
-                f"they exceed the context of {limit} tokens",
+                f"max_tokens={new.max_tokens} does not fit: the context is {limit} tokens and the "
+                f"prompt has {prompt}; ask for at most {most}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -235,9 +234,8 @@ def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
 
     Each prompt token is scored with the whole prompt before it in the cache.
     """
-    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, policy.event_trigger.start(prompt))
-    if prunes or policy.event_trigger.next_event(state)[0] < num_prompt:
+    due, _ = first_event(num_prompt, policy.event_trigger)
+    if prunes or due < num_prompt:
         raise RequestError(
             f"log-probabilities of the prompt need all of it in the cache, and policy "
             f'{policy.name} compresses this one before its end; send "kv_policy": "none"',

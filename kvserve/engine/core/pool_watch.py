@@ -53,7 +53,7 @@ class PoolWatch:
         return PoolView(time.time(), stats, step, cells, logged)
 
     def _state(self) -> tuple[int, ...]:
-        """Counts of which at least one changes whenever the pool of an idle engine does."""
+        """Counts that tell whether an idle engine's pool has changed: one of them has, then."""
         scheduler = self._core.scheduler
         pool = scheduler.pool.num_free, scheduler.blocks.num_cached
         return scheduler.num_steps, len(scheduler.waiting), *pool, int(self._core.has_work)

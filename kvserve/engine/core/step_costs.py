@@ -32,8 +32,8 @@ def _tell_gate(
     """Steps that verify guesses say nothing of what an entry costs."""
     decoding = output.num_decoding
     if output.compactions:
-        observed = sum(int(task.plan.observed.sum()) for task in output.compactions)
-        gate.record_events(observed, compacting)
+        queries = sum(int(task.plan.num_scored_queries.sum()) for task in output.compactions)
+        gate.record_events(queries, compacting)
     elif decoding == output.num_tokens > 0:
         entries = int(scheduler.blocks.kv_lens[:, :decoding].mean(axis=(0, 2)).sum())
         gate.record_step(decoding, entries, seconds)

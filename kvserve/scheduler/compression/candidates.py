@@ -37,10 +37,10 @@ class EventCandidates:
     choices: Choices | None = None
 
     @property
-    def observed(self) -> IntArray:
-        """Queries that each event still has to observe."""
+    def num_scored_queries(self) -> IntArray:
+        """Queries whose attention each event still has to work out."""
         scored = self.known and self.kind is not EventKind.EVEN
-        return 0 * self.at if scored else self.plan.observed
+        return 0 * self.at if scored else self.plan.num_scored_queries
 
     @property
     def blocks_freed(self) -> IntArray:

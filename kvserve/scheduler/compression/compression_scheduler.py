@@ -180,7 +180,8 @@ class CompressionScheduler:
             # The rest of the output is unknown: assume as many tokens as are generated so far.
             generated = rows.num_tokens[at] - rows.num_prompt[at]
             left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
-            pays = gate.pays(events.plan.evicted, events.plan.observed, left, entries_that_fit)
+            plan = events.plan
+            pays = gate.pays(plan.evicted, plan.num_scored_queries, left, entries_that_fit)
             pays |= np.array([self._happened(row) for row in at], bool)
             rows.next_event[at[~pays]] += period
             self.skipped += int(np.count_nonzero(~pays))
@@ -226,8 +227,8 @@ class CompressionScheduler:
         order = self._order(candidates)
         fits = np.ones(len(order), bool)
         if max_observed is not None:
-            observed = np.concatenate([events.observed for events in candidates])
-            fits[order[1:]] = observed[order].cumsum()[1:] <= max_observed
+            queries = np.concatenate([events.num_scored_queries for events in candidates])
+            fits[order[1:]] = queries[order].cumsum()[1:] <= max_observed
         for events in some_of(candidates, fits):
             best = events.part(self._order([events]))
             if best.known:
@@ -266,7 +267,7 @@ class CompressionScheduler:
         """Make a task of events that have their blocks, and update their rows' counters."""
         done = events.part(slice(len(taken.released)))
         rows, blocks, at, new = self.rows, self.blocks, done.at, done.new
-        observed = self._observation(done)
+        asked = self._observation(done)
         rows.num_unmodified_tokens[at] = np.minimum(
             rows.num_unmodified_tokens[at], done.plan.region_start
         )
@@ -281,7 +282,7 @@ class CompressionScheduler:
         self.blocks_released += int(taken.released.sum())
         self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
         dst_blocks = blocks.written(at, taken.copy_start, new)
-        task = CompactionTask.of(observed, new, taken.copy_start, dst_blocks, log_from, taken.codes)
+        task = CompactionTask.of(asked, new, taken.copy_start, dst_blocks, log_from, taken.codes)
         rows.compactions[at] += task.compacts
         self.compactions += int(np.count_nonzero(task.compacts))
         return task

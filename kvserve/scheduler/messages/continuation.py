@@ -123,7 +123,6 @@ class Continuation:
     counters: dict[str, IntArray]
     row: SavedRow | None
     first_prompt_tokens: int
-    prunes_prompt: bool
     num_shareable: int
     turns: tuple[Turn, ...]
     events: tuple[int, ...]

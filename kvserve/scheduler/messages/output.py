@@ -24,8 +24,8 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ObservationTask:
-    """E events of one policy and one ``kind``, to be scored; arrays ``[E]`` but ``old_lens [LG, E,
-    R]``.
+    """E events of one policy and one ``kind``, to be scored. Arrays are ``[E]``, except for
+    ``old_lens [LG, E, R]``.
 
     ``rows`` are numbers before ``SchedulerOutput.row_swaps``; ``plan`` says what is taken of the
     rows, ``old_lens`` what they hold. If queries are recomputed, ``token_ids [E, T]`` are the

@@ -12,6 +12,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
 from kvserve.scheduler.messages.continuation import Resumption, Turn
 from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 
@@ -38,8 +39,6 @@ class Sequence:
     trigger: Trigger
     event_kind: EventKind = EventKind.EVEN
     """What decides how much its policy's events keep."""
-    prunes_prompt: bool = False
-    """Its prompt is computed in one step, fewer tokens from layer to layer."""
     leaves_remainder: bool = False
     """Something stands for the entries that its events drop."""
     sampling: Any = None
@@ -104,6 +103,10 @@ class Sequence:
     @property
     def num_turns(self) -> int:
         return len(self.turns)
+
+    def prunes_from(self, computed: int) -> bool:
+        """Whether it computes next all of its first prompt, and prunes it meanwhile."""
+        return not computed and prunes_prompt(self.trigger, self.first_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:

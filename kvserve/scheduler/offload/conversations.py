@@ -33,9 +33,9 @@ from kvserve.scheduler.triggers.trigger import RowState
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """How a sequence resumes: it stops next at ``due``, and gets all ``blocks`` up to its target at
-    once. The store may have moved or dropped the ``row`` by the time it is used; whether it was
-    ``hosted`` is of now.
+    """How a sequence resumes: it gets all ``blocks`` up to its target at once, and stops next at
+    ``due``. ``hosted`` says where the ``row`` is as the plan is made: by the time that the plan is
+    used, the store may have moved or dropped the row.
     """
 
     resumption: Resumption
@@ -88,7 +88,6 @@ class Conversations:
                 rows.park_row(row),
                 self._saved.save(row, computed, remainder),
                 seq.first_prompt_tokens,
-                seq.prunes_prompt,
                 seq.num_shareable,
                 seq.turns,
                 tuple(seq.events),
@@ -192,5 +191,5 @@ def _take_history(seq: Sequence, found: Resumption) -> None:
     known, computed = found
     seq.first_prompt_tokens = known.first_prompt_tokens
     seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
-    seq.events, seq.prunes_prompt = list(known.events), known.prunes_prompt
+    seq.events = list(known.events)
     seq.num_shareable = min(seq.num_shareable, known.num_shareable)

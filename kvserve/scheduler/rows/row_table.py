@@ -138,7 +138,7 @@ class RowTable(RowArrays):
             self.num_decoding += 1
 
     def demote_waiting(self) -> None:
-        """Decoding rows that wait for an event, or for their last token, sit the step out."""
+        """Decoding rows that wait for an event, or for their last token, skip this step."""
         for row in np.flatnonzero(self._waits(slice(0, self.num_decoding)))[::-1]:
             self.num_decoding -= 1
             self._swap(int(row), self.num_decoding)

@@ -119,7 +119,7 @@ class Admission:
     def chunk_length(self, seq: Sequence, computed: int, target: int, budget: StepBudget) -> int:
         """Tokens to compute in this step on the way to ``target``."""
         length = target - computed
-        if self._chunked and not (seq.prunes_prompt and not computed):
+        if self._chunked and not seq.prunes_from(computed):
             return max(min(length, budget.chunked), 0)
         return length if length <= budget.tokens else 0
 

@@ -153,7 +153,7 @@ class PrefillChunks:
         rows, tasks = self._rows, []
         for chunk in chunks.copy():
             row, length = chunk
-            if rows.owner(row).prunes_prompt and not rows.num_computed[row]:
+            if rows.owner(row).prunes_from(int(rows.num_computed[row])):
                 chunks.remove(chunk)
                 self._blocks.advance(np.array([row]), np.array([length]))
                 rows.num_computed[row] = length

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.triggers.trigger import EvictionSpec, OnDate, RowState
+from kvserve.scheduler.triggers.trigger import EvictionSpec, OnDate, RowState, Trigger
 
 
 @dataclass(frozen=True)
@@ -104,3 +104,8 @@ class Pruned(OnDate):
     def _to_be_pruned(self, rows: RowState) -> IntArray:
         pending = rows.num_computed < rows.num_prompt
         return np.asarray(pending & self.prunes(rows.num_prompt))
+
+
+def prunes_prompt(trigger: Trigger, num_prompt: int) -> bool:
+    """Whether a prompt is computed in one step, fewer of its tokens from layer to layer."""
+    return isinstance(trigger, Pruned) and bool(trigger.prunes(np.array(num_prompt)))

@@ -73,8 +73,8 @@ class EvictionSpec:
         return evicted
 
     @property
-    def observed(self) -> IntArray:
-        """Queries that each event observes; 1 if there are none."""
+    def num_scored_queries(self) -> IntArray:
+        """Queries whose attention each event works out; 1 if there are none."""
         return np.asarray(np.maximum(self.windows * self.num_queries, 1))
 
 

@@ -169,7 +169,7 @@ def _offered(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:
     refusal = offer.refusal
     if refusal is None:
         try:
-            state.check_policy({"name": offer.name, **offer.args})
+            state.check_allowed(offer.name)
         except RequestError as error:
             refusal = str(error)
     return {"offer": offer.args, "refusal": refusal}

@@ -24,7 +24,7 @@ from kvserve.server.http.schemas import (
 from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
 from kvserve.server.openai.logprobs import Echo, prompt_logprobs
-from kvserve.server.openai.prompts import check_lengths, check_limit, decode, encode, truncate
+from kvserve.server.openai.prompts import decode, encode, truncate
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter, response_head
 from kvserve.server.openai.responses import (
@@ -36,7 +36,7 @@ from kvserve.server.openai.responses import (
     json_response,
     model_card,
 )
-from kvserve.server.openai.responses_protocol import ResponsesRequest, in_own_names
+from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
 from kvserve.server.state.clients import from_client
@@ -56,10 +56,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
-    check_lengths(state, body, prompts)
     echoes = _echoes(state, body, prompts)
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(state, prompts, params, request_id, request.headers)
+    generation = Generation(
+        state, prompts, params, request_id, request.headers, body.token_limit_field
+    )
     if body.stream:
         chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
         return await stream_response(
@@ -85,7 +86,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
     params = from_client(plan.params, request)
-    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
+    generation = Generation(
+        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+    )
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
         return await stream_response(
@@ -114,9 +117,11 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     try:
         plan = await plan_chat(state, chat)
     except RequestError as error:
-        raise in_own_names(error) from None
+        raise error.renamed(OWN_NAMES) from None
     params = from_client(plan.params, request)
-    generation = Generation(state, [plan.prompt], params, request_id, request.headers)
+    generation = Generation(
+        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+    )
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
     if body.stream:
@@ -157,9 +162,8 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state: ServerState = request.app.state.server
     state.check_health()
     model = state.check_model(body.model)
-    state.check_policy(body.kv_policy)
+    state.check_allowed(body.kv_policy)
     state.check_trace(body.kv_trace)
-    check_limit(state, body)
     return state, model
 
 

@@ -8,7 +8,7 @@ from kvserve.log import RequestError
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, NamedTool
-from kvserve.server.openai.prompts import check_lengths, encode_chat
+from kvserve.server.openai.prompts import encode_chat
 from kvserve.server.parsers.message_parser import MessageParser, NamedCall
 from kvserve.server.parsers.reasoning import ReasoningParser, ReasoningSplit
 from kvserve.server.parsers.tool_parsers import PARSERS, REQUIRED, ToolSplit, ToolSyntax
@@ -48,7 +48,6 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
     """Plan a chat request. Raises ``RequestError``, which names the field that cannot work."""
     tools = _tools(state, body)
     prompt = await encode_chat(state, body)
-    check_lengths(state, body, [prompt])
     reasoning, inside = state.reasoning, None
     if reasoning is not None:
         end = state.require_tokenizer("messages").decode(

@@ -222,33 +222,3 @@ def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     except (ValueError, TypeError, OverflowError, IndexError) as exc:
         raise RequestError(f"{param}: the token ids cannot be decoded: {exc}", param=param) from exc
-
-
-def check_limit(state: ServerState, request: GenerationRequest) -> None:
-    """Refuse a ``max_tokens`` that exceeds the context whatever the prompt is."""
-    asked, context = request.token_limit(), state.engine.max_model_len
-    if asked is not None and asked > context:
-        field = request.token_limit_field
-        raise RequestError(
-            f"{field}={asked} does not fit: the context is {context} tokens, of prompt and answer "
-            "together",
-            param=field,
-            code="context_length_exceeded",
-        )
-
-
-def check_lengths(
-    state: ServerState, request: GenerationRequest, prompts: Sequence[Sequence[int]]
-) -> None:
-    """Refuse a ``max_tokens`` that does not fit after a prompt. The engine checks the prompts."""
-    asked, context = request.token_limit(), state.engine.max_model_len
-    longest = max(map(len, prompts))
-    if asked is None or longest >= context or longest + asked <= context:
-        return
-    field = request.token_limit_field
-    raise RequestError(
-        f"{field}={asked} does not fit: the context is {context} tokens and the prompt has "
-        f"{longest}; ask for at most {context - longest}",
-        param=field,
-        code="context_length_exceeded",
-    )

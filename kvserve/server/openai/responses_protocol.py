@@ -27,12 +27,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that need stored responses or are not supported -> their values that mean "off"."""
 
-_CHAT_NAMES: dict[Any, str] = {
+OWN_NAMES: dict[Any, str] = {
     "messages": "input",
     "response_format": "text",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
 }
+"""Fields of a chat request -> their names here."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -117,6 +118,10 @@ class ResponsesRequest(BaseModel):
         except RequestValidationError as exc:
             raise RequestValidationError([_renamed(error) for error in exc.errors()]) from None
 
+    @property
+    def token_limit_field(self) -> str:
+        return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
+
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
@@ -195,16 +200,7 @@ def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
     return [{"type": "text", "text": part.get("text")} for part in content]
 
 
-def in_own_names(error: RequestError) -> RequestError:
-    """An error about a chat request's field, under the name that a client of this route gave."""
-    own = _CHAT_NAMES.get(error.param)
-    if own is None:
-        return error
-    message = str(error).replace(str(error.param), own, 1)
-    return RequestError(message, param=own, code=error.code)
-
-
 def _renamed(error: dict[str, Any]) -> dict[str, Any]:
     """A validation error of the chat request, under this request's name of the field."""
     body, *path = error["loc"]
-    return {**error, "loc": (body, *(_CHAT_NAMES.get(part, part) for part in path))}
+    return {**error, "loc": (body, *(OWN_NAMES.get(part, part) for part in path))}

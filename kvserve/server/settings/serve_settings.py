@@ -66,9 +66,13 @@ class ServeSettings:
         "names under which clients reach a server without --api-key, beside addresses, localhost "
         "and its own name ('*': any, which lets web pages in by DNS rebinding)",
     )
-    allow_credentials: bool = setting(False, "let those pages send cookies")
-    allowed_methods: tuple[str, ...] = setting(("*",), "HTTP methods that those pages may use")
-    allowed_headers: tuple[str, ...] = setting(("*",), "headers that those pages may send")
+    allow_credentials: bool = setting(False, "let pages of --allowed-origins send cookies")
+    allowed_methods: tuple[str, ...] = setting(
+        ("*",), "HTTP methods that pages of --allowed-origins may use"
+    )
+    allowed_headers: tuple[str, ...] = setting(
+        ("*",), "headers that pages of --allowed-origins may send"
+    )
     max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
     read_timeout: float = setting(
         30.0, "seconds in which a client must send a request's head, and again its body"

@@ -34,6 +34,7 @@ class Generation:
         params: SamplingParams,
         request_id: str,
         headers: Mapping[str, str] | None = None,
+        token_limit_field: str = "max_tokens",
     ) -> None:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
@@ -49,6 +50,7 @@ class Generation:
         self._failure: Exception | None = None
         self._unfinished = len(prompts)
         self._headers = headers or {}
+        self._own_names = {"max_tokens": token_limit_field}
         state.generations.add(self)
         if state.options.log_requests:
             lengths = [len(prompt) for prompt in prompts]
@@ -150,7 +152,7 @@ class Generation:
                 self.outputs[index] = self._changed[index] = output
                 self._wake.set()
         except RequestError as exc:
-            self.fail(exc)
+            self.fail(exc.renamed(self._own_names))
         except Exception as exc:
             watch.ended("error")
             self.fail(exc)

@@ -83,17 +83,6 @@ class ServerState:
             )
         return model or names[0]
 
-    def check_policy(self, kv_policy: str | Mapping[str, Any] | None) -> None:
-        """``RequestError`` if the policy is not allowed here, invalid, or exceeds the context."""
-        if kv_policy is None:
-            return
-        # Imported here and not above, because policies load torch.
-        from kvserve.engine.core.request_policies import read_policy
-
-        name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
-        self._check_allowed(name)
-        read_policy(kv_policy, self.engine.max_model_len)
-
     def check_trace(self, kv_trace: bool | None) -> None:
         """``RequestError`` if ``kv_trace`` is true and this server does not allow it."""
         if kv_trace and not self.options.allow_kv_trace:
@@ -103,7 +92,9 @@ class ServerState:
                 code="kv_trace_not_allowed",
             )
 
-    def _check_allowed(self, name: Any) -> None:
+    def check_allowed(self, kv_policy: str | Mapping[str, Any] | None) -> None:
+        """``RequestError`` if requests may not choose this policy. The engine checks the rest."""
+        name = kv_policy.get("name") if isinstance(kv_policy, Mapping) else kv_policy
         compression = self.config.compression
         if name in (None, "none") or compression.allow_request_policy == "all":
             return
@@ -121,8 +112,8 @@ class ServerState:
     def check_queue(self, count: int, client: str) -> None:
         """429 if the queue has no room for ``count`` more sequences, 400 if it never has.
 
-        An eighth more is for clients that have less than that: who fills the queue turns away
-        himself, not others.
+        An eighth more places are for clients that have fewer sequences than that: a client that
+        fills the queue turns away itself, not others.
         """
         most = self.config.scheduler.max_num_seqs + self.options.max_queued
         if count > most:

@@ -118,6 +118,7 @@ def test_parse(server: RunningServer) -> None:
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"temperature": 200}, "temperature"),
         ({"n": 2}, "n"),
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
