@@ -29,7 +29,7 @@ from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import draft_model, rank
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
-from kvserve.kernels import quantized_triton
+from kvserve.kernels import decode_inputs, quantized_triton
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
@@ -92,6 +92,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
+    monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)

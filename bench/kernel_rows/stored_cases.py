@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,6 +14,13 @@ from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
 from kvserve.kernels import elementwise
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.decode_inputs import (
+    DecodeInputs,
+    FillInputs,
+    RowTables,
+    decode_inputs_torch,
+    decode_inputs_triton,
+)
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import (
@@ -33,13 +41,16 @@ from kvserve.kernels.slot_mapping import slot_mapping
 
 
 def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """Attention whose shares are logged, the log, levels of each form, a layer's other kernels."""
+    """Attention whose shares are logged, the log, levels of each form, a layer's other kernels, and
+    the inputs of a captured step."""
     yield from share_cases(setting, cache, tables)
     yield from log_cases(setting)
     for name in FORMATS if setting.dtype is not torch.float16 else ():  # each is compiled anew
         if name != "fp8" or capability(torch.device(setting.device)) >= (8, 9):
             yield from level_cases(setting, name, tables)
     yield from elementwise_cases(setting)
+    for logs in (False, True):
+        yield inputs_case(setting, tables, logs)
 
 
 def chunks_of(setting: Setting, chunk: int) -> tuple[Tensor, QuerySegments]:
@@ -180,6 +191,34 @@ def elementwise_cases(setting: Setting) -> Iterator[Case]:
         lambda: torch.stack(elementwise.add_rms_norm(*more)),
         4 * x.nbytes,
     )
+
+
+def inputs_case(setting: Setting, tables: Tensor, logs: bool) -> Case:
+    """Inputs of a captured step of which the last row is padding, each row at its newest entry.
+
+    What is filled and counted are parts of one tensor, so that a run is one launch."""
+    lanes, rows, block = tables.shape[:3], setting.rows, setting.sizes.block
+    by_token, by_lane = (rows,), (lanes[0], lanes[2], rows)
+    shapes = [by_token, by_lane, by_lane, *([by_lane, by_token] if logs else [])]
+    sizes = [math.prod(shape) for shape in (*shapes, lanes, by_token)]
+    whole = torch.full((sum(sizes),), -7, device=setting.device)
+    *parts, lengths, computed = whole.split(sizes)
+    newest = setting.context - 1
+    by_row = torch.full((2, rows), 5, device=setting.device)
+    state = RowTables(
+        *(tables, lengths.fill_(newest).view(lanes), computed.fill_(newest)),
+        *(tables, by_row[0], by_row[1]),
+        *(block, block),
+    )
+    new = DecodeInputs(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    count = torch.tensor(max(1, rows - 1), device=setting.device)
+
+    def fill(kernel: FillInputs) -> Tensor:
+        kernel(state, new, count)
+        return whole
+
+    name = "inputs of a logged step" if logs else "inputs of a step"
+    return _pair(name, fill, decode_inputs_triton, decode_inputs_torch, 2 * whole.nbytes)
 
 
 def _pair(

@@ -22,7 +22,7 @@ from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.decode_inputs import DecodeInputs, FillInputs, RowTables, decode_inputs
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Drafts
@@ -59,10 +59,10 @@ class InputBatch(RowArrays):
         device: str,
         groups: Sequence[RowGroup] = (),
         remainders: Remainders | None = None,
+        decode_inputs: FillInputs = decode_inputs,
     ) -> None:
         self.layout = layout
         self.device = device
-        self.log_block_tokens = log_block_tokens
         self.groups = groups
         """Those beside keys and values and logged queries."""
         self._writers = [group for group in groups if group.writes]
@@ -79,6 +79,12 @@ class InputBatch(RowArrays):
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
         self.log_span.fill_(1)  # padded rows divide by it, too
+        self._where = RowTables(
+            *(self.block_tables, self.kv_lens, self.num_computed),
+            *(self.log_tables, self.log_from, self.log_span),
+            *(layout.block_size, log_block_tokens),
+        )
+        self._decode_inputs = decode_inputs
         self.remainders = remainders
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
@@ -158,20 +164,20 @@ class InputBatch(RowArrays):
         positions = self.num_computed[at] + offset
         entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
         by_token = self._rows[at]
-        query_slots = self._query_slots(by_token, positions) if output.logs_queries else None
+        query_slots = self._where.query_slots(by_token, positions) if output.logs_queries else None
         self.kv_lens[:, chunk_rows] += added[:, None]
         self.num_computed[chunk_rows] += added
         batch = ForwardBatch(
             positions=positions,
             prompt_lens=self.prompt_lens[at],
-            slots=slot_mapping(self.block_tables, by_token, entries, self.layout.block_size),
+            slots=self._where.slots(by_token, entries),
             query_slots=query_slots,
             last=entries,
             tables=self.block_tables,
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
-            recent=self._recent(by_token, positions) if output.logs_queries else None,
+            recent=self._where.recent(by_token, positions) if output.logs_queries else None,
             remainders=self.remainders,
             further=self._further_slots(by_token, positions),
             **self._of_groups(output, chunk_rows),
@@ -251,25 +257,23 @@ class InputBatch(RowArrays):
         Returns token ids, at the same address each time. The other rows' tokens see no entries and
         are stored in the null block: those rows may be of sequences that this step skips.
         """
-        size, places = len(batch.rows), torch.arange(len(batch.rows), device=self.device)
-        real = places < count
-        positions = torch.where(real, self.num_computed[:size], 0)
-        entries = torch.where(real, self.kv_lens[:, :size].transpose(1, 2), 0)
-        slots = slot_mapping(self.block_tables, places, entries, self.layout.block_size)
-        batch.positions.copy_(positions)
-        batch.slots.copy_(torch.where(real, slots, 0))
-        batch.last.copy_(torch.where(real, entries, -1))
-        if batch.query_slots is not None:
-            batch.query_slots.copy_(torch.where(real, self._query_slots(places, positions), 0))
-        if batch.recent is not None:
-            batch.recent.copy_(self._recent(places, positions))
+        new = DecodeInputs(
+            batch.positions, batch.slots, batch.last, batch.query_slots, batch.recent
+        )
+        self._decode_inputs(self._where, new, count)
+        if self._windows is not None or self._writers:
+            self._update_groups(batch, count)
+        return self.last_token[: len(batch.rows)]
+
+    def _update_groups(self, batch: ForwardBatch, count: Tensor) -> None:
+        """The same for further groups."""
+        rows = self._rows[: len(batch.rows)]
+        real = rows < count
         if self._windows is not None:
-            self._windows.update(batch, places, positions, real)
-        for buffer, new in zip(batch.further, self._further_slots(places, positions), strict=True):
-            buffer.copy_(torch.where(real, new, 0))
-        self.kv_lens[:, :size] += real[:, None]
-        self.num_computed[:size] += real
-        return self.last_token[:size]
+            self._windows.update(batch, rows, batch.positions, real)
+        new = self._further_slots(rows, batch.positions)
+        for buffer, slots in zip(batch.further, new, strict=True):
+            buffer.copy_(torch.where(real, slots, 0))
 
     def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
@@ -284,14 +288,14 @@ class InputBatch(RowArrays):
         return ForwardBatch(
             positions=positions,
             prompt_lens=self.prompt_lens[at],
-            slots=slot_mapping(self.block_tables, at, entries, self.layout.block_size),
-            query_slots=self._query_slots(at, positions) if logs_queries else None,
+            slots=self._where.slots(at, entries),
+            query_slots=self._where.query_slots(at, positions) if logs_queries else None,
             last=entries,
             tables=self.block_tables,
             rows=task.rows,
             starts=_starts(np.array([count])),
             columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
-            recent=self._recent(at, positions) if logs_queries else None,
+            recent=self._where.recent(at, positions) if logs_queries else None,
             remainders=self.remainders,
         )
 
@@ -338,19 +342,6 @@ class InputBatch(RowArrays):
         lanes = [group.tables[0].shape for group in self._writers]
         shapes = [(shape[0], shape[2], tokens) for shape in lanes]
         return tuple(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes)
-
-    def _query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Log slots of queries; the null block for queries that no event needs."""
-        lanes = positions.expand(*self.log_tables.shape[:1], self.layout.rows, -1)
-        slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
-        return torch.where(positions >= self.log_from[rows], slots, 0)
-
-    def _recent(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """How many of a token's newest entries, its own included, are in its window: [T].
-
-        Windows whose queries are logged begin ``log_span`` tokens apart, the first at ``log_from``.
-        """
-        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         if not swaps:

@@ -13,6 +13,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.cache import entry_store, query_log
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.sampling import sampler
+from kvserve.kernels import decode_inputs
 from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
@@ -61,6 +62,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Kernel, "launch", record)
     monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
+    monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
@@ -109,7 +111,7 @@ def test_tokens_equal_those_of_torch(
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_store", "attend", "merge", "_gather", "_log_sums", "_shares", "_compact"}
-    kernels |= {"_store_int4", "_gather_int4"}
+    kernels |= {"_store_int4", "_gather_int4", "_decode_inputs"}
     assert launched == kernels | {"_choose", "_narrow", "_draw"}
 
 

@@ -1,0 +1,205 @@
+"""Where one token of each of the first rows goes, and what it sees: a captured step's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.slot_mapping import slot_mapping
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_TILE = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTables:
+    """The rows' tables and lengths, at addresses that never change.
+
+    block_tables, log_tables: int32 [LG, rows, R, M], each with columns of its own; kv_lens: int64
+    [LG, rows, R], entries; num_computed: int64 [rows], tokens. Windows whose queries are logged
+    begin ``log_span`` tokens apart, the first at ``log_from``: both int64 [rows].
+    """
+
+    block_tables: Tensor
+    kv_lens: Tensor
+    num_computed: Tensor
+    log_tables: Tensor
+    log_from: Tensor
+    log_span: Tensor
+    block_tokens: int
+    log_block_tokens: int
+
+    def slots(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """Slots of ``entries [LG, R, T]`` of ``rows [T]``."""
+        return slot_mapping(self.block_tables, rows, entries, self.block_tokens)
+
+    def query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Log slots of queries: [LG, R, T]; the null block for queries that no event needs."""
+        groups, _, heads, _ = self.log_tables.shape
+        lanes = positions.expand(groups, heads, -1)
+        slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
+        return torch.where(positions >= self.log_from[rows], slots, 0)
+
+    def recent(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """How many of a token's newest entries, its own included, are in its window: [T]."""
+        return (positions - self.log_from[rows]).clamp(min=0) % self.log_span[rows] + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeInputs:
+    """Buffers for one token of each of the first T rows: positions, recent: int64 [T]; slots, last
+    (the newest entry that it sees), query_slots: int64 [LG, R, T]. The two of queries that are not
+    logged are ``None``."""
+
+    positions: Tensor
+    slots: Tensor
+    last: Tensor
+    query_slots: Tensor | None = None
+    recent: Tensor | None = None
+
+
+FillInputs = Callable[[RowTables, DecodeInputs, Tensor], None]
+"""``decode_inputs``, or another that does the same."""
+
+
+def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
+    """Fill ``inputs`` for the first ``count []`` rows, then count their new entries and tokens.
+
+    The other rows keep their lengths. Their tokens are at position 0, see nothing and go to the
+    null block: those rows may be of sequences that the step skips.
+    """
+    fill = decode_inputs_triton if rows.block_tables.is_cuda else decode_inputs_torch
+    fill(rows, inputs, count)
+
+
+def decode_inputs_torch(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
+    """The reference of ``decode_inputs``."""
+    size = len(inputs.positions)
+    places = torch.arange(size, device=count.device)
+    real = places < count
+    positions = torch.where(real, rows.num_computed[:size], 0)
+    entries = torch.where(real, rows.kv_lens[:, :size].transpose(1, 2), 0)
+    inputs.positions.copy_(positions)
+    inputs.slots.copy_(torch.where(real, rows.slots(places, entries), 0))
+    inputs.last.copy_(torch.where(real, entries, -1))
+    if inputs.query_slots is not None:
+        inputs.query_slots.copy_(torch.where(real, rows.query_slots(places, positions), 0))
+    if inputs.recent is not None:
+        inputs.recent.copy_(rows.recent(places, positions))
+    rows.kv_lens[:, :size] += real[:, None]
+    rows.num_computed[:size] += real
+
+
+def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
+    """One program per row. Columns that a table does not have count as the null block."""
+    _check(rows, inputs)
+    groups, num_rows, heads, columns = rows.block_tables.shape
+    lanes, logs = groups * heads, inputs.query_slots is not None
+    _decode_inputs.launch(
+        (len(inputs.positions),),
+        inputs.positions,
+        inputs.slots,
+        inputs.last,
+        inputs.query_slots if logs else inputs.slots,
+        inputs.recent if logs else inputs.positions,
+        rows.kv_lens,
+        rows.num_computed,
+        count,
+        rows.block_tables,
+        rows.log_tables,
+        rows.log_from,
+        rows.log_span,
+        num_rows,
+        columns,
+        rows.log_tables.shape[3],
+        HEADS=heads,
+        LANES=lanes,
+        TILE=min(_TILE, 1 << (lanes - 1).bit_length()),
+        BLOCK=rows.block_tokens,
+        LOG_BLOCK=rows.log_block_tokens,
+        LOGS=logs,
+        num_warps=1,
+    )
+
+
+def _check(rows: RowTables, inputs: DecodeInputs) -> None:
+    lanes, tokens = rows.kv_lens.shape, len(inputs.positions)
+    by_row = rows.num_computed, rows.log_from, rows.log_span
+    by_lane = [inputs.slots, inputs.last]
+    by_token = [inputs.positions]
+    if inputs.query_slots is not None and inputs.recent is not None:
+        by_lane.append(inputs.query_slots)
+        by_token.append(inputs.recent)
+    tables = rows.block_tables, rows.log_tables
+    fits = tokens <= lanes[1] and (inputs.query_slots is None) == (inputs.recent is None)
+    fits &= all(x.shape[:3] == lanes for x in tables) and all(len(x) == lanes[1] for x in by_row)
+    fits &= all(x.shape == (lanes[0], lanes[2], tokens) for x in by_lane)
+    dense = *tables, rows.kv_lens, *by_row, *by_lane, *by_token
+    if not fits or not all(x.is_contiguous() for x in dense):
+        raise ValueError(
+            f"decode_inputs: tables {list(rows.block_tables.shape)}, log tables "
+            f"{list(rows.log_tables.shape)} and slots {list(inputs.slots.shape)}: contiguous "
+            "tensors that fit them are needed"
+        )
+
+
+@Kernel
+def _decode_inputs(
+    positions,
+    slots,
+    last,
+    query_slots,
+    recent,
+    kv_lens,
+    num_computed,
+    count,
+    tables,
+    log_tables,
+    log_from,
+    log_span,
+    num_rows,
+    columns,
+    log_columns,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOG_BLOCK: tl.constexpr,
+    LOGS: tl.constexpr,
+):
+    row, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    real = row < tl.load(count)
+    computed = tl.load(num_computed + row)
+    position = tl.where(real, computed, 0)
+    tl.store(positions + row, position)
+    if LOGS:
+        begin = tl.load(log_from + row)
+        behind = tl.maximum(position - begin, 0)
+        tl.store(recent + row, behind % tl.load(log_span + row) + 1)
+    for first in range(0, LANES, TILE):
+        lane = first + tl.arange(0, TILE)
+        there = lane < LANES
+        place = (lane // HEADS * num_rows + row) * HEADS + lane % HEADS
+        entry = tl.load(kv_lens + place, mask=there & real, other=0)
+        column = entry // BLOCK
+        known = there & real & (column < columns)
+        block = tl.load(tables + place * columns + column, mask=known, other=0).to(tl.int64)
+        target = lane.to(tl.int64) * tokens + row
+        tl.store(slots + target, block * BLOCK + entry % BLOCK, mask=there)
+        tl.store(last + target, tl.where(real, entry, -1), mask=there)
+        if LOGS:
+            column = position // LOG_BLOCK
+            known = there & real & (position >= begin) & (column < log_columns)
+            block = tl.load(log_tables + place * log_columns + column, mask=known, other=0)
+            slot = block.to(tl.int64) * LOG_BLOCK + position % LOG_BLOCK
+            tl.store(query_slots + target, tl.where(known, slot, 0), mask=there)
+        tl.debug_barrier()  # all threads have read what one of them overwrites
+        tl.store(kv_lens + place, entry + 1, mask=there & real)
+    tl.store(num_computed + row, computed + 1, mask=real)

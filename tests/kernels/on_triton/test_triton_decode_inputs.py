@@ -1,0 +1,110 @@
+"""Inputs of a captured step by Triton against the torch reference, which is today's engine."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels.decode_inputs import (
+    DecodeInputs,
+    RowTables,
+    decode_inputs,
+    decode_inputs_torch,
+    decode_inputs_triton,
+)
+
+pytestmark = pytest.mark.usefixtures("device")
+ROWS, COLUMNS = 7, 9
+
+
+def some_rows(groups: int, heads: int, block: int = 4, log_block: int = 5) -> RowTables:
+    """Lengths that differ by lane; some rows' windows begin later than they have come."""
+    lanes = groups, ROWS, heads
+    computed = torch.randint(0, log_block * COLUMNS - 1, (ROWS,))
+    # Fields by row are lines of one array, which begin anywhere.
+    by_row = torch.stack([computed, computed - 6, torch.randint(1, 9, (ROWS,))])
+    by_row[1, ::3] += 9
+    by_row[1].clamp_(min=0)
+    tables, log = (torch.randint(1, 400, (*lanes, COLUMNS)).int() for _ in range(2))
+    lengths = torch.randint(0, block * COLUMNS - 1, lanes)
+    return RowTables(tables, lengths, by_row[0], log, by_row[1], by_row[2], block, log_block)
+
+
+def buffers(rows: RowTables, size: int, logs: bool) -> DecodeInputs:
+    """Full of what no kernel writes."""
+    groups, _, heads, _ = rows.block_tables.shape
+    by_token, by_lane = torch.full((size,), -7), torch.full((groups, heads, size), -7)
+    logged = (by_lane.clone(), by_token.clone()) if logs else (None, None)
+    return DecodeInputs(by_token, by_lane, by_lane.clone(), *logged)
+
+
+def values(of: RowTables | DecodeInputs) -> list[Any]:
+    return [getattr(of, field.name) for field in fields(of)]
+
+
+def assert_same(one: RowTables | DecodeInputs, other: RowTables | DecodeInputs) -> None:
+    for field, found, expected in zip(fields(one), values(one), values(other), strict=True):
+        same = torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
+        assert same, field.name
+
+
+@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
+@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (3, 1), (3, 2), (33, 8)])
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)])
+def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> None:
+    """Twice: the second step goes where the first one's count says."""
+    rows = some_rows(groups, heads)
+    other, known = deepcopy(rows), torch.tensor(count)
+    for _ in range(2):
+        found, expected = buffers(rows, size, logs), buffers(rows, size, logs)
+        decode_inputs_triton(rows, found, known)
+        decode_inputs_torch(other, expected, known)
+        assert_same(found, expected)
+        assert_same(rows, other)
+
+
+@pytest.mark.parametrize(("block", "log_block"), [(1, 1), (16, 256), (64, 3)])
+def test_block_sizes(block: int, log_block: int) -> None:
+    rows = some_rows(2, 2, block, log_block)
+    found, expected = buffers(rows, 5, True), buffers(rows, 5, True)
+    decode_inputs_torch(deepcopy(rows), expected, torch.tensor(4))
+    decode_inputs_triton(rows, found, torch.tensor(4))
+    assert_same(found, expected)
+
+
+def test_padding() -> None:
+    """Rows that are not decoded see nothing, write to the null block and stay as they are."""
+    rows = some_rows(2, 2)
+    before, found = deepcopy(rows), buffers(rows, 6, True)
+    decode_inputs(rows, found, torch.tensor(2))
+    assert not found.positions[2:].any() and not found.slots[..., 2:].any()
+    assert (found.last[..., 2:] == -1).all()
+    assert found.query_slots is not None and not found.query_slots[..., 2:].any()
+    assert torch.equal(rows.kv_lens[:, 2:], before.kv_lens[:, 2:])
+    assert torch.equal(rows.kv_lens[:, :2], before.kv_lens[:, :2] + 1)
+    assert torch.equal(rows.num_computed[:3] - before.num_computed[:3], torch.tensor([1, 1, 0]))
+
+
+def test_columns_that_a_table_does_not_have_are_the_null_block() -> None:
+    """As for all addresses that the device alone knows: nothing else is read or written."""
+    rows = some_rows(1, 2)
+    rows.kv_lens.fill_(rows.block_tokens * COLUMNS)
+    rows.num_computed.fill_(rows.log_block_tokens * COLUMNS)
+    found = buffers(rows, 3, True)
+    decode_inputs_triton(rows, found, torch.tensor(3))
+    assert not found.slots.any()
+    assert found.query_slots is not None and not found.query_slots.any()
+
+
+def test_refusals() -> None:
+    rows, count = some_rows(2, 1), torch.tensor(1)
+    short = buffers(some_rows(1, 1), 3, False)
+    half = replace(buffers(rows, 3, True), recent=None)
+    for wrong in (short, half, buffers(rows, ROWS + 1, False)):
+        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
+            decode_inputs_triton(rows, wrong, count)
