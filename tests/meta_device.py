@@ -34,6 +34,7 @@ from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
+from kvserve.kernels.rotate_and_store import rotate_and_store_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
@@ -85,7 +86,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         attention = TritonAttention(needs.scale, needs.block_size)
         quantized = quantized_triton.TRITON
         stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
-        return Choice("triton", ByPhase(attention, attention), *stores, "")
+        both = ByPhase(attention, attention)
+        return Choice("triton", both, *stores, "", rotate_and_store_triton)
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
     for module in (rank, draft_model):

@@ -71,8 +71,8 @@ class Layer(nn.Module):
     def _new_norm(self, size: int | None = None) -> nn.Parameter:
         return new_norm(self.spec, size)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, hidden] -> q and k [T, Hq + Hkv, D], not rotated yet, and v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = linear(x, self.qkv, self.qkv_bias, self.qkv_scales).view(
@@ -85,10 +85,27 @@ class Layer(nn.Module):
                 q, k = q.flatten(1), k.flatten(1)
             both = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
             qk = torch.cat([x.view(len(x), -1, spec.head_dim) for x in both], dim=1)
-        if self.rotates:
-            qk = self.operators.rotate(qk, cos, sin)
-        q, k = qk.split([heads, kv_heads], dim=1)
-        return _scaled(q, spec.query_scale), k, v
+        return qk, v
+
+    def store(
+        self,
+        qk: Tensor,
+        v: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        index: int,
+    ) -> Tensor:
+        """Rotate what ``project`` gives, and store k and v; returns q [T, Hq, D]."""
+        spec = self.spec
+        if self.rotates and cache.rotate_and_store is not None:
+            q = cache.rotate_and_store(index, batch, qk, v, *rope)
+        else:
+            if self.rotates:
+                qk = self.operators.rotate(qk, *rope)
+            q, k = qk.split([spec.num_heads, spec.num_kv_heads], dim=1)
+            cache.store(index, batch, k, v)
+        return _scaled(q, spec.query_scale)
 
     def forward(
         self,
@@ -111,8 +128,7 @@ class Layer(nn.Module):
             hidden = x = hidden if added is None else hidden + added
         else:
             hidden, x = self._add_and_norm(hidden, added, self.input_norm)
-        q, k, v = self.project(x, *rope)
-        cache.store(index, batch, k, v)
+        q = self.store(*self.project(x), rope, batch, cache, index)
         shares = None
         if batch.query_slots is not None and cache.logs_shares:
             shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
