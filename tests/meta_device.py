@@ -34,12 +34,11 @@ from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
-from kvserve.kernels.rotate_and_store import rotate_and_store_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.messages.event import answer
 from kvserve.scheduler.messages.output import ObservationTask

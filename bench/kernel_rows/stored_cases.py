@@ -34,11 +34,11 @@ from kvserve.kernels.int4_log import (
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.rotate_and_store import rotate_and_store_torch, rotate_and_store_triton
 from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 
 
 def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:

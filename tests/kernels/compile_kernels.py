@@ -50,13 +50,12 @@ from kvserve.kernels.quantized_triton import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.rotate_and_store import rotate_and_store_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.centre_scores import centre_scores_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
-from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from tests.kernels.hot_loops import hot_loops
 
 BUDGET = Path(__file__).with_name("budget.json")

@@ -28,7 +28,7 @@ StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 """``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
 
 StoreRotated = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``rotate_and_store_triton`` of ``kvserve.kernels.rotate_and_store``, likewise."""
+"""``rotate_and_store_triton`` of that file, likewise."""
 
 
 class RowRemainders(Protocol):

@@ -29,7 +29,6 @@ from kvserve.kernels import (
     int4_log,
     quantized_entries,
     quantized_triton,
-    rotate_and_store,
     store_kv,
 )
 from kvserve.kernels.cpu import paged_attention, query_log
@@ -186,7 +185,7 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
-        store_rotated=rotate_and_store.rotate_and_store_triton,
+        store_rotated=store_kv.rotate_and_store_triton,
         quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
         store_int4=int4_log.store_int4_triton,

@@ -16,7 +16,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.runner import rank
 from kvserve.kernels.entry_format import entry_format
-from kvserve.kernels.rotate_and_store import rotate_and_store_torch
+from kvserve.kernels.store_kv import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.meta_device import KARA

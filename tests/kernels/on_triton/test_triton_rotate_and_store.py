@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.elementwise import rotate_triton
-from kvserve.kernels.rotate_and_store import rotate_and_store_torch, rotate_and_store_triton
-from kvserve.kernels.store_kv import store_kv_triton
+from kvserve.kernels.store_kv import (
+    rotate_and_store_torch,
+    rotate_and_store_triton,
+    store_kv_triton,
+)
 from kvserve.scheduler.layout import Granularity, KVLayout
 
 pytestmark = pytest.mark.usefixtures("device")
