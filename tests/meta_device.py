@@ -38,7 +38,7 @@ from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.messages.event import answer
 from kvserve.scheduler.messages.output import ObservationTask
@@ -85,7 +85,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         attention = TritonAttention(needs.scale, needs.block_size)
         quantized = quantized_triton.TRITON
         stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
-        return Choice("triton", ByPhase(attention, attention), *stores, "")
+        both = ByPhase(attention, attention)
+        return Choice("triton", both, *stores, "", rotate_and_store_triton)
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
     for module in (rank, draft_model):

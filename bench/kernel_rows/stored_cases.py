@@ -38,6 +38,7 @@ from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 
 
 def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -49,6 +50,7 @@ def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Ca
         if name != "fp8" or capability(torch.device(setting.device)) >= (8, 9):
             yield from level_cases(setting, name, tables)
     yield from elementwise_cases(setting)
+    yield from rotated_cases(setting, cache, tables)
     for logs in (False, True):
         yield inputs_case(setting, tables, logs)
 
@@ -191,6 +193,28 @@ def elementwise_cases(setting: Setting) -> Iterator[Case]:
         lambda: torch.stack(elementwise.add_rms_norm(*more)),
         4 * x.nbytes,
     )
+
+
+def rotated_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    """One launch of which a case compares the queries, and one the entries."""
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    rows = torch.arange(setting.rows, device=setting.device)
+    last = torch.full_like(rows, setting.context - 1).expand(1, setting.layout.rows, -1)
+    slots = slot_mapping(tables[:1], rows, last, setting.sizes.block)[0]
+    qkv = setting.random(setting.rows, q_heads + 2 * kv_heads, dim)
+    qk, value = qkv.split([q_heads + kv_heads, kv_heads], dim=1)
+    inputs = cache, 0, slots, qk, value, *setting.random(2, setting.rows, 1, dim)
+
+    def turn(kernel: Callable[..., Tensor]) -> Tensor:
+        return kernel(*inputs)
+
+    def store(kernel: Callable[..., Tensor]) -> Tensor:
+        kernel(*inputs)
+        return cache
+
+    kernels = rotate_and_store_triton, rotate_and_store_torch
+    for name, run in (("rotation and store", turn), ("store of rotated keys", store)):
+        yield _pair(name, run, *kernels, 2 * qkv.nbytes)
 
 
 def inputs_case(setting: Setting, tables: Tensor, logs: bool) -> Case:

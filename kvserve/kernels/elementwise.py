@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.dispatch import Helper, Kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -212,6 +212,25 @@ def _rms_norm(
     tl.store(out + row * WIDTH + place, rounded.to(numbers.dtype), mask=mask)
 
 
+@Helper
+def turned(source, cos, sin, mask, known, HALF: tl.constexpr):
+    """Both halves of the vectors at ``source``, of pointers to their first halves; ``cos``, ``sin``
+    point to the first halves of their angles."""
+    left = tl.load(source, mask=mask, other=0.0)
+    right = tl.load(source + HALF, mask=mask, other=0.0)
+    first = tl.load(cos, mask=known, other=0.0).to(tl.float32)
+    second = tl.load(cos + HALF, mask=known, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin, mask=known, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + HALF, mask=known, other=0.0).to(tl.float32)
+    dtype = left.dtype
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    one = (left * first).to(dtype).to(tl.float32)
+    one -= (right * first_sin).to(dtype).to(tl.float32)
+    other = (right * second).to(dtype).to(tl.float32)
+    other += (left * second_sin).to(dtype).to(tl.float32)
+    return one.to(dtype), other.to(dtype)
+
+
 @Kernel
 def _rotate(
     out,
@@ -226,25 +245,14 @@ def _rotate(
     HALF_SPAN: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head, place = tl.arange(0, HEAD_SPAN)[:, None], tl.arange(0, HALF_SPAN)
-    mask, known = (head < HEADS) & (place[None] < HALF), place < HALF
-    source = x + token * token_stride + head * head_stride + place[None]
-    left = tl.load(source, mask=mask, other=0.0)
-    right = tl.load(source + HALF, mask=mask, other=0.0)
+    head, place = tl.arange(0, HEAD_SPAN)[:, None], tl.arange(0, HALF_SPAN)[None]
+    mask, known = (head < HEADS) & (place < HALF), place < HALF
+    source = x + token * token_stride + head * head_stride + place
     angles = token * 2 * HALF + place
-    first = tl.load(cos + angles, mask=known, other=0.0).to(tl.float32)[None]
-    second = tl.load(cos + angles + HALF, mask=known, other=0.0).to(tl.float32)[None]
-    first_sin = tl.load(sin + angles, mask=known, other=0.0).to(tl.float32)[None]
-    second_sin = tl.load(sin + angles + HALF, mask=known, other=0.0).to(tl.float32)[None]
-    dtype = left.dtype
-    left, right = left.to(tl.float32), right.to(tl.float32)
-    turned = (left * first).to(dtype).to(tl.float32)
-    turned -= (right * first_sin).to(dtype).to(tl.float32)
-    other = (right * second).to(dtype).to(tl.float32)
-    other += (left * second_sin).to(dtype).to(tl.float32)
-    target = out + (token * HEADS + head) * 2 * HALF + place[None]
-    tl.store(target, turned.to(dtype), mask=mask)
-    tl.store(target + HALF, other.to(dtype), mask=mask)
+    left, right = turned(source, cos + angles, sin + angles, mask, known, HALF)
+    target = out + (token * HEADS + head) * 2 * HALF + place
+    tl.store(target, left, mask=mask)
+    tl.store(target + HALF, right, mask=mask)
 
 
 @Kernel

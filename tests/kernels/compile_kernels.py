@@ -55,7 +55,7 @@ from kvserve.kernels.scores.centre_scores import centre_scores_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
-from kvserve.kernels.store_kv import store_kv_triton, store_queries_triton
+from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from tests.kernels.hot_loops import hot_loops
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -188,6 +188,14 @@ def place(layers: int = 1, heads: int = 1, logs: bool = False) -> None:
     )
 
 
+def turn(layout: Tensor, rows: int, group: int) -> None:
+    """64 tokens of 8 KV heads, whose projections lie behind each other."""
+    dim = layout.shape[-1]
+    qk, v = new(64, 8 * (group + 2), dim, dtype=layout.dtype).split([8 * (group + 1), 8], dim=1)
+    cos, sin = (new(64, 1, dim, dtype=layout.dtype) for _ in range(2))
+    rotate_and_store_triton(layout, 0, slots(rows, 64), qk, v, cos, sin)
+
+
 def choose(count: int, keep: int) -> None:
     token_to_chunk_triton(new(2, 32, 8, count, dtype=torch.float32), keep, 16, 8)
 
@@ -221,6 +229,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "rms_norm/added": lambda: add_rms_norm_triton(new(64, 4096), new(64, 4096), new(4096), 1e-5),
     "rms_norm/heads": lambda: rms_norm_triton(new(64, 48, 128)[:, :32], new(128), 1e-5),
     "rotate": lambda: rotate_triton(new(64, 48, 128)[:, :40], new(64, 1, 128), new(64, 1, 128)),
+    "rotate_and_store": lambda: turn(cache(), 1, 4),
+    "rotate_and_store/head": lambda: turn(cache(1, 64, 1), 8, 8),
     "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),
     "quantize_rows": lambda: quantize_rows_triton(new(64, 4096)),
     "quantize_rows/wide": lambda: quantize_rows_triton(new(64, 14336)),

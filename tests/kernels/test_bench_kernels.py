@@ -57,6 +57,7 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *("decode in a window", "prefill in a window"),
         *("scores by centres", "scores by the best centre"),
         *("norm", "norm of heads", "sum and norm", "rotation", "activation"),
+        *("rotation and store", "store of rotated keys"),
         *("inputs of a step", "inputs of a logged step"),
         *(
             f"{kernel} of {form}"

@@ -27,6 +27,9 @@ StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
 StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 """``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
 
+StoreRotated = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``rotate_and_store_triton`` of that file, likewise."""
+
 
 class RowRemainders(Protocol):
     """What stands for the entries that rows have lost, at addresses that never change."""
@@ -144,11 +147,21 @@ def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
     return Shares(out, recent)
 
 
+RotateAndStore = Callable[[int, ForwardBatch, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Takes a layer's new entries as ``LayerCache.store``, but keys behind queries, not rotated: qk [T,
+Hq + Hkv, D], v [T, Hkv, D], cos and sin [T, 1, D]. Returns rotated queries [T, Hq, D]."""
+
+
 class LayerCache(Protocol):
     """What a layer needs of a cache. ``KVCache`` stores what it is given; other caches may not."""
 
     logs_shares: bool
     """Whether each query is logged with the share of its attention that newest entries got."""
+
+    @property
+    def rotate_and_store(self) -> RotateAndStore | None:
+        """Spares ``store`` and the rotation before it a launch; ``None``: it takes rotated keys."""
+        ...
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Take one layer's new entries, before it attends. k, v: [T, Hkv, D]."""

@@ -11,7 +11,13 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import AttentionBackend, StoreInt4, StoreKV, StoreQueries
+from kvserve.engine.attention.base import (
+    AttentionBackend,
+    StoreInt4,
+    StoreKV,
+    StoreQueries,
+    StoreRotated,
+)
 from kvserve.engine.attention.by_layer import ByLayer
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.cpu import CpuAttention
@@ -19,7 +25,12 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import int4_log, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels import (
+    int4_log,
+    quantized_entries,
+    quantized_triton,
+    store_kv,
+)
 from kvserve.kernels.cpu import paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
@@ -68,6 +79,7 @@ class Choice:
     store_int4: StoreInt4
     quantized: QuantizedKernels
     reason: str
+    store_rotated: StoreRotated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class _Candidate:
     store_queries: StoreQueries = store_kv.store_queries
     store_int4: StoreInt4 = int4_log.store_int4
     store_kv: StoreKV = store_kv.store_kv
+    store_rotated: StoreRotated | None = None
     quantized: QuantizedKernels | None = quantized_entries.TORCH
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
@@ -172,6 +185,7 @@ _CANDIDATES = (
         devices=("cuda",),
         make=_make_triton,
         store_kv=store_kv.store_kv_triton,
+        store_rotated=store_kv.rotate_and_store_triton,
         quantized=quantized_triton.TRITON,
         store_queries=store_kv.store_queries_triton,
         store_int4=int4_log.store_int4_triton,
@@ -230,11 +244,13 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
     if prefill is decode:
         how = "; ".join([decode.how(needs), *refusals])
-        return Choice(decode.name, _by_layer(tokens, needs), *stores, how)
+        backend = _by_layer(tokens, needs)
+        return Choice(decode.name, backend, *stores, how, decode.store_rotated)
     both = f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"
     name = f"{prefill.name},{decode.name}"
     backend = _by_layer(ByPhase(chunks, tokens), needs)
-    return Choice(name, backend, *stores, "; ".join([*both, *refusals]))
+    how = "; ".join([*both, *refusals])
+    return Choice(name, backend, *stores, how, decode.store_rotated)
 
 
 def _by_layer(backend: AttentionBackend, needs: Needs) -> AttentionBackend:

@@ -70,6 +70,7 @@ class DraftCache:
     """The blocks of ``pool``, whatever it holds, as those of ``layout`` and ``dtype``."""
 
     logs_shares = False
+    rotate_and_store = None
 
     def __init__(
         self, pool: Tensor, layout: KVLayout, dtype: torch.dtype, store_kv: StoreKV

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV
+from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreRotated
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.kernels.compact_kv import compact_kv
 from kvserve.kernels.entry_format import EntryFormat
@@ -24,6 +24,8 @@ class EntryStore(Protocol):
     """Entries of all layers and heads in blocks of ``memory [num_blocks, L/LG, ...]``."""
 
     memory: Tensor
+    store_rotated: StoreRotated | None
+    """Rotates keys and writes them in one launch; ``None``: they come rotated."""
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:
         """Make a layer's earlier entries readable for attention."""
@@ -63,8 +65,11 @@ class EntryStore(Protocol):
 class RawEntries:
     """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
 
-    def __init__(self, memory: Tensor, store_kv: StoreKV) -> None:
+    def __init__(
+        self, memory: Tensor, store_kv: StoreKV, store_rotated: StoreRotated | None = None
+    ) -> None:
         self.memory = memory
+        self.store_rotated = store_rotated
         self._store_kv = store_kv
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:
@@ -107,6 +112,8 @@ class QuantizedEntries:
 
     A number is rounded once, when it is stored; events read numbers of ``dtype``.
     """
+
+    store_rotated: StoreRotated | None = None
 
     def __init__(
         self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype

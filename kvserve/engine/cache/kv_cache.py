@@ -11,9 +11,11 @@ from torch import Tensor
 from kvserve.engine.attention.base import (
     Entries,
     ForwardBatch,
+    RotateAndStore,
     StoreInt4,
     StoreKV,
     StoreQueries,
+    StoreRotated,
 )
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.entry_store import (
@@ -65,6 +67,7 @@ class KVCache:
         form: EntryFormat | None = None,
         layers: LayerKinds | None = None,
         store_kv: StoreKV = store_kv,
+        store_rotated: StoreRotated | None = None,
         store_queries: StoreQueries = store_queries,
         store_int4: StoreInt4 = store_int4,
         quantized: QuantizedKernels = TORCH,
@@ -89,7 +92,7 @@ class KVCache:
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.entries: EntryStore = RawEntries(self.kv, store_kv)
+        self.entries: EntryStore = RawEntries(self.kv, store_kv, store_rotated)
         if self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, quantized, dtype)
@@ -121,12 +124,23 @@ class KVCache:
         The layer's earlier entries are prepared for attention first.
         """
         self.entries.prepare(layer, batch)
-        group, place = self._where(layer)
-        own = batch.windowed if layer in self.layers.windowed else batch
-        assert own is not None, "a batch has the tables of all kinds of layers"
-        self.entries.write(place, own.slots[group], k, v)
+        place, slots = self._slots(layer, batch)
+        self.entries.write(place, slots, k, v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
             writer.write(layer, slots, k, v)
+
+    @property
+    def rotate_and_store(self) -> RotateAndStore | None:
+        """``None`` if entries are not stored as they come, or others take rotated keys as well."""
+        known = self.entries.store_rotated is not None and not self.writers
+        return self._rotate_and_store if known else None
+
+    def _rotate_and_store(
+        self, layer: int, batch: ForwardBatch, qk: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        assert self.entries.store_rotated is not None
+        place, slots = self._slots(layer, batch)
+        return self.entries.store_rotated(self.entries.memory, place, slots, qk, v, cos, sin)
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         """Write one layer's queries [T, Hq, D] where they are logged, with ``shares`` [T, Hq].
@@ -178,6 +192,13 @@ class KVCache:
         of its kind."""
         group, place = self._where(layer)
         return *self.entries.layer(place), group
+
+    def _slots(self, layer: int, batch: ForwardBatch) -> tuple[int, Tensor]:
+        """A layer's place in a block, and where its new entries go: [R, T]."""
+        group, place = self._where(layer)
+        own = batch.windowed if layer in self.layers.windowed else batch
+        assert own is not None, "a batch has the tables of all kinds of layers"
+        return place, own.slots[group]
 
     def _where(self, layer: int) -> tuple[int, int]:
         """A layer's group among those of its kind, and its place in a block."""

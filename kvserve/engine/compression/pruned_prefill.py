@@ -77,6 +77,8 @@ class PrunedPrefill:
 class _Seen:
     """Wraps the cache and remembers a layer's queries and keys, to score them after the layer."""
 
+    rotate_and_store = None  # keys are wanted rotated
+
     def __init__(self, cache: LayerCache, group: RankGroup) -> None:
         self._cache = cache
         self._group = group

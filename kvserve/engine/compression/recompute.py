@@ -65,6 +65,7 @@ class _QueryRecorder:
         self._heads = heads
 
     logs_shares = False
+    rotate_and_store = None
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         pass

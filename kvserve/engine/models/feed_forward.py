@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.linear import expert_linear, linear, packed
 from kvserve.engine.models.operators import Operators
 from kvserve.kernels.elementwise import clamped_swiglu, gelu_and_mul
-from kvserve.kernels.experts import combine, route
 
 
 class Mlp(nn.Module):
@@ -82,3 +82,36 @@ def matrix(rows: int, columns: int, fp8: bool) -> tuple[nn.Parameter, nn.Paramet
     if not fp8:
         return empty(rows, columns), None
     return empty(rows, columns, dtype=FP8), empty(rows, 1, dtype=torch.float32)
+
+
+class Routes(NamedTuple):
+    """T tokens with k experts each, sorted by expert: ``tokens [T k]`` are their rows in the batch,
+    expert e has those from ``ends[e - 1]`` to ``ends[e]`` (int32 [E]); ``place [T, k]`` is where
+    each pair went, ``weights [T, k]`` what its answer counts. ``experts [T k]`` ascend."""
+
+    tokens: Tensor
+    ends: Tensor
+    place: Tensor
+    weights: Tensor
+    experts: Tensor
+
+
+def route(logits: Tensor, per_token: int, normalised: bool) -> Routes:
+    """logits: [T, E]. Of the softmax over all experts, the largest ``per_token``; ``normalised``:
+    so that they add up to one. Nothing is copied to the host."""
+    probs = logits.float().softmax(dim=-1)
+    weights, chosen = probs.topk(per_token, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    experts = torch.arange(logits.shape[1], device=logits.device)
+    ends = torch.searchsorted(by_expert, experts, right=True).int()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return Routes(order // per_token, ends, place.view_as(chosen), weights, by_expert)
+
+
+def combine(answers: Tensor, routes: Routes) -> Tensor:
+    """answers: [T k, hidden], sorted by expert -> their weighted sums, [T, hidden]."""
+    weighted = answers[routes.place] * routes.weights.to(answers.dtype)[..., None]
+    return weighted.sum(dim=1)

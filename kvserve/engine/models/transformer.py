@@ -71,28 +71,45 @@ class Layer(nn.Module):
     def _new_norm(self, size: int | None = None) -> nn.Parameter:
         return new_norm(self.spec, size)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden] -> rotated q [T, Hq, D], rotated k [T, Hkv, D], v [T, Hkv, D]."""
+    def project(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """x: [T, hidden] -> q and k, not rotated yet, as one tensor [T, Hq + Hkv, D] or, with norms
+        of their own, as two; and v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = linear(x, self.qkv, self.qkv_bias, self.qkv_scales).view(
             x.shape[0], -1, spec.head_dim
         )
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([heads, kv_heads], dim=1)
-            if spec.qk_norm == "width":
-                q, k = q.flatten(1), k.flatten(1)
-            q, k = (
-                self._rotated(self._norm(x, weight).view(x.shape[0], -1, spec.head_dim), cos, sin)
-                for x, weight in ((q, self.q_norm), (k, self.k_norm))
-            )
-        else:
-            q, k = self._rotated(qk, cos, sin).split([heads, kv_heads], dim=1)
-        return _scaled(q, spec.query_scale), k, v
+        if self.q_norm is None or self.k_norm is None:
+            return (qk,), v
+        q, k = qk.split([heads, kv_heads], dim=1)
+        if spec.qk_norm == "width":
+            q, k = q.flatten(1), k.flatten(1)
+        both = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        return tuple(x.view(x.shape[0], -1, spec.head_dim) for x in both), v
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.operators.rotate(x, cos, sin) if self.rotates else x
+    def store(
+        self,
+        parts: tuple[Tensor, ...],
+        v: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        index: int,
+    ) -> Tensor:
+        """Rotate what ``project`` gives, and store k and v; returns q [T, Hq, D]."""
+        spec = self.spec
+        if self.rotates and cache.rotate_and_store is not None:
+            qk = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            q = cache.rotate_and_store(index, batch, qk, v, *rope)
+        else:
+            if self.rotates:
+                parts = tuple(self.operators.rotate(part, *rope) for part in parts)
+            if len(parts) == 1:
+                parts = parts[0].split([spec.num_heads, spec.num_kv_heads], dim=1)
+            q, k = parts
+            cache.store(index, batch, k, v)
+        return _scaled(q, spec.query_scale)
 
     def forward(
         self,
@@ -115,8 +132,7 @@ class Layer(nn.Module):
             hidden = x = hidden if added is None else hidden + added
         else:
             hidden, x = self._add_and_norm(hidden, added, self.input_norm)
-        q, k, v = self.project(x, *rope)
-        cache.store(index, batch, k, v)
+        q = self.store(*self.project(x), rope, batch, cache, index)
         shares = None
         if batch.query_slots is not None and cache.logs_shares:
             shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

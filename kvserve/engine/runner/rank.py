@@ -164,6 +164,7 @@ class RankPlan:
             form=self.form,
             layers=self.spec.layers,
             store_kv=attention.store_kv,
+            store_rotated=attention.store_rotated,
             store_queries=attention.store_queries,
             store_int4=attention.store_int4,
             quantized=attention.quantized,

@@ -85,6 +85,7 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
     layout = runner.cache.layout
     if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
         _move(runner)
+        _store_rotated(runner)
         return  # the rest of their first events runs torch's operators and attention
     task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
     if task is None or task.old_lens.max() > max_len:
@@ -98,6 +99,19 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
     runner.compressor.run(task, policy, *tables, scores)
     if scores is not None:
         scores.zero_()
+
+
+def _store_rotated(runner: ModelRunner) -> None:
+    """Rotate and store in two launches, as layers that drop tokens do: they score rotated keys."""
+    part, tokens = runner.model.part, 16
+    heads, kv_heads, dim = part.num_heads + part.num_kv_heads, part.num_kv_heads, part.head_dim
+    qkv = torch.zeros(
+        tokens, heads + kv_heads, dim, dtype=runner.cache.dtype, device=runner.batch.device
+    )
+    cos = sin = qkv.new_zeros(tokens, 1, dim)
+    qk, v = qkv.split([heads, kv_heads], dim=1)
+    k = runner.model.operators.rotate(qk, cos, sin)[:, part.num_heads :]
+    runner.cache.store(0, runner.batch.padding(tokens), k, v)
 
 
 def _move(runner: ModelRunner) -> None:

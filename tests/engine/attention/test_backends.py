@@ -37,6 +37,7 @@ class StoredCase:
         return self._found
 
     logs_shares = False
+    rotate_and_store = None
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         raise AssertionError("attention stores nothing")

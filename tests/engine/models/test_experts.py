@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine.models.feed_forward import combine, route
 from kvserve.engine.models.linear import expert_linear, packed
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import ExpertPanels
-from kvserve.kernels.experts import combine, route
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.kernels.attention import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
 from tests.meta_device import KARA, small_engine
 
@@ -19,10 +20,10 @@ VIEWS = {
     *("empty", "new_empty", "empty_like", "empty_strided", "split_with_sizes", "reshape"),
     *("_reshape_alias", "new_empty_strided"),
 }
-PER_LAYER = {
-    "linear": 4,
-    "_rms_norm": 2, "_rotate": 1, "_store": 1, "attend": 1, "merge": 1, "_silu_and_mul": 1,
-}  # fmt: skip
+PER_LAYER = {"linear": 4, "_rms_norm": 2, "attend": 1, "_silu_and_mul": 1}
+NUMBERS = {"_rotate_and_store": 1}
+LEVELS = {"_rotate": 1, "_store_levels": 1}
+AROUND = 13
 
 
 class Launches(TorchDispatchMode):
@@ -41,12 +42,16 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize(("logs", "before"), [(False, 13), (True, 13)], ids=["plain", "logged"])
+@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
+@pytest.mark.parametrize(("form", "split"), [("auto", True), ("auto", False), ("int8", True)])
 def test_launches_of_a_graph(
-    logs: bool, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, split: bool, logs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each layer, and before the first; one is behind the last."""
-    llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,))
+    """In each layer, and before the first; one is behind the last. Rows are ``split`` as long as
+    they are too few for the device, and parts have to be merged."""
+    if not split:
+        monkeypatch.setattr(paged_attention_triton, "num_processors", lambda device: 1)
+    llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,), kv_cache_dtype=form)
     runner = llm.engine.core.runner
     assert runner.graphs is not None
     step = runner.graphs._steps[6, logs].step
@@ -58,7 +63,9 @@ def test_launches_of_a_graph(
     monkeypatch.setattr(Kernel, "launch", launch)
     with torch.inference_mode(), launches:
         step.forward()
-    layer = PER_LAYER | ({"_store_int4": 1} if logs else {})
+    layer = PER_LAYER | (NUMBERS if form == "auto" else LEVELS)
+    layer |= ({"merge": 1} if split else {}) | ({"_store_int4": 1} if logs else {})
     layers = Counter({name: len(runner.model.layers) * n for name, n in layer.items()})
     assert layers <= launches.counts
-    assert (launches.counts - layers).total() <= before, launches.counts - layers
+    assert split or "merge" not in launches.counts
+    assert (launches.counts - layers).total() <= AROUND, launches.counts - layers

@@ -28,7 +28,8 @@ BUDGET = BUDGETS[triton.__version__]
 NAMES = [
     *("compact_kv", "store_kv", "gather_keys", "decode/split", "decode/codes", "prefill"),
     *("window_scores", "centre_scores", "token_to_chunk", "sample_tokens"),
-    *("rms_norm", "rotate", "silu_and_mul", "quantize_rows", "decode_inputs"),
+    *("rms_norm", "rotate", "silu_and_mul", "quantize_rows"),
+    *("decode_inputs", "rotate_and_store"),
     *("store_queries/int4", "gather_queries/int4", "window_scores/int4"),
     *("store_levels", "gather_levels", "move_levels"),
 ]

@@ -1,0 +1,75 @@
+"""A cache that rotates keys as it stores them: an engine's tokens stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.runner import rank
+from kvserve.kernels.entry_format import entry_format
+from kvserve.kernels.store_kv import rotate_and_store_torch
+from kvserve.scheduler.layout import KVLayout
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.meta_device import KARA
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def tokens_of(model: Path, **settings: Any) -> list[list[int]]:
+    llm = LLM(str(model), dtype="float32", skip_tokenizer_init=True, block_size=8, **settings)
+    outputs = llm.generate(random_prompts([5, 33]), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("llama", {"policy": KARA, "kv_layout": "head"}),
+        ("llama", {"policy": KARA, "cudagraph_capture_sizes": (2,)}),
+        ("gemma2", {}),  # windows, scaled queries
+    ],
+)
+def test_tokens(
+    model: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(model, tmp_path)
+    expected = tokens_of(folder, **settings)
+    stored: list[int] = []
+
+    def store(kv_cache: Tensor, layer: int, *entries: Tensor) -> Tensor:
+        stored.append(layer)
+        return rotate_and_store_torch(kv_cache, layer, *entries)
+
+    def choose(wanted: str, needs: Needs) -> Choice:
+        return replace(select_backend(wanted, needs), store_rotated=store)
+
+    monkeypatch.setattr(rank, "select_backend", choose)
+    assert tokens_of(folder, **settings) == expected
+    assert stored
+
+
+def test_others_take_rotated_keys() -> None:
+    """Groups that write something of every token, and levels."""
+    made = KVLayout(2, 2, 16, 4), 3, LogForm(2), torch.float32, "cpu"
+    cache = KVCache(*made, store_rotated=rotate_and_store_torch)
+    assert cache.rotate_and_store is not None
+    cache.writers.append(Deaf())
+    assert cache.rotate_and_store is None
+    levels = entry_format("int8", 4)
+    assert (
+        KVCache(*made, form=levels, store_rotated=rotate_and_store_torch).rotate_and_store is None
+    )
+
+
+class Deaf:
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        pass
