@@ -4,6 +4,8 @@
     python -m bench.cpu_peers --save-result bench/results/DATE-cpu-peers.json
     python -m bench.cpu_peers --traffic long --shapes 4m --dtypes bfloat16
     python -m bench.cpu_peers --traffic long --task long-chain-2000 --num-prompts 100
+    python -m bench.cpu_peers --prompts edit --input-len 400 --output-len 400 --shapes 4m \
+        --dtypes float32 --contestants kvserve_cpu_model kvserve_ngram vllm vllm_ngram
 
 Each engine has a process of its own on the same CPU, with one thread, the same random weights and
 the same prompts, and is warmed up. The engines take turns; a ratio is the median over turns. Every
@@ -26,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from bench.peers.contestants import BASE, CONTESTANTS, Contestant
+from bench.peers.copying import PROMPTS, copying_prompts, cycle, let_it_walk
 from bench.peers.long_traffic import COLUMNS as LONG_COLUMNS
 from bench.peers.long_traffic import LongCase, LongTraffic
 from bench.peers.peer import PEERS, PeerError, PeerProcess
@@ -44,7 +47,10 @@ from kvserve.engine.models.hub import find_model
 _WARMUP_TOKENS = 8
 
 
-_LEFT_OUT = ("kvserve_torch_layer", "kvserve_torch_head", "transformers_continuous")
+_LEFT_OUT = (
+    *("kvserve_torch_layer", "kvserve_torch_head", "transformers_continuous"),
+    *("kvserve_ngram", "vllm_ngram"),
+)
 DEFAULT = [name for name in CONTESTANTS if name not in _LEFT_OUT]
 SHORT_COLUMNS = (
     Column("shape", "shape", left=True),
@@ -57,6 +63,9 @@ SHORT_COLUMNS = (
         Column(f"{layout.upper()} / MODEL", f"{layout}_vs_model", ".2f")
         for layout in ("layer", "head")
     ),
+    Column("kvserve n-gram / plain", "kvserve_ngram_gain", ".2f"),
+    Column("vLLM n-gram / plain", "vllm_ngram_gain", ".2f"),
+    Column("kvserve / vLLM, n-gram", "ngram_vs_vllm", ".2f"),
 )
 COLUMNS = (*SHORT_COLUMNS, *LONG_COLUMNS)
 
@@ -88,18 +97,28 @@ class Comparison:
         with tqdm(total=total, unit="run", disable=silent) as bar:
             for shape in args.shapes:
                 with _random_checkpoint(shape, args.seed) as model:
+                    if args.prompts != "random":
+                        let_it_walk(model, self._cycle(shape))
                     for dtype in args.dtypes:
                         self._measure_with(shape, model, dtype, bar)
 
+    def _cycle(self, shape: str) -> list[int]:
+        args = self._args
+        return cycle(SHAPES[shape]["vocab_size"], args.input_len, args.seed)
+
     def report(self) -> Report:
         args = self._args
+        weights = "random weights"
+        if args.prompts != "random":
+            weights = f"weights that copy a prompt ({args.prompts})"
         about = [
-            f"output tokens per second, {args.input_len} + {args.output_len} tokens, random "
-            f"weights, one thread on CPU {self._cpu}; medians of {args.repeat} runs in turns",
+            f"output tokens per second, {args.input_len} + {args.output_len} tokens, "
+            f"{weights}, one thread on CPU {self._cpu}; medians of {args.repeat} runs in turns",
             ", ".join(f"{name} {version}" for name, version in self._versions.items()),
         ]
+        names = ("prompts", "input_len", "output_len", "repeat", "seed")
         settings = {
-            **{name: getattr(args, name) for name in ("input_len", "output_len", "repeat", "seed")},
+            **{name: getattr(args, name) for name in names},
             "cpu": self._cpu,
             "versions": self._versions,
             "missing": self._missing,
@@ -140,9 +159,13 @@ class Comparison:
         self, processes: dict[str, PeerProcess], batch: int, facts: Row, bar: tqdm
     ) -> dict[str, Any]:
         args = self._args
-        rng = np.random.default_rng(args.seed)
-        vocab = SHAPES[str(facts["shape"])]["vocab_size"]
-        prompts = rng.integers(3, vocab, (batch, args.input_len)).tolist()
+        if args.prompts == "random":
+            rng = np.random.default_rng(args.seed)
+            vocab = SHAPES[str(facts["shape"])]["vocab_size"]
+            prompts = rng.integers(3, vocab, (batch, args.input_len)).tolist()
+        else:
+            text, edited = self._cycle(str(facts["shape"])), args.prompts == "edit"
+            prompts = copying_prompts(text, batch, edited=edited, seed=args.seed)
         rates: dict[str, list[float]] = {name: [] for name in processes}
         tokens: dict[str, list[list[int]]] = {}
         for process in processes.values():
@@ -171,7 +194,14 @@ def case_figures(
     """Medians per contestant; ratios are within a turn, to the peer with the highest median."""
     row: dict[str, Any] = {name: median(all_) for name, all_ in rates.items()}
     row["output_tok_s_all"] = rates
-    peers = [name for name in rates if CONTESTANTS[name].peer]
+    peers = [name for name in rates if CONTESTANTS[name].peer and name != "vllm_ngram"]
+    for figure, own, other in (
+        ("kvserve_ngram_gain", "kvserve_ngram", BASE),
+        ("vllm_ngram_gain", "vllm_ngram", "vllm"),
+        ("ngram_vs_vllm", "kvserve_ngram", "vllm_ngram"),
+    ):
+        if own in rates and other in rates:
+            row[figure] = _ratio(rates[own], rates[other])
     if BASE not in rates:
         return row
     if peers:
@@ -282,6 +312,11 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{name}", nargs="+", choices=choices, default=default, metavar="NAME", help=words
         )
+    words = (
+        "short: random tokens, or a text that answers copy, or copy with edits; the answers are "
+    )
+    words += "right in every engine (default: random)"
+    parser.add_argument("--prompts", choices=PROMPTS, default="random", help=words)
     words = "short: sequences at once (default: 1 16 64)"
     parser.add_argument(
         "--batches", nargs="+", type=count, default=[1, 16, 64], metavar="N", help=words

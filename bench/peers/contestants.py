@@ -32,11 +32,22 @@ def _kvserve(backend: str, layout: str) -> Contestant:
 
 
 BASE = "kvserve_cpu_model"
+_NGRAM = {
+    "speculative_config": {
+        **{"method": "ngram", "num_speculative_tokens": 5},
+        **{"prompt_lookup_max": 5, "prompt_lookup_min": 2},
+    }
+}
+_VLLM = {"max_num_batched_tokens": 4096}
 CONTESTANTS = {
     each.name: each
     for each in (
         *(_kvserve(*both) for both in product(("cpu", "torch"), ("model", "layer", "head"))),
-        Contestant("vllm", "vLLM CPU", "vllm", {"max_num_batched_tokens": 4096}),
+        Contestant(
+            "kvserve_ngram", "kvserve, n-gram", settings=_kvserve("cpu", "model").settings | _NGRAM
+        ),
+        Contestant("vllm", "vLLM CPU", "vllm", _VLLM),
+        Contestant("vllm_ngram", "vLLM CPU, n-gram", "vllm", _VLLM | _NGRAM),
         Contestant("llama_cpp", "llama.cpp", "llama_cpp"),
         Contestant("transformers", "transformers", "transformers"),
         Contestant(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench import cpu_peers, kvpress_accuracy
-from bench.peers import gguf_file
+from bench.peers import copying, gguf_file
 from bench.peers import peer as peers
 from bench.peers.peer import PEERS, PeerError, PeerProcess
 from bench.repeatability import compared, repeatable, verdict
@@ -139,6 +139,57 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["batch"] for row in saved["rows"]] == [1, 2]
     assert all(row["kvserve_cpu_model"] > 0 for row in saved["rows"])
     assert saved["settings"]["versions"]["kvserve"] and saved["threads"] == 1
+
+
+@pytest.mark.parametrize("prompts", ["copy", "edit"])
+def test_guesses_are_found_in_a_text_that_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str
+) -> None:
+    """Both of kvserve's engines say the text from its beginning on; vLLM's stand-ins as well."""
+    text = copying.cycle(4096, 60, 0)
+    loaded: dict[str, dict[str, Any]] = {}
+
+    class Stand(FakeProcess):
+        def __init__(self, name: str) -> None:
+            super().__init__({"vllm": 100.0, "vllm_ngram": 150.0}[name])
+            self.name = name
+
+        def load(self, **settings: Any) -> dict[str, str]:
+            loaded[self.name] = settings
+            return {"fake": "1.0"}
+
+        def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+            found = super().run(prompts, max_tokens)
+            starts = [(text.index(prompt[-1]) + 1) % len(text) for prompt in prompts]
+            rows = [(2 * text)[start : start + max_tokens] for start in starts]
+            return {**found, "tokens": rows}
+
+    start = cpu_peers.Contestant.start
+    monkeypatch.setattr(
+        cpu_peers.Contestant,
+        "start",
+        lambda self, cpu: Stand(self.name) if self.peer else start(self, cpu),
+    )
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    names = ("kvserve_cpu_model", "kvserve_ngram", "vllm", "vllm_ngram")
+    flags = ("--contestants", *names, "--dtypes", "float32", "--repeat", "1", "--disable-tqdm")
+    lengths = ("--prompts", prompts, "--input-len", "60", "--output-len", "50")
+    saved = compare(tmp_path, monkeypatch, *flags, *lengths)
+    for row in saved["rows"]:
+        assert row["same_tokens"] == dict.fromkeys(names, 1)
+        assert row["vllm_ngram_gain"] == pytest.approx(1.5) and row["best_peer"] == "vLLM CPU"
+        assert row["kvserve_ngram_gain"] > 0 and row["ngram_vs_vllm"] > 0
+    assert "speculative_config" not in loaded["vllm"]
+    assert loaded["vllm_ngram"]["speculative_config"] == {
+        **{"method": "ngram", "num_speculative_tokens": 5},
+        **{"prompt_lookup_max": 5, "prompt_lookup_min": 2},
+    }
+    wanted = copying.copying_prompts(text, 2, edited=prompts == "edit", seed=0)
+    changed = sum(a != b for a, b in zip(wanted[0], text, strict=True))
+    assert changed == (0 if prompts == "copy" else 4)
 
 
 def test_every_peer_names_what_pip_needs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from kvserve.scheduler.arrays import IntArray
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
 """Settings of an engine that guesses."""
+
+
+def always_guess(llm: LLM) -> Any:
+    """Let an engine guess at every step, whatever that costs; return its speculation."""
+    speculation = llm.engine.core.scheduler.speculation
+    assert speculation is not None
+    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    speculation.costs.gains = lambda *_: True  # type: ignore[method-assign]
+    return speculation
 
 
 class Oracle:
@@ -23,10 +33,7 @@ class Oracle:
         self._rng = np.random.default_rng(0)
         self._scheduler = llm.engine.core.scheduler
         self.guessed = self.confirmed = 0
-        speculation = self._scheduler.speculation
-        assert speculation is not None
-        speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
-        speculation._drafter = self._of_row  # type: ignore[method-assign, assignment]
+        always_guess(llm)._drafter = self._of_row
 
     def _of_row(self, row: int) -> OneRow:
         seq = self._scheduler.rows.owner(row)
@@ -49,8 +56,11 @@ class OneRow:
     def __init__(self, oracle: Oracle, prompt: int, answer: Sequence[int]) -> None:
         self._oracle, self._prompt, self._answer = oracle, prompt, answer
 
-    def draft(self, token_ids: IntArray, most: int, least_chance: float) -> list[int]:
+    def draft(self, token_ids: IntArray, most: int, least_chance: float, rows: int) -> list[int]:
         return self._oracle.guess(len(token_ids) - self._prompt, self._answer, most)
+
+    def expected(self, count: int) -> float:
+        return count
 
     def learn(self, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed

@@ -66,9 +66,11 @@ class Always:
         return [0] * count
 
 
-def played(chance: float, cost: float, rows: int, tokens: int = 2_000) -> float:
+def played(
+    chance: float, cost: float, rows: int, tokens: int = 2_000, at_all: float = 0.0
+) -> float:
     """Tokens per second over those without guesses: each is right with this chance, and adds this
-    part of a plain step's time."""
+    part of a plain step's time; the first of a step adds ``at_all``, too."""
     rng, costs = np.random.default_rng(1), DraftCosts()
     settings = NgramSettings(5, 1, 1)
     drafters = [Drafter(settings, 2 / 3) for _ in range(rows)]
@@ -77,18 +79,22 @@ def played(chance: float, cost: float, rows: int, tokens: int = 2_000) -> float:
     text: IntArray = (rng.random(2 * tokens) >= chance).astype(np.int32)
     made, wanted = np.zeros(rows), 0.0
     while made.min() < tokens:
-        least, right, guessed = costs.least_chance(rows), np.zeros(rows, int), 0
+        least, right = costs.least_chance(rows), np.zeros(rows, int)
+        guesses, expected = np.zeros(rows, int), 0.0
         for row, drafter in enumerate(drafters):
             known = text[: int(made[row]) + 8]
             if least >= 1.0 or len(known) < drafter.ask_at:
                 continue
-            guess = drafter.draft(known, 5, least)
-            misses = np.flatnonzero(rng.random(len(guess)) >= chance)
-            right[row] = misses[0] if len(misses) else len(guess)
-            guessed += len(guess)
-            if guess:
-                drafter.learn(len(guess), int(right[row]))
-        took = 1 + cost * guessed / rows
+            guesses[row] = len(drafter.draft(known, 5, least, rows))
+            expected += drafter.expected(int(guesses[row]))
+        guessed = int(guesses.sum())
+        if guessed and not costs.gains(rows, expected, guessed):
+            guessed = 0
+        for row in np.flatnonzero(guesses).tolist() if guessed else []:
+            misses = np.flatnonzero(rng.random(guesses[row]) >= chance)
+            right[row] = misses[0] if len(misses) else guesses[row]
+            drafters[row].learn(int(guesses[row]), int(right[row]))
+        took = 1 + cost * guessed / rows + at_all * (guessed > 0)
         wanted += took
         took *= rng.uniform(0.9, 1.1) * (3 if rng.random() < 0.1 else 1)  # others use the machine
         costs.record(rows, guessed, rows + int(right.sum()), took)
@@ -109,6 +115,63 @@ def test_never_slower_than_without(chance: float, cost: float, rows: int) -> Non
         assert gain > 1.4
     elif chance == 0.6 and cost <= 0.2:
         assert gain > 1.2
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 1.0])
+def test_steps_with_guesses_that_cost_something_at_all(chance: float) -> None:
+    """Half of a plain step, and little by guess: many guesses pay, and a few do not."""
+    gain = played(chance, 0.05, 16, 1_000, at_all=0.5)
+    assert gain > (2 if chance == 1.0 else 0.95)
+
+
+def test_few_guesses_among_many_rows_do_not_pay() -> None:
+    """A step with guesses loses three tokens, and half of one by guess."""
+    costs = DraftCosts()
+    for i in range(20):
+        costs.record(16, 0, 16, 1.0)
+        guessed = 20 + i
+        costs.record(16, guessed, 16 + guessed, 1 + (3 + guessed / 2) / 48)
+    assert 0.2 <= costs.least_chance(16) < 1.0
+    assert costs.gains(16, 30.0, 32)
+    assert not costs.gains(16, 3.9, 4)
+    rests = [0]
+    for _ in range(120):
+        if costs.least_chance(16) == NEVER:
+            rests[-1] += 1
+        elif not costs.gains(16, 3.9, 4):
+            rests.append(0)
+    assert rests[:6] == [1, 2, 4, 8, 16, 16]
+
+
+def test_what_was_thought_to_pay_and_did_not_rests() -> None:
+    """Chances that are taken too high: each pause is longer than the one before."""
+    costs, pauses, last = DraftCosts(), [0], NEVER
+    for _ in range(4_000):
+        least = costs.least_chance(4)
+        if least == NEVER:
+            costs.record(4, 0, 4, 1.0)
+            pauses[-1] += 1
+        else:
+            costs.record(4, 8, 5, 1.5)  # one of eight is right
+            pauses.append(0)
+        last = least
+    assert last == NEVER
+    longest = [pause for pause in pauses if pause >= 128]
+    assert longest[:3] == sorted(longest[:3]) and longest[2] >= 512
+
+
+def test_what_is_not_found_is_looked_up_less_often() -> None:
+    """The more sequences share a step, the less: beside all their lookups it is short."""
+    text: IntArray = np.arange(400, dtype=np.int32)
+    asked = []
+    for rows in (1, 16, 64):
+        drafter, count = Drafter(NgramSettings(5, 5, 5), 2 / 3), 0
+        for size in range(8, 400):
+            if size >= drafter.ask_at:
+                assert not drafter.draft(text[:size], 5, 0.3, rows)
+                count += 1
+        asked.append(count)
+    assert 90 < asked[0] < 110 and asked[1] < 45 and asked[2] < 35
 
 
 def test_guesses_that_seemed_slow_are_tried_again() -> None:

@@ -17,7 +17,7 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
-from kvserve.engine.core.step_costs import record_costs
+from kvserve.engine.core.step_costs import step_clock, tell_gate, tell_speculation
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
     EngineInfo,
@@ -51,6 +51,8 @@ class StepInFlight:
     output: SchedulerOutput | None
     compactions: list[tuple[int, Compaction]]
     started: float
+    clock: float
+    """The reading of the engine's ``step_clock`` at the start."""
     launched: LaunchedStep | Exception
     traced: list[TracedMove]
 
@@ -79,6 +81,7 @@ class EngineCore:
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
+        self._clock = step_clock(self.runner.batch.device, self.runner.group.size)
         self._failures = 0
         """Failed steps since the last one that succeeded."""
 
@@ -128,7 +131,7 @@ class EngineCore:
 
     def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        started, output, compactions = time.perf_counter(), None, []
+        started, clock, output, compactions = time.perf_counter(), self._clock(), None, []
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
@@ -141,7 +144,7 @@ class EngineCore:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
         moves = self._tracer.take_moves()
-        return StepInFlight(output, compactions, started, launched, moves)
+        return StepInFlight(output, compactions, started, clock, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again if it has to end the engine.
@@ -176,11 +179,11 @@ class EngineCore:
         if confirmed is not None and output.drafts is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
             self._counts.add_drafts(output.drafts, confirmed)
-        seconds = self._collected - since
-        record_costs(self.scheduler, output, len(sampled), seconds, result.compaction_seconds)
+        tell_gate(self.scheduler, output, self._collected - since, result.compaction_seconds)
         refused = self._end_failed_grammars(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
+        tell_speculation(self.scheduler, output, len(sampled), self._clock() - step.clock)
         outputs = self._tokens_of(sampled, result, gets)
         return replace(
             outputs,

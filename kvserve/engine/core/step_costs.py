@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from kvserve.scheduler.compression.gate import BreakEvenGate
+import time
+from collections.abc import Callable
+
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 
 
-def record_costs(
-    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float, compacting: float
+def step_clock(device: str, ranks: int) -> Callable[[], float]:
+    """What steps with guesses are compared by: the CPU time of this thread where it computes, which
+    other processes disturb less than they do the wall clock."""
+    return time.thread_time if device == "cpu" and ranks == 1 else time.perf_counter
+
+
+def tell_speculation(
+    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float
 ) -> None:
-    """``output`` took ``seconds``, ``compacting`` of these its events; sequences got ``tokens``."""
-    gate, speculation = scheduler.events.gate, scheduler.speculation
-    if gate is not None:
-        _tell_gate(gate, scheduler, output, seconds, compacting)
+    """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``."""
+    speculation = scheduler.speculation
     alone = output.num_decoding_tokens == output.num_tokens > 0
     if output.draft_chunks is not None and output.draft_chunks.catches_up:
         alone = False
@@ -22,15 +28,14 @@ def record_costs(
         speculation.costs.record(output.num_decoding, guessed, tokens, seconds)
 
 
-def _tell_gate(
-    gate: BreakEvenGate,
-    scheduler: Scheduler,
-    output: SchedulerOutput,
-    seconds: float,
-    compacting: float,
+def tell_gate(
+    scheduler: Scheduler, output: SchedulerOutput, seconds: float, compacting: float
 ) -> None:
-    """Steps that verify guesses say nothing of what an entry costs."""
-    decoding = output.num_decoding
+    """``output`` took ``seconds``, ``compacting`` of these its events. Steps that verify guesses
+    say nothing of what an entry costs."""
+    gate, decoding = scheduler.events.gate, output.num_decoding
+    if gate is None:
+        return
     if output.compactions:
         queries = sum(int(task.plan.num_scored_queries.sum()) for task in output.compactions)
         gate.record_events(queries, compacting)

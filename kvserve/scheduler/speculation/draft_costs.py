@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 _WEIGHT = 0.1
-_NEWEST = 9
-"""Steps whose lower quartile is taken: what disturbs a step makes it longer, never shorter."""
+_NEWEST = 15
+"""Steps whose median is taken, since others may disturb some of them. A lower quartile would find
+guesses cheaper than they are where times vary."""
 _FEW = 4
 """Steps of either kind that are enough to compare them."""
 _OFTEN, _SELDOM = 8, 64
 """Steps with drafts after which one goes without; seldom if drafts pay by far."""
 _BY_FAR = 1.25
-_RETRY = 128
-"""Steps without drafts after which one goes with them, whatever they have seemed to cost."""
+_RETRY, _LONGEST_RETRY = 128, 512
+"""Steps without drafts after which one goes with them, whatever they have seemed to cost; twice as
+many after each such try in a row."""
+_JUDGED = 8
+"""Steps with drafts after which these are paused, if they gave fewer tokens per second."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
+"""Steps; a pause is twice as long as the one before, unless so many steps with drafts paid
+(``_PAID``) in between."""
+_PAID, _PAYS = 64, 1.05
+_WORTH_ALONE, _WORTH = 1.1, 1.25
+"""Times the tokens of a step without guesses, in the same time, that make guesses worth a step.
+Chances tend to be taken too high; and rows that get ahead of others have their events apart from
+theirs, which takes more steps with events."""
+_LONGEST_REST = 16
+"""Steps without lookups, after one whose guesses were too few to pay; twice as many after each next
+one in a row."""
 _BLIND = 16
 """Steps that may guess before any of them has been measured."""
 _UNKNOWN = 0.3
@@ -42,17 +57,22 @@ class _Steps:
 
     @property
     def seconds(self) -> float:
-        return _quartile(seconds for seconds, _ in self.newest)
+        return _median([seconds for seconds, _ in self.newest])
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    def cost(self, plain: float) -> float:
-        """Seconds by guess, beyond the ``plain`` ones of a step without."""
-        costs = ((seconds - plain) / guessed for seconds, guessed in self.newest)
-        return max(_quartile(costs), 0.0)
+    def costs(self, plain: float) -> tuple[float, float]:
+        """Seconds beyond the ``plain`` ones of a step without: of having guesses at all, and of
+        each. Medians over pairs of steps, so that a few that were disturbed do not count."""
+        more = [(seconds - plain, guessed) for seconds, guessed in self.newest]
+        each = max(_median([extra / guessed for extra, guessed in more]), 0.0)
+        slopes = [(a - b) / (n - m) for (a, n), (b, m) in combinations(more, 2) if n != m]
+        if slopes:
+            each = min(max(_median(slopes), 0.0), each)
+        return max(_median([extra - each * guessed for extra, guessed in more]), 0.0), each
 
 
 @dataclass(slots=True)
@@ -64,23 +84,54 @@ class _Size:
     since_plain: int = 0
     since_drafted: int = 0
     since_measured: int = 0
+    retry: int = _RETRY
+    tried: bool = False
+    """Whether the next step may guess although that has not seemed to pay."""
+    judged: int = 0
+    """Steps with drafts that were thought to pay, since the last pause."""
+    paused: int = 0
+    """Steps that are left of a pause."""
+    pause: int = _FIRST_PAUSE
+    """How long the next pause is."""
     compared: bool = False
     """Whether ``least`` and ``by_far`` are those of the newest steps."""
     least: float = NEVER
+    lost_at_all: float = 0.0
+    lost_by_guess: float = 0.0
+    """Tokens that steps without would give in the time of a step's guesses, and of each."""
     by_far: bool = False
+    rest: int = 0
+    """Steps that are left in which nothing is looked up, since guesses were too few to pay."""
+    next_rest: int = 1
 
     def compare(self) -> None:
         """Work out from which chance on a guess pays, and whether drafts pay by far."""
         plain, drafted = self.plain, self.drafted
-        lost = drafted.cost(plain.seconds) * max(plain.rate, drafted.rate)
+        at_all, each = drafted.costs(plain.seconds)
+        self.lost_at_all, self.lost_by_guess = at_all * plain.rate, each * plain.rate
+        lost = each * max(plain.rate, drafted.rate)
         lost += _MARGIN * lost * max(1.0 - lost, 0.0)
         self.least = min(max(lost, _LEAST), NEVER)
         self.by_far = drafted.rate > _BY_FAR * plain.rate
         self.compared = True
 
+    def judge(self) -> None:
+        """Pause drafts that were thought to pay and gave fewer tokens per second."""
+        self.judged, self.retry = self.judged + 1, _RETRY
+        if self.judged >= _PAID:
+            self.pause = _FIRST_PAUSE
+        if self.judged >= _JUDGED and self.drafted.rate < _PAYS * self.plain.rate:
+            self.judged, self.paused = 0, self.pause
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+
     @property
     def known(self) -> bool:
         return min(self.plain.count, self.drafted.count) >= _FEW
+
+    @property
+    def tries_again(self) -> bool:
+        """Whether it is time for a step with drafts although they have not seemed to pay."""
+        return self.since_drafted >= self.retry
 
     @property
     def wants_plain(self) -> bool:
@@ -93,11 +144,15 @@ class _Size:
 class DraftCosts:
     """Says from which chance on a guess is worth the time that it takes.
 
-    A guess that is right with chance p gains p tokens and costs c seconds, by which a step with
-    drafts takes longer than one without, by guess. In these c seconds the engine would have made
-    ``c * rate`` other tokens. Now and then a step goes without drafts, or with them although they
-    have been slow, so that both are known. Steps that also compute prompts, or that compress, are
-    not measured; while there are no others, nothing is guessed.
+    A guess that is right with chance p gains p tokens and costs c seconds, by which a step takes
+    longer with each guess. In these c seconds the engine would have made ``c * rate`` other tokens.
+    A step with guesses also takes longer by what these cost whatever their number, so that a few
+    of them among many rows do not pay (``gains``). Chances may be taken too high: what was thought
+    to pay is judged by the tokens per second that came of it, and rests if these were fewer.
+
+    Now and then a step goes without drafts, or with them although they have been slow, so that both
+    are known. Steps that also compute prompts, or that compress, are not measured; while there are
+    no others, nothing is guessed.
     """
 
     def __init__(self) -> None:
@@ -107,10 +162,15 @@ class DraftCosts:
         """A step of decoding rows alone, in which they got ``tokens``."""
         size = self._sizes[rows.bit_length()]
         size.since_measured = 0
-        size.compared = not guessed and size.plain.count % _OFTEN > 0
+        kind = size.drafted if guessed else size.plain
+        size.compared = kind.count > _NEWEST and kind.count % _OFTEN > 0 and size.compared
         if guessed:
             size.drafted.add(seconds, tokens, guessed)
             size.since_plain, size.since_drafted = size.since_plain + 1, 0
+            if size.known and not size.tried:
+                size.judge()
+            elif size.known:
+                size.retry = min(2 * size.retry, _LONGEST_RETRY)
         else:
             size.plain.add(seconds, tokens, 0)
             size.since_plain, size.since_drafted = 0, size.since_drafted + 1
@@ -119,13 +179,29 @@ class DraftCosts:
         """The chance from which on a guess pays in a step of so many rows."""
         size = self._sizes[rows.bit_length()]
         size.since_measured += 1
+        if size.paused or size.rest:
+            size.paused, size.rest = max(size.paused - 1, 0), max(size.rest - 1, 0)
+            return NEVER
         if size.wants_plain or (size.since_measured > _BLIND and not size.known):
             return NEVER
-        if not size.known or size.since_drafted >= _RETRY:
+        size.tried = not size.known or size.tries_again
+        if size.tried:
             return _UNKNOWN
         if not size.compared:
             size.compare()
         return size.least
+
+    def gains(self, rows: int, expected: float, guessed: int) -> bool:
+        """Whether a step is worth its guesses, of which ``expected`` will be right."""
+        size = self._sizes[rows.bit_length()]
+        if not size.known or size.tried:
+            return True
+        lost = size.lost_at_all + size.lost_by_guess * guessed
+        worth = _WORTH_ALONE if rows == 1 else _WORTH
+        enough = rows + expected >= worth * (rows + lost)
+        size.rest = 0 if enough else size.next_rest
+        size.next_rest = 1 if enough else min(2 * size.next_rest, _LONGEST_REST)
+        return enough
 
     def pays(self, rows: int) -> bool:
         """Whether it is known that steps of so many rows gain by likely guesses."""
@@ -134,10 +210,9 @@ class DraftCosts:
     def tries_again(self, rows: int) -> bool:
         """Whether a step of so many rows may guess only to learn whether that pays by now."""
         size = self._sizes[rows.bit_length()]
-        return size.known and size.since_drafted >= _RETRY
+        return size.known and size.tries_again
 
 
-def _quartile(values: Iterable[float]) -> float:
-    """A quarter of ``values`` are smaller."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4]
+def _median(values: list[float]) -> float:
+    """Half of ``values`` are smaller."""
+    return sorted(values)[len(values) // 2]

@@ -76,7 +76,11 @@ class DraftModelSpeculation(Speculation):
         guesses[~self._affords(np.where(guesses > 0, behind, 0), price)] = 0
         guesses = np.clip(self._left - (np.cumsum(guesses) - guesses), 0, guesses)
         asks = guesses > 0
-        return self._of(at[asks], behind[asks], guesses[asks], price) if asks.any() else NO_GUESSES
+        at, behind, guesses = at[asks], behind[asks], guesses[asks]
+        expected = map(lambda row, count: self._drafter(row).expected(count), at, guesses)
+        if not len(at) or not self._gains(sum(expected), int(guesses.sum())):
+            return NO_GUESSES
+        return self._of(at, behind, guesses, price)
 
     def _affords(self, behind: IntArray, price: int) -> BoolArray:
         """Which of n rows may read the ``behind [n]`` tokens that they lack: those that lack least,

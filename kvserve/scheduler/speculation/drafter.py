@@ -12,8 +12,9 @@ _FIRST = 1.5
 """Guesses that the chance of other sequences counts for."""
 _LOOK_EVERY = 8
 """Tokens after which a sequence without drafts makes a guess that no step verifies."""
-_PATIENCE, _LONGEST_BREAK = 8, 4
-"""Where nothing was found so often, it is looked up less often, after so many tokens at last."""
+_PATIENCE, _SHORT_BREAK, _LONG_BREAK = 4, 4, 32
+"""Where nothing was found so often, as many tokens as twice before pass to the next lookup: at last
+as many as there are sequences, since a step that many share is short beside all their lookups."""
 
 
 class Chance:
@@ -41,6 +42,11 @@ class Chance:
             return most
         return min(most, int(log(least_chance) / log(chance)))
 
+    def expected(self, count: int) -> float:
+        """How many of so many guesses in a row will be right."""
+        chance = self._right / self._made
+        return count if chance >= 1.0 else chance * (1 - chance**count) / (1 - chance)
+
 
 class Drafter(Chance):
     """Decides how many tokens of its sequence to guess: those that are likely enough to be right.
@@ -59,9 +65,11 @@ class Drafter(Chance):
         self._open: tuple[int, int] | None = None
         """The place and the token of a guess that no step verifies."""
 
-    def draft(self, token_ids: IntArray, most: int, least_chance: float) -> list[int]:
+    def draft(
+        self, token_ids: IntArray, most: int, least_chance: float, rows: int = 1
+    ) -> list[int]:
         """At most ``most`` tokens to follow ``token_ids``, all of the sequence so far; each has at
-        least this chance to be confirmed."""
+        least this chance to be confirmed. The step has so many ``rows``."""
         size = len(token_ids)
         if self._open is not None and self._open[0] < size:
             place, token = self._open
@@ -71,7 +79,8 @@ class Drafter(Chance):
         self._index.extend(token_ids)
         guess = self._index.guess(token_ids, max(count, 1))
         self._missed = 0 if guess else self._missed + 1
-        self.ask_at = size + min(1 + self._missed // _PATIENCE, _LONGEST_BREAK)
+        longest = min(max(rows, _SHORT_BREAK), _LONG_BREAK)
+        self.ask_at = size + min(1 << min(self._missed // _PATIENCE, 5), longest)
         if not count:
             self.ask_at = size + _LOOK_EVERY
             self._open = (size, guess[0]) if guess else None

@@ -27,19 +27,20 @@ class Lookup(Speculation):
     def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
         """Guesses hold blocks for one step, so it does not matter who waits for some."""
         rows, left = self._rows, self._left
-        guesses = dict[int, list[int]]()
+        guesses, expected = dict[int, list[int]](), 0.0
         for row, most_of_row in zip(at.tolist(), most.tolist(), strict=True):
             if not left:
                 break
             drafter: Any = self._drafter(row)
             known = rows.token_ids[row, : rows.num_tokens[row]]
-            guess = drafter.draft(known, min(most_of_row, left), least)
+            guess = drafter.draft(known, min(most_of_row, left), least, rows.num_decoding)
             rows.guess_from[row] = drafter.ask_at
             if guess:
                 guesses[row], left = guess, left - len(guess)
-        if not guesses:
-            return NO_GUESSES
+                expected += drafter.expected(len(guess))
         each = list(guesses.values())
+        if not each or not self._gains(expected, sum(map(len, each))):
+            return NO_GUESSES
         guessing = np.fromiter(guesses, np.int32, len(guesses))
         drafts = self._drafts(guessing, np.array([len(guess) for guess in each], np.int32))
         if drafts is None:

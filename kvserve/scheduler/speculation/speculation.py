@@ -75,6 +75,10 @@ class Speculation(ABC):
         """Most guesses of a step."""
         return (self._max_tokens - self._rows.num_decoding) // 2
 
+    def _gains(self, expected: float, guessed: int) -> bool:
+        """Whether the step is worth its guesses, of which ``expected`` will be right."""
+        return self.costs.gains(self._rows.num_decoding, expected, guessed)
+
     def _drafts(self, at: IntArray, guesses: IntArray, spare: int = 0) -> Drafts | None:
         """Drafts of the decoding rows, in which the rows ``at [n]`` have ``guesses [n]`` more
         tokens, still 0; ``None`` without blocks for them and ``spare`` more."""

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 
 ATEN = torch.ops.aten
@@ -114,9 +115,7 @@ def test_a_draft_model_waits_for_nothing(tmp_path: Path) -> None:
     draft = write_checkpoint("llama", tmp_path / "draft", num_hidden_layers=2)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     llm = small_engine(tmp_path, KARA, speculative_config=config)
-    speculation = llm.engine.core.scheduler.speculation
-    assert speculation is not None
-    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    always_guess(llm)
     with nothing_is_waited_for():
         llm.generate(
             random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN, GREEDY, GREEDY], use_tqdm=False

@@ -23,6 +23,7 @@ from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.scheduler.blocks.draft_group import DraftGroup
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import always_guess
 from tests.engine.runner.test_cuda_graph import KARA, generate, make_llm, make_plain
 from tests.engine.runner.test_speculation import answers, run, same
 from tests.engine.test_pressure import watch
@@ -57,14 +58,8 @@ def drafting(directory: Path, draft: Path, policy: Any, tokens: int = 4, **setti
     """An engine that guesses as often as it may, whether that pays or not."""
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": tokens}
     llm = make_llm(directory, policy, speculative_config=config, **settings)
-    always(llm)
+    always_guess(llm)
     return llm
-
-
-def always(llm: LLM) -> None:
-    speculation = llm.engine.core.scheduler.speculation
-    assert speculation is not None
-    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
 
 
 def counts(llm: LLM) -> tuple[int, int]:

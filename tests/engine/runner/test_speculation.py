@@ -20,7 +20,7 @@ from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.guesses import SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
@@ -88,9 +88,7 @@ def test_draws_rules_and_stops(llama_dir: Path) -> None:
 def test_draws_follow_the_distribution(llama_dir: Path, size: int) -> None:
     """Chi-square over tokens that the lookup has often guessed: eight words, one distribution."""
     llm = make_llm(llama_dir, "none", speculative_config={**LOOKUP, "prompt_lookup_min": 1})
-    speculation = llm.engine.core.scheduler.speculation
-    assert speculation is not None
-    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    always_guess(llm)
     weights = torch.arange(1, 9) / 36
     logits = torch.full((128,), -torch.inf)
     logits[20:28] = weights.log()
