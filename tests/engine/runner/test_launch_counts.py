@@ -23,7 +23,7 @@ VIEWS = {
 PER_LAYER = {"linear": 4, "_rms_norm": 2, "attend": 1, "_silu_and_mul": 1}
 NUMBERS = {"_rotate_and_store": 1}
 LEVELS = {"_rotate": 1, "_store_levels": 1}
-AROUND = 13
+AROUND = 5
 
 
 class Launches(TorchDispatchMode):

@@ -269,6 +269,7 @@ def test_repeated_text_takes_fewer_steps(llama_dir: Path) -> None:
     def forced(positions: Tensor) -> Tensor:
         return given[positions]
 
+    always_guess(llm)  # what a guess costs depends on what else this machine does
     llm.engine.core.runner.force = forced
     params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     (output,) = llm.generate([text], params, use_tqdm=False)
