@@ -18,6 +18,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.implementation import load
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.recorded_steps import RecordedChunks
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.draft_group import DraftSpec
 from kvserve.scheduler.layout import KVLayout
@@ -35,9 +36,13 @@ class DraftModel:
         rows: DraftRows,
         batch: InputBatch,
         attention: AttentionBackend,
+        *,
+        records: bool = False,
     ) -> None:
+        """``records``: forwards over few tokens are recorded."""
         self.model = model
         self._cache, self._rows, self._batch, self._attention = cache, rows, batch, attention
+        self._chunks = RecordedChunks(model, cache, attention) if records else None
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
@@ -92,6 +97,8 @@ class DraftModel:
         at = None
         if wanted is not None and len(wanted) < len(token_ids):
             at = to_device(wanted, token_ids.device)
+        elif self._chunks is not None:
+            return self._chunks.forward(token_ids, batch)
         return self.model(token_ids, batch, self._cache, self._attention.plan(batch), at)
 
     def _choose(self, hidden: Tensor, rows: IntArray, positions: IntArray) -> Tensor:
@@ -138,9 +145,14 @@ class DraftPlan:
         )
         return select_backend(self.attention, needs)
 
-    def build(self, model: Transformer, pool: Tensor, batch: InputBatch) -> DraftModel:
-        """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``."""
+    def build(
+        self, model: Transformer, pool: Tensor, batch: InputBatch, *, eager: bool, max_len: int
+    ) -> DraftModel:
+        """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``; if ``eager``,
+        nothing is recorded. Positions are below ``max_len``."""
         attention = self.chosen_attention()
         cache = DraftCache(pool, self.layout, self.dtype, attention.store_kv)
         (rows,) = (group for group in batch.groups if isinstance(group, DraftRows))
-        return DraftModel(model, cache, rows, batch, attention.backend)
+        model.tabulate(max_len)
+        records = attention.name == "cpu" and not eager
+        return DraftModel(model, cache, rows, batch, attention.backend, records=records)

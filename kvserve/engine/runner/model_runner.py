@@ -319,11 +319,13 @@ class ModelRunner:
             hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
         elif output.num_decoding or chunks:
             input_ids, batch = self.batch.build(output, step.guesses)
-            planned = self.attention.plan(batch)
-            at = None
-            if wanted is not None and len(wanted) < len(input_ids):
-                at = to_device(wanted, input_ids.device)
-            hidden.append(self.model(input_ids, batch, self.cache, planned, at))
+            if isinstance(self.graphs, RecordedSteps) and not chunks and self.graphs.plays:
+                hidden.append(self.graphs.chunks.forward(input_ids, batch))
+            else:
+                planned, at = self.attention.plan(batch), None
+                if wanted is not None and len(wanted) < len(input_ids):
+                    at = to_device(wanted, input_ids.device)
+                hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
             last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
             hidden.append(last)

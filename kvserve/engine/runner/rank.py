@@ -216,7 +216,8 @@ class RankPlan:
 
     def _drafts(self, model: Transformer, cache: KVCache, batch: InputBatch) -> DraftModel:
         assert self.draft is not None
-        return self.draft.build(model, cache.kv, batch)
+        eager = self.config.enforce_eager
+        return self.draft.build(model, cache.kv, batch, eager=eager, max_len=self.max_len)
 
     def ready_runner(
         self,
