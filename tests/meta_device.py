@@ -27,7 +27,7 @@ from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import draft_model, rank
-from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, quantized_triton
 from kvserve.kernels.compact_kv import compact_kv_triton

@@ -16,7 +16,7 @@ from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.quantized_entries import places_of
 from kvserve.kernels.slot_mapping import slot_mapping

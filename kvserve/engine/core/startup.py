@@ -62,7 +62,7 @@ from kvserve.engine.runner.memory import (
     count_host_blocks,
     free_memory,
 )
-from kvserve.engine.runner.rank import Pool, RankPlan, table_shapes
+from kvserve.engine.runner.rank_plan import Pool, RankPlan, table_shapes
 from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec

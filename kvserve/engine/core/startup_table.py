@@ -25,7 +25,7 @@ from kvserve.engine.policies.registry import make_policy, policy_class, policy_n
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
-from kvserve.engine.runner.rank import RankPlan
+from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.kernels.cpu import window_scores
 from kvserve.kernels.entry_format import entry_format

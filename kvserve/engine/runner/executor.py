@@ -20,15 +20,10 @@ import torch
 
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
-from kvserve.engine.runner.rank import (
-    FORGET_SCORES,
-    JOINING,
-    Pool,
-    RankPlan,
-    RankStart,
-    message_for_ranks,
-)
+from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, RankStart, message_for_ranks
+from kvserve.engine.runner.rank_plan import Pool, RankPlan
 from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput

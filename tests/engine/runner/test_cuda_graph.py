@@ -13,7 +13,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import policy_class, policy_names
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity

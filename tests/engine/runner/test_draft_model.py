@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.scheduler.blocks.draft_group import DraftGroup

@@ -20,7 +20,7 @@ from kvserve import LLM
 from kvserve.engine.cache import kv_cache
 from kvserve.engine.device import pages
 from kvserve.engine.runner import memory, rank
-from kvserve.engine.runner.rank import RankPlan
+from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.scheduler.messages.output import SwapTask
 
 GIB = 2**30

@@ -12,7 +12,7 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
 from kvserve.engine.policies.registry import policy_class
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput

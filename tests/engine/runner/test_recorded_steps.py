@@ -14,7 +14,7 @@ import torch
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
 from kvserve.engine.policies.registry import policy_class
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
 from kvserve.kernels.cpu import calls

@@ -23,7 +23,7 @@ from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
