@@ -21,9 +21,9 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.cuda_graph import PaddedStep
 from kvserve.engine.runner.tapes import Recorder
-from kvserve.kernels.cpu.calls import Tape
+from kvserve.kernels.cpu.calls import ReadyTape
 
-_LARGEST = 256
+_LARGEST = 128
 """Steps of more rows are computed without a tape: Python is a small part of them."""
 _MOST_TOKENS, _MOST_SHAPES = 64, 128
 """Of chunks that are recorded. Many rows have too many shapes, and Python is little of them."""
@@ -76,7 +76,8 @@ class RecordedSteps:
         by_torch = filling.refused is not None  # of further cache groups
         if computing.refused is None:
             tape = computing.tape if by_torch else filling.tape.followed_by(computing.tape)
-            self._steps[size, logs_queries] = _RecordedStep(step, tape, computing.answer, by_torch)
+            played = tape.ready(), computing.answer
+            self._steps[size, logs_queries] = _RecordedStep(step, *played, by_torch)
         self.refused = computing.refused
         return computing.answer
 
@@ -86,7 +87,7 @@ class _RecordedStep:
     """``hidden`` is where the tape leaves its answer; ``step`` has what it reads."""
 
     step: PaddedStep
-    tape: Tape
+    tape: ReadyTape
     hidden: Tensor
     updates: bool
     """Whether the step's inputs are not on the tape."""
@@ -131,7 +132,7 @@ class RecordedChunks:
         self._refused = recording.refused is not None
         if not self._refused:
             given = ids, buffers, planned
-            self._known[shape] = _RecordedChunks(given, recording.tape, recording.answer)
+            self._known[shape] = _RecordedChunks(given, recording.tape.ready(), recording.answer)
         return recording.answer
 
 
@@ -139,7 +140,7 @@ class RecordedChunks:
 class _RecordedChunks:
     given: tuple[Tensor, ForwardBatch, Any]
     """Token ids, the batch and its plan: what the tape reads."""
-    tape: Tape
+    tape: ReadyTape
     hidden: Tensor
 
     def play(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:

@@ -18,6 +18,9 @@ Refusal = Callable[[int], Exception]
 """From what a kernel returned, if it is not 0, to the error that says so."""
 
 
+_ALIGNED = 16
+
+
 class _Item(ctypes.Structure):
     """``Item`` of ``calls.cpp``, field by field."""
 
@@ -40,7 +43,6 @@ class Tape:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, ctypes.Structure, Refusal | None]] = []
-        self._items: Any = None
 
     def add(self, function: Any, call: ctypes.Structure, refusal: Refusal | None) -> None:
         """Take a call that has been made; ``call`` is what the function reads."""
@@ -52,25 +54,35 @@ class Tape:
         both._calls = self._calls + other._calls
         return both
 
+    def ready(self) -> ReadyTape:
+        """The calls as they are played."""
+        return ReadyTape(self._calls)
+
+
+class ReadyTape:
+    """Calls that are made again as often as wanted, side by side in memory."""
+
+    def __init__(self, calls: list[tuple[Any, ctypes.Structure, Refusal | None]]) -> None:
+        sizes = [-(-ctypes.sizeof(call) // _ALIGNED) * _ALIGNED for _, call, _ in calls]
+        self._calls = ctypes.create_string_buffer(sum(sizes) + _ALIGNED)
+        self._items = (_Item * len(calls))()
+        self._refusals: dict[int, Refusal] = {}
+        at = -(-ctypes.addressof(self._calls) // _ALIGNED) * _ALIGNED
+        for i, ((function, call, refusal), size) in enumerate(zip(calls, sizes, strict=True)):
+            ctypes.memmove(at, ctypes.addressof(call), ctypes.sizeof(call))
+            address = ctypes.cast(function, ctypes.c_void_p)
+            self._items[i] = _Item(address, at, refusal is not None)
+            if refusal is not None:
+                self._refusals[i] = refusal
+            at += size
+        self._play = load_library("calls").kvserve_play
+        self._at = ctypes.c_int64()
+
     def play(self) -> None:
-        """Make all calls again, up to the first that is refused: its error is raised."""
-        if self._items is None:
-            items = [
-                _Item(
-                    ctypes.cast(function, ctypes.c_void_p),
-                    ctypes.addressof(call),
-                    refusal is not None,
-                )
-                for function, call, refusal in self._calls
-            ]
-            self._items = (_Item * len(items))(*items)
-            self._library = load_library("calls")
-            self._at = ctypes.c_int64()
-        code = self._library.kvserve_play(self._items, len(self._calls), ctypes.byref(self._at))
+        """Make all calls, up to the first that is refused: its error is raised."""
+        code = self._play(self._items, len(self._items), ctypes.byref(self._at))
         if code:
-            refusal = self._calls[self._at.value][2]
-            assert refusal is not None, "only calls that can be refused are asked"
-            raise refusal(code)
+            raise self._refusals[self._at.value](code)
 
 
 @contextmanager
