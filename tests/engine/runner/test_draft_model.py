@@ -120,6 +120,8 @@ def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dt
     if kv_cache_dtype == "auto":
         assert guessed == right and llm.stats().steps_total < plain.stats().steps_total / 3
     assert right > 20
+    draft = llm.engine.core.runner.draft
+    assert draft is not None and draft._chunks is not None and draft._chunks.replays > 20
     each = [output.kv_cache_details for output in found]
     assert all(details.draft_bytes > 0 for details in each)
     assert [details.held_bytes for details in each] == [
