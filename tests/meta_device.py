@@ -26,7 +26,7 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import draft_model, rank
+from kvserve.engine.runner import draft_model, rank_plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, quantized_triton
@@ -89,7 +89,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return Choice("triton", both, *stores, "", rotate_and_store_triton)
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
-    for module in (rank, draft_model):
+    for module in (rank_plan, draft_model):
         monkeypatch.setattr(module, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)

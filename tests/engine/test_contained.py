@@ -160,6 +160,7 @@ def whole(core: EngineCore) -> None:
 PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
     "the scheduler": lambda core: (core.scheduler, "_make_room"),
     "a forward": lambda core: (core.runner.model.layers[0], "forward"),
+    "a played step": lambda core: (core.runner.graphs, "decode"),
     "the sampler": lambda core: (core.runner.batch.sampling, "sample"),
     "newcomers": lambda core: (core.runner.batch.sampling, "set_rows"),
 }
@@ -170,7 +171,8 @@ PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
 def test_a_step_that_fails_once_costs_one_request(
     llama_dir: Path, place: str, overlaps: bool
 ) -> None:
-    llm = LLM(str(llama_dir), policy=KARA, async_scheduling=overlaps, **SETTINGS)
+    how = {"async_scheduling": overlaps, "enforce_eager": place == "a forward"}
+    llm = LLM(str(llama_dir), policy=KARA, **how, **SETTINGS)
     expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     core = llm.engine.core
     owner, name = PLACES[place](core)
@@ -207,7 +209,7 @@ def test_what_fails_in_every_step_ends_the_engine(llama_dir: Path) -> None:
 
 def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:
     """torch says so by a RuntimeError on a CPU."""
-    llm = LLM(str(llama_dir), **SETTINGS)
+    llm = LLM(str(llama_dir), enforce_eager=True, **SETTINGS)
     runner = llm.engine.core.runner
     forward, calls = runner.model.layers[0].forward, 0
 

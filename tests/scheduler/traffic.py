@@ -265,7 +265,7 @@ class Oracle:
     def __init__(self, shadow: ShadowRunner, rng: np.random.Generator, row: int) -> None:
         self._shadow, self._rng, self._row = shadow, rng, row
 
-    def draft(self, token_ids: IntArray, most: int, least_chance: float) -> list[int]:
+    def draft(self, token_ids: IntArray, most: int, least_chance: float, rows: int) -> list[int]:
         held = {lane: list(entries) for lane, entries in self._shadow.held[self._row].items()}
         guess, token = list[int](), int(token_ids[-1])
         for _ in range(int(self._rng.integers(0, most + 1))):
@@ -277,6 +277,9 @@ class Oracle:
 
     def learn(self, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed
+
+    def expected(self, count: int) -> float:
+        return 0.8 * count
 
 
 class Traffic:

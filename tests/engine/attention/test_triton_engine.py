@@ -12,6 +12,7 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache import entry_store, query_log
 from kvserve.engine.policies import kara, scoring
+from kvserve.engine.runner import rank_plan
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
 from kvserve.kernels.compact_kv import compact_kv_triton
@@ -62,7 +63,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Kernel, "launch", record)
     monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
-    monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
+    fill = decode_inputs.decode_inputs_triton
+    monkeypatch.setattr(rank_plan, "select_decode_inputs", lambda: fill)
     monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
