@@ -52,8 +52,8 @@ EQUAL = Measurement(
     "budget that holds as many bytes per sequence as Kara's default, on average over a run. Its "
     "form (trigger, prompt protected or not, remainder or not) is the best of those tried on "
     "seed 11 (bench/results/2026-11-24-equal-bytes-forms.json).",
-    f"bench throughput {GRADED} --num-prompts 100 --seed 2026 --repeat 3 {flags(EQUAL_BYTES)}",
-    minutes=58,
+    f"bench throughput {GRADED} --num-prompts 100 --seed 2026 --repeat 2 {flags(EQUAL_BYTES)}",
+    minutes=36,
     plots=True,
 )
 PEERS = Measurement(
