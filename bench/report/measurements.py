@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from bench.report.engines import ENGINES
 from bench.report.long_traces import BEFORE, LONG
 from bench.report.measurement import Chapter, Measurement, flags
 from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
@@ -243,62 +244,6 @@ FEWER_BITS = (
         f"--policy none --policy snapkv:budget=128 --policy chunkkv:budget=128",
         minutes=5,
         in_pieces=False,
-    ),
-)
-
-_GUESSING = (
-    "--input-len 400 --output-len 400 --shapes 4m --dtypes float32 --batches 1 16 --contestants "
-    "kvserve_cpu_model kvserve_ngram vllm vllm_ngram --repeat 3 --cpu 1"
-)
-
-ENGINES = (
-    Measurement(
-        "cpu-peers-short",
-        "Other engines on the same CPU, in bfloat16",
-        "With recorded steps and the attention of 2026-11-24: 64 + 64 tokens on random weights, one "
-        "thread on the same core, in turns.",
-        "--shapes 4m 79m --dtypes bfloat16 --batches 1 16 64 --contestants kvserve_cpu_model vllm "
-        "llama_cpp --repeat 3 --cpu 1",
-        minutes=6,
-        module="bench.cpu_peers",
-    ),
-    Measurement(
-        "cpu-peers-ngram-copy",
-        "The same guesses in vLLM, on a copy",
-        "Both engines with the same n-gram settings (5 guesses, lookups of 5 to 2 tokens), and "
-        "without, in turns. The weights walk along a cycle of tokens at the cost of random ones, "
-        "so each engine answers with a copy of its prompt.",
-        "--prompts copy " + _GUESSING,
-        minutes=3,
-        module="bench.cpu_peers",
-    ),
-    Measurement(
-        "cpu-peers-ngram-edit",
-        "The same guesses in vLLM, on an edited text",
-        "The same; the prompt has a tenth of its tokens changed, and the answer does not.",
-        "--prompts edit " + _GUESSING,
-        minutes=3,
-        module="bench.cpu_peers",
-    ),
-    Measurement(
-        "cpu-peers",
-        "Other engines on the same CPU, before",
-        "Before recorded steps. Output tokens per second of kvserve (compiled attention in each layout of its cache, "
-        "torch's attention) and of its peers, each in an environment of its own "
-        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer. "
-        "transformers' continuous batching takes part if `--contestants` names it.",
-        "--repeat 3",
-        minutes=13,
-        module="bench.cpu_peers",
-    ),
-    Measurement(
-        "kvpress-accuracy",
-        "kvpress's presses on the same prompts",
-        "The same method in kvpress and here, keeping as many entries: at a prompt's end, and "
-        "while decoding every 32 steps. Every turn of a task is a prompt of its own.",
-        "--threads 1",
-        minutes=6,
-        module="bench.kvpress_accuracy",
     ),
 )
 
