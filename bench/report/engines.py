@@ -42,9 +42,9 @@ ENGINES = (
         "cpu-peers",
         "Other engines on the same CPU, before",
         "Before recorded steps. Output tokens per second of kvserve (compiled attention in each "
-        "layout of its cache, torch's attention) and of its peers, each in an environment of its own "
-        "(`make peers`), on the same random weights. `kvserve / it` compares with the best peer. "
-        "transformers' continuous batching takes part if `--contestants` names it.",
+        "layout of its cache, torch's attention) and of its peers, each in an environment of its "
+        "own (`make peers`), on the same random weights. `kvserve / it` compares with the best "
+        "peer. transformers' continuous batching takes part if `--contestants` names it.",
         "--repeat 3",
         minutes=13,
         module="bench.cpu_peers",
