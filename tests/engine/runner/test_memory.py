@@ -19,7 +19,7 @@ from torch import Tensor
 from kvserve import LLM
 from kvserve.engine.cache import kv_cache
 from kvserve.engine.device import pages
-from kvserve.engine.runner import memory, rank
+from kvserve.engine.runner import memory, rank_plan
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.scheduler.messages.output import SwapTask
 
@@ -81,11 +81,11 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
         rehearsed.append(True)
         return 3 * GIB
 
-    monkeypatch.setattr(rank, "taken_by", taken_by)
+    monkeypatch.setattr(rank_plan, "taken_by", taken_by)
     freed: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     # What loading has left with torch is given back before what is free is read.
-    monkeypatch.setattr(rank, "free_memory", lambda device, share: (9 + bool(freed)) * GIB)
+    monkeypatch.setattr(rank_plan, "free_memory", lambda device, share: (9 + bool(freed)) * GIB)
     found = profile(Pretended(**{**vars(plan), "device": "cuda"}), *args)
     scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.policy.kept_scores
     assert rehearsed and found.step == 3 * GIB and 0 < scores < 256 * 2**20
