@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import subprocess
 import sys
@@ -193,7 +194,10 @@ def can_collapse() -> bool:
 
 @pytest.mark.skipif(not can_collapse(), reason="needs Linux 6.1 with large pages")
 def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
-    numbers, before = torch.arange(2**22), large_pages()
+    before = large_pages()
+    # A mapping of its own: what malloc gives may lie in large pages already.
+    numbers = torch.frombuffer(mmap.mmap(-1, 2**25), dtype=torch.int64)
+    torch.arange(2**22, out=numbers)
     pages.use_large_pages(numbers.data_ptr(), numbers.nbytes)
     assert large_pages() > before
     assert torch.equal(numbers, torch.arange(2**22))
