@@ -196,7 +196,8 @@ def can_collapse() -> bool:
 def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
     before = large_pages()
     # A mapping of its own: what malloc gives may lie in large pages already.
-    numbers = torch.frombuffer(mmap.mmap(-1, 2**25), dtype=torch.int64)
+    mapping = mmap.mmap(-1, 2**25, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    numbers = torch.frombuffer(mapping, dtype=torch.int64)
     torch.arange(2**22, out=numbers)
     pages.use_large_pages(numbers.data_ptr(), numbers.nbytes)
     assert large_pages() > before
