@@ -25,12 +25,7 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import (
-    int4_log,
-    quantized_entries,
-    quantized_triton,
-    store_kv,
-)
+from kvserve.kernels import int4_log, quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.cpu import paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv

@@ -220,17 +220,20 @@ class RankPlan:
         """Whether decoding steps may be recorded (``recorded_steps.py``)."""
         alone = self.config.parallel.tensor_parallel_size == 1
         compiled = alone and attention.name == "cpu" and not self.spec.borrowed
-        rebuilt = any(group.rebuilds for group in self.groups)
-        return compiled and not rebuilt and not self.config.enforce_eager
+        return compiled and not self._rebuilds and not self.config.enforce_eager
+
+    @property
+    def _rebuilds(self) -> bool:
+        """Whether a group's entries are rebuilt in each step."""
+        return any(group.rebuilds for group in self.groups)
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        rebuilds = any(group.rebuilds for group in self.groups)
         return capture_sizes(
             self.config,
             self.device,
             attention,
-            rebuilds_codes=rebuilds,
+            rebuilds_codes=self._rebuilds,
             borrowed=self.spec.borrowed,
         )
 

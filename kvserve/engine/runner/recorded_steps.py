@@ -21,7 +21,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.cuda_graph import PaddedStep
 from kvserve.engine.runner.tapes import Recorder
-from kvserve.kernels.cpu.calls import ReadyTape
+from kvserve.kernels.cpu.calls import Tape
 
 _LARGEST = 128
 """Steps of more rows are computed without a tape: Python is a small part of them."""
@@ -41,8 +41,12 @@ class RecordedSteps:
         self._parts = model, cache, batch, attention
         self._recorder = Recorder()
         self._steps: dict[tuple[int, bool], _RecordedStep] = {}
+        # Both kinds are tried now, with no row, so that they store in the null block: what is said
+        # at the start holds.
         nobody = torch.zeros((), dtype=torch.int64)
-        self._step(1, logs_queries=False, count=nobody)  # it stores in the null block
+        for logs_queries in (True, False):
+            if self.refused is None:
+                self._step(1, logs_queries, nobody)
         nobody.fill_(1)
         self.chunks = RecordedChunks(model, cache, attention, self._recorder)
 
@@ -75,9 +79,8 @@ class RecordedSteps:
         computing = self._recorder.record(partial(step.compute, filling.answer))
         by_torch = filling.refused is not None  # of further cache groups
         if computing.refused is None:
-            tape = computing.tape if by_torch else filling.tape.followed_by(computing.tape)
-            played = tape.ready(), computing.answer
-            self._steps[size, logs_queries] = _RecordedStep(step, *played, by_torch)
+            tape = Tape(computing.calls if by_torch else filling.calls + computing.calls)
+            self._steps[size, logs_queries] = _RecordedStep(step, tape, computing.answer, by_torch)
         self.refused = computing.refused
         return computing.answer
 
@@ -87,7 +90,7 @@ class _RecordedStep:
     """``hidden`` is where the tape leaves its answer; ``step`` has what it reads."""
 
     step: PaddedStep
-    tape: ReadyTape
+    tape: Tape
     hidden: Tensor
     updates: bool
     """Whether the step's inputs are not on the tape."""
@@ -132,7 +135,7 @@ class RecordedChunks:
         self._refused = recording.refused is not None
         if not self._refused:
             given = ids, buffers, planned
-            self._known[shape] = _RecordedChunks(given, recording.tape.ready(), recording.answer)
+            self._known[shape] = _RecordedChunks(given, Tape(recording.calls), recording.answer)
         return recording.answer
 
 
@@ -140,7 +143,7 @@ class RecordedChunks:
 class _RecordedChunks:
     given: tuple[Tensor, ForwardBatch, Any]
     """Token ids, the batch and its plan: what the tape reads."""
-    tape: ReadyTape
+    tape: Tape
     hidden: Tensor
 
     def play(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:

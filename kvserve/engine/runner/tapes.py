@@ -1,4 +1,4 @@
-"""Recording what a model computes on a CPU as a tape of compiled calls, with memory of its own."""
+"""Recording what a model computes on a CPU as compiled calls, with memory of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvserve.kernels.cpu.calls import Tape, recorded
+from kvserve.kernels.cpu.calls import Call, recorded
 
 _ALIGNED = 64
 _CHUNK = 2**20
@@ -22,10 +22,10 @@ _ALLOCATES = ("empty", "empty_like", "new_empty")
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """``answer`` is where the tape leaves what it computes. ``refused`` is the first of torch's
-    operators that computed something: the tape lacks it, and cannot be played."""
+    """``answer`` is where a tape of the ``calls`` leaves what it computes. ``refused`` is the first
+    of torch's operators that computed something: a tape would lack it."""
 
-    tape: Tape
+    calls: list[Call]
     answer: Tensor
     refused: str | None
 
@@ -39,9 +39,9 @@ class Recorder:
     @torch.inference_mode()
     def record(self, compute: Callable[[], Tensor]) -> Recording:
         """Compute, and note the calls of compiled kernels."""
-        with recorded() as tape, _Watch(self._memory) as watch:
+        with recorded() as calls, _Watch(self._memory) as watch:
             answer = compute()
-        return Recording(tape, answer, watch.refused)
+        return Recording(calls, answer, watch.refused)
 
 
 class _Watch(TorchDispatchMode):

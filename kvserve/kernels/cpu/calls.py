@@ -17,7 +17,6 @@ from kvserve.kernels.cpu.build import load_library
 Refusal = Callable[[int], Exception]
 """From what a kernel returned, if it is not 0, to the error that says so."""
 
-
 _ALIGNED = 16
 
 
@@ -31,38 +30,21 @@ class _Item(ctypes.Structure):
     )
 
 
+Call = tuple[Any, ctypes.Structure, Refusal | None]
+"""A kernel, what it reads, and what is raised if it refuses."""
+
+
 class _Recording(threading.local):
-    tape: Tape | None = None
+    calls: list[Call] | None = None
 
 
 _recording = _Recording()
 
 
 class Tape:
-    """Calls in the order in which they were made."""
+    """Calls that are made again as often as wanted, in this order, side by side in memory."""
 
-    def __init__(self) -> None:
-        self._calls: list[tuple[Any, ctypes.Structure, Refusal | None]] = []
-
-    def add(self, function: Any, call: ctypes.Structure, refusal: Refusal | None) -> None:
-        """Take a call that has been made; ``call`` is what the function reads."""
-        self._calls.append((function, call, refusal))
-
-    def followed_by(self, other: Tape) -> Tape:
-        """The calls of both."""
-        both = Tape()
-        both._calls = self._calls + other._calls
-        return both
-
-    def ready(self) -> ReadyTape:
-        """The calls as they are played."""
-        return ReadyTape(self._calls)
-
-
-class ReadyTape:
-    """Calls that are made again as often as wanted, side by side in memory."""
-
-    def __init__(self, calls: list[tuple[Any, ctypes.Structure, Refusal | None]]) -> None:
+    def __init__(self, calls: list[Call]) -> None:
         sizes = [-(-ctypes.sizeof(call) // _ALIGNED) * _ALIGNED for _, call, _ in calls]
         self._calls = ctypes.create_string_buffer(sum(sizes) + _ALIGNED)
         self._items = (_Item * len(calls))()
@@ -86,14 +68,15 @@ class ReadyTape:
 
 
 @contextmanager
-def recorded() -> Iterator[Tape]:
-    """The calls of this thread are made as always, and taken by the tape."""
-    assert _recording.tape is None, "a tape is recorded already"
-    _recording.tape = tape = Tape()
+def recorded() -> Iterator[list[Call]]:
+    """The calls of this thread are made as always, and noted."""
+    assert _recording.calls is None, "calls are recorded already"
+    calls: list[Call] = []
+    _recording.calls = calls
     try:
-        yield tape
+        yield calls
     finally:
-        _recording.tape = None
+        _recording.calls = None
 
 
 def run(
@@ -104,8 +87,8 @@ def run(
     code = function(ctypes.byref(call))
     if refusal is not None and code:
         raise refusal(code)
-    if _recording.tape is not None:
-        _recording.tape.add(function, call, refusal)
+    if _recording.calls is not None:
+        _recording.calls.append((function, call, refusal))
 
 
 def slot_refusal(name: str, fault: ctypes.c_int64, num_blocks: int, block_size: int) -> Refusal:

@@ -76,9 +76,10 @@ def count_steps(llm: LLM) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["padded", "recorded"])
 @pytest.mark.parametrize("layout", ["model", "layer", "head"])
 def test_every_policy_generates_what_it_does_without(
-    llama_dir: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+    llama_dir: Path, layout: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All policies of the layout at once, with events between replays and rows that sit out."""
     uneven = [
@@ -93,7 +94,7 @@ def test_every_policy_generates_what_it_does_without(
     default = {"name": "snapkv", "budget": 64}
     settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
     eager = make_plain(llama_dir, default, **settings)
-    graphs = make_llm(llama_dir, default, **settings, cudagraph_capture_sizes=SIZES)
+    graphs = make_llm(llama_dir, default, **settings, cudagraph_capture_sizes=sizes)
     counts = count_steps(graphs)
     for part in (slice(0, None, 2), slice(1, None, 2)):  # only so many policies at once
         args = prompts[part], policies[part]

@@ -12,23 +12,17 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.core import request_policies
-from kvserve.engine.policies.registry import policy_class
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
 from kvserve.kernels.cpu import calls
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, always_guess
-from tests.engine.policies.cases import UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import (
-    EVEN,
     KARA,
     PROMPTS,
     TOKENS,
-    count_steps,
     generate,
     make_llm,
     make_plain,
@@ -41,30 +35,6 @@ def recorded_steps(llm: LLM) -> RecordedSteps:
     graphs = llm.engine.core.runner.graphs
     assert isinstance(graphs, RecordedSteps)
     return graphs
-
-
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
-def test_every_policy_generates_what_it_does_without(
-    llama_dir: Path, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All policies of the layout at once, with events between steps and rows that sit out."""
-    uneven = [
-        spec
-        for spec in UNEVEN_CASES.values()
-        if policy_class(spec["name"]).granularity.fits(Granularity(layout))
-    ] * (layout != "model")
-    policies = EVEN + uneven
-    monkeypatch.setattr(request_policies, "REMEMBERED", len(policies) + 1)
-    prompts = random_prompts([37] * len(policies), seed=3)
-    default = {"name": "snapkv", "budget": 64}  # it logs the queries of all heads
-    settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
-    eager, played = (make(llama_dir, default, **settings) for make in (make_plain, make_llm))
-    counts = count_steps(played)
-    for part in (slice(0, None, 2), slice(1, None, 2)):
-        args = prompts[part], policies[part]
-        assert generate(played, *args) == generate(eager, *args)
-    assert recorded_steps(played).refused is None
-    assert counts["all"] > 60 and counts["events"] > 40 and counts["logs"] > 40
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8", "k8v4", "fp8"])
@@ -117,16 +87,21 @@ def test_a_step_is_planned_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert steps > TOKENS
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
-def test_a_model_that_torch_computes_is_not_recorded(name: str, tmp_path: Path) -> None:
+LOGS_FP8 = KARA | {"query_dtype": "fp8", "attention": "window"}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gemma2", "none"), ("gpt-oss", "none"), ("llama", LOGS_FP8)], ids=str
+)
+def test_what_torch_computes_is_not_recorded(name: str, policy: Any, tmp_path: Path) -> None:
     """The start-up table says which operator it was, and decoding goes on without."""
     write_checkpoint(name, tmp_path)
-    llm = make_llm(tmp_path, "none")
+    llm = make_llm(tmp_path, policy)
     graphs = recorded_steps(llm)
     assert graphs.refused is not None and graphs.refused.startswith("aten.")
     (row,) = [row for row in llm.engine.core.info.summary if row[0] == "recorded steps"]
     assert row[1] == "off" and graphs.refused in row[2]
-    generate(llm, PROMPTS, ["none"] * len(PROMPTS))
+    generate(llm, PROMPTS, [policy] * len(PROMPTS))
     assert graphs.replays == 0
 
 

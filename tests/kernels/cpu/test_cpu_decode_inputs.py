@@ -10,7 +10,6 @@ import torch
 from kvserve.kernels.cpu.decode_inputs import decode_inputs
 from kvserve.kernels.decode_inputs import decode_inputs_torch
 from tests.kernels.on_triton.test_triton_decode_inputs import (
-    COLUMNS,
     ROWS,
     assert_same,
     buffers,
@@ -34,16 +33,6 @@ def test_inputs(
         decode_inputs_torch(other, expected, known)
         assert_same(found, expected)
         assert_same(rows, other)
-
-
-def test_columns_that_a_table_does_not_have_are_the_null_block() -> None:
-    rows = some_rows(1, 2)
-    rows.kv_lens.fill_(rows.block_tokens * COLUMNS)
-    rows.num_computed.fill_(rows.log_block_tokens * COLUMNS)
-    found = buffers(rows, 3, True)
-    decode_inputs(rows, found, torch.tensor(3))
-    assert not found.slots.any()
-    assert found.query_slots is not None and not found.query_slots.any()
 
 
 def test_refusals() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu.decode_inputs import decode_inputs as compiled
 from kvserve.kernels.decode_inputs import (
     DecodeInputs,
+    FillInputs,
     RowTables,
     decode_inputs,
     decode_inputs_torch,
@@ -90,13 +92,14 @@ def test_padding() -> None:
     assert torch.equal(rows.num_computed[:3] - before.num_computed[:3], torch.tensor([1, 1, 0]))
 
 
-def test_columns_that_a_table_does_not_have_are_the_null_block() -> None:
+@pytest.mark.parametrize("fill", [decode_inputs_triton, compiled], ids=["triton", "compiled"])
+def test_columns_that_a_table_does_not_have_are_the_null_block(fill: FillInputs) -> None:
     """As for all addresses that the device alone knows: nothing else is read or written."""
     rows = some_rows(1, 2)
     rows.kv_lens.fill_(rows.block_tokens * COLUMNS)
     rows.num_computed.fill_(rows.log_block_tokens * COLUMNS)
     found = buffers(rows, 3, True)
-    decode_inputs_triton(rows, found, torch.tensor(3))
+    fill(rows, found, torch.tensor(3))
     assert not found.slots.any()
     assert found.query_slots is not None and not found.query_slots.any()
 

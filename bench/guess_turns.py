@@ -1,0 +1,104 @@
+"""What guesses give among many sequences: CPU time of two engines, without and with them.
+
+    python -m bench.guess_turns --model kvserve/tiny --task chain --num-prompts 64 --max-num-seqs 64
+    python -m bench.guess_turns --model kvserve/tiny-long --task long-chain-1000 --num-prompts 32
+
+Both are in one process and take turns of a tenth of a second, on one thread, so that what disturbs
+the machine disturbs both. Answers have to be the same, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from math import ceil
+from statistics import median
+from typing import Any
+
+import torch
+
+from kvserve import LLM, SamplingParams
+from kvserve.benchmarks.datasets.tasks import TASKS
+from kvserve.benchmarks.datasets.workload import Workload, blocks_at_once, task_prompts
+from kvserve.benchmarks.setup.options import at_least, number
+
+_SPECULATION = {"method": "ngram", "num_speculative_tokens": 5}
+_BLOCK = 16
+
+
+class Side:
+    """One engine over the workload; ``seconds`` of this thread's CPU time."""
+
+    def __init__(self, args: argparse.Namespace, workload: Workload, config: Any) -> None:
+        self.engine = LLM(
+            args.model,
+            policy={"name": "kara", "window": 128, "buffer": 16},
+            max_num_seqs=args.max_num_seqs,
+            num_gpu_blocks_override=ceil(args.pool_share * blocks_at_once(workload, _BLOCK)),
+            block_size=_BLOCK,
+            speculative_config=config,
+        ).engine
+        self.seconds = 0.0
+        self.answers: dict[str, list[int]] = {}
+        for i in range(len(workload)):
+            length = workload.max_tokens(i)
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            prompt = workload.prompt(i, [])
+            assert prompt is not None, "a task has one turn"
+            self.engine.add_request(str(i), prompt, params)
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.has_unfinished_requests
+
+    def run(self, seconds: float) -> None:
+        """Steps of a turn."""
+        began = time.thread_time()
+        while self.busy and time.thread_time() < began + seconds:
+            for output in self.engine.step():
+                if output.finished:
+                    self.answers[output.request_id] = list(output.outputs[0].token_ids)
+        self.seconds += time.thread_time() - began
+
+
+def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
+    """Times plain decoding; side ``first`` begins each pair of turns."""
+    sides = Side(args, workload, {}), Side(args, workload, _SPECULATION)
+    while any(side.busy for side in sides):
+        for at in (first, 1 - first):
+            sides[at].run(0.1)
+    off, on = sides
+    if off.answers != on.answers:
+        raise SystemExit("guesses changed an answer")
+    stats = on.engine.stats()
+    guessed, right = stats.draft_tokens_total, stats.accepted_tokens_total
+    ratio = off.seconds / on.seconds
+    sys.stdout.write(f"{ratio:.3f} times plain decoding; {guessed} guessed, {right} right\n")
+    return ratio
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="kvserve/tiny-long", help="default: kvserve/tiny-long")
+    parser.add_argument("--task", choices=TASKS, default="long-chain-1000", metavar="NAME")
+    for name, usual in (("num-prompts", 32), ("max-num-seqs", 16), ("repeat", 4)):
+        parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N")
+    parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    torch.set_num_threads(1)
+    tokenizer = LLM(args.model).tokenizer
+    assert tokenizer is not None, "the shipped models have one"
+    workload = task_prompts(args.task, args.num_prompts, tokenizer, 0)
+    ratios = [compare(args, workload, turn % 2) for turn in range(args.repeat)]
+    sys.stdout.write(
+        f"median {median(ratios):.3f} of {args.repeat} ({min(ratios):.3f} to {max(ratios):.3f})\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
