@@ -25,7 +25,7 @@ from kvserve.kernels.cpu.calls import Tape
 
 _LARGEST = 128
 """Steps of more rows are computed without a tape: Python is a small part of them."""
-_MOST_TOKENS, _MOST_SHAPES = 64, 128
+_MOST_TOKENS, _MOST_SHAPES, _MOST_SEEN = 128, 128, 4096
 """Of chunks that are recorded. Many rows have too many shapes, and Python is little of them."""
 
 
@@ -116,6 +116,7 @@ class RecordedChunks:
         self._parts = model, cache, attention
         self._recorder = recorder or Recorder()
         self._known: dict[Any, _RecordedChunks] = {}
+        self._seen: set[Any] = set()
         self._refused = False
 
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
@@ -126,8 +127,13 @@ class RecordedChunks:
             self.replays += 1
             return known.play(input_ids, batch)
         model, cache, attention = self._parts
+        # A shape is recorded when it comes again: of many rows most never do, and recording takes
+        # longer than computing.
+        again = shape in self._seen
+        if len(self._seen) < _MOST_SEEN:
+            self._seen.add(shape)
         full = len(self._known) >= _MOST_SHAPES or input_ids.shape[0] > _MOST_TOKENS
-        if full or self._refused:
+        if full or self._refused or not again:
             return model(input_ids, batch, cache, attention.plan(batch))
         ids, buffers = input_ids.clone(), _copied(batch)
         planned = attention.plan(buffers)
