@@ -3,15 +3,20 @@
     python -m bench.cpu_attention --save-result bench/results/DATE-cpu-attention.json
 
 Each case has a pool of blocks that rows hold in random order, larger than a CPU's caches. Its
-layers are read one after another, as a step reads them: by attention, and then by a sum. A figure
-is the median turn's, and a ratio that of the turn's two.
+layers are read one after another, as a step reads them: by attention, by a sum of the blocks in
+the same order (``block_sum.cpp``), and from end to end by torch's sum. A figure is the median
+turn's, and a ratio that of a turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import subprocess
+import tempfile
 import time
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,12 +41,27 @@ COLUMNS = (
     Column("rows", "rows", left=True),
     Column("form", "form", left=True),
     Column("GB/s", "gb_s", ".1f"),
+    Column("blocks GB/s", "blocks_gb_s", ".1f"),
+    Column("of blocks", "of_blocks", ".2f"),
     Column("sum GB/s", "sum_gb_s", ".1f"),
     Column("of a sum", "of_sum", ".2f"),
     Column("spread", "spread", left=True),
     Column("million entries/s", "entries_m_s", ".1f"),
     Column("of bfloat16's", "of_bfloat16", ".2f"),
 )
+
+
+def compiled_block_sum() -> Any:
+    """``block_sum.cpp``, compiled for this CPU."""
+    source = Path(__file__).with_name("block_sum.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder, "block_sum.so"))
+        command = ["g++", "-O3", "-march=native", "-shared", "-fPIC", str(source), "-o", library]
+        subprocess.run(command, check=True)
+        block_sum = ctypes.CDLL(library).block_sum
+    block_sum.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3
+    block_sum.restype = ctypes.c_int64
+    return block_sum
 
 
 def filled_pool(shape: tuple[int, ...], form: EntryFormat, dim: int, dtype: torch.dtype) -> Tensor:
@@ -60,7 +80,7 @@ def filled_pool(shape: tuple[int, ...], form: EntryFormat, dim: int, dtype: torc
 class Case:
     """One pool, and what reads it."""
 
-    def __init__(self, heads: str, rows: str, form: str, mib: int) -> None:
+    def __init__(self, heads: str, rows: str, form: str, mib: int, block_sum: Any) -> None:
         (dim, group, kv_heads), (batch, context) = HEADS[heads], ROWS[rows]
         dtype = torch.float32 if form == "float32" else torch.bfloat16
         self.form = entry_format(form if form in FORMATS else "auto", dtype.itemsize)
@@ -76,6 +96,8 @@ class Case:
             self.layers: list[Any] = [blocks.layer(layer) for layer in range(layers)]
         else:
             self.layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
+        self._block_sum = block_sum
+        self._pool = pool
         self.words = pool.view(-1).view(torch.uint8).view(torch.int64)
         self.query = torch.randn(batch, kv_heads * group, dim).to(dtype)
         self.tables = (torch.randperm(num_blocks - 1) + 1).int().view(1, batch, 1, columns)
@@ -89,13 +111,21 @@ class Case:
         for keys, values in self.layers:
             paged_attention(self.query, keys, values, self.tables, self.chunks, 0, self.scale)
 
-    def turn(self) -> tuple[float, float]:
-        """Seconds of attention and of a sum, in turns."""
-        started = time.perf_counter()
-        self.attend()
-        between = time.perf_counter()
-        self.words.sum()
-        return between - started, time.perf_counter() - between
+    def sum_blocks(self) -> None:
+        """Read what attention reads, in its order."""
+        pool, blocks = self._pool, self.tables.view(-1)
+        stride, size = (pool.stride(at) * pool.itemsize for at in (0, 1))
+        for layer in range(pool.shape[1]):
+            start = pool.data_ptr() + layer * size
+            self._block_sum(start, blocks.data_ptr(), len(blocks), stride, size)
+
+    def turn(self) -> tuple[float, ...]:
+        """Seconds of attention, of a sum of blocks and of a sum, in turns."""
+        times = [time.perf_counter()]
+        for read in (self.attend, self.sum_blocks, self.words.sum):
+            read()
+            times.append(time.perf_counter())
+        return tuple(end - start for start, end in pairwise(times))
 
 
 class Reading:
@@ -108,13 +138,14 @@ class Reading:
     def measure(self) -> None:
         args = self._args
         shapes = list(product(args.heads, args.rows))
+        block_sum = compiled_block_sum()
         silent = True if args.disable_tqdm else None
         with tqdm(total=len(shapes) * len(args.forms), disable=silent, unit="case") as bar:
             for heads, rows in shapes:
                 plain = 0.0
                 for form in args.forms:
                     torch.manual_seed(0)
-                    row = self._row(Case(heads, rows, form, args.mib))
+                    row = self._row(Case(heads, rows, form, args.mib, block_sum))
                     plain = row["entries_m_s"] if form == "bfloat16" else plain
                     row["of_bfloat16"] = row["entries_m_s"] / plain if plain else None
                     self._rows.append({"heads": heads, "rows": rows, "form": form, **row})
@@ -122,10 +153,12 @@ class Reading:
 
     def _row(self, case: Case) -> dict[str, Any]:
         turns = [case.turn() for _ in range(self._args.repeat + 1)][1:]
-        ratios = [case.bytes / case.words.nbytes * sum_s / own_s for own_s, sum_s in turns]
-        own, summed = (median(seconds) for seconds in zip(*turns, strict=True))
+        ratios = [case.bytes / case.words.nbytes * sum_s / own_s for own_s, _, sum_s in turns]
+        own, blocks, summed = (median(seconds) for seconds in zip(*turns, strict=True))
         return {
             "gb_s": 1e-9 * case.bytes / own,
+            "blocks_gb_s": 1e-9 * case.bytes / blocks,
+            "of_blocks": median(blocks_s / own_s for own_s, blocks_s, _ in turns),
             "sum_gb_s": 1e-9 * case.words.nbytes / summed,
             "of_sum": median(ratios),
             "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
@@ -136,6 +169,7 @@ class Reading:
         args = self._args
         about = [
             "an entry: key and value of one token and KV head; heads: dimension x queries of each",
+            "blocks: a sum of the same blocks in the same order; sum: of the whole pool, end to end",
             f"pools of {args.mib} MiB in random order; medians of {args.repeat} turns",
         ]
         settings = {"repeat": args.repeat, "threads": args.threads, "mib": args.mib}

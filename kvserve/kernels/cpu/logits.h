@@ -151,7 +151,7 @@ template <int W, bool Whole>
 inline void square_of(const void* const* keys, int64_t at, int held, uint32_t* out, int stride,
                       Ahead& ahead) {
   typename Lanes<W>::F rows[4];
-  ahead.fetch<kColumnBytes * W / 64>();
+  ahead.fetch<kColumnBytes * W / 128>();  // the other half while logits are summed
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) rows[i] = load_bytes<W, Whole>(keys + i, at, held);
   transpose<W>(rows);
@@ -209,12 +209,14 @@ inline void dots(const float* queries, int apart, int dim, const void* const* ke
   }
 }
 
-// Sums of Q queries, `dim` numbers apart, with V vectors of keys.
-template <typename C, int W, int Q, int V>
+// Sums of Q queries, `apart` numbers apart, with V vectors of keys. Every two columns fetch `Lines`.
+template <typename C, int W, int Q, int V, int Lines>
 inline void logits_of(const typename C::Query* queries, int apart, int num_columns,
-                      const uint32_t* columns, int stride, typename C::Sum (*sums)[V]) {
+                      const uint32_t* columns, int stride, typename C::Sum (*sums)[V],
+                      Ahead& ahead) {
   typename C::Sum part[2][Q][V] = {};
-  for (int j = 0; j < num_columns; j += 2)
+  for (int j = 0; j < num_columns; j += 2) {
+    ahead.fetch<Lines>();
 #pragma GCC unroll 8
     for (int term = 0; term < 2 * C::kTerms; ++term) {
       typename C::Number numbers[V];
@@ -229,6 +231,7 @@ inline void logits_of(const typename C::Query* queries, int apart, int num_colum
           part[term & 1][q][v] =
               C::add(part[term & 1][q][v], queries[q * apart + j * C::kTerms + term], numbers[v]);
     }
+  }
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < V; ++v) sums[q][v] = part[0][q][v] + part[1][q][v];
 }

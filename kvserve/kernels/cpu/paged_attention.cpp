@@ -307,9 +307,17 @@ class Kernel {
         if (std::is_same_v<Key, float> && item.count <= kFewQueries) {
           few_dots<kFewQueries>(own, first, item.count, keys, offset, width, ahead);
         } else {
-          for (int v = 0; v < width; v += W)
-            columns_of<W>(keys + v, offset, key_bytes, own.columns + v, kTileEntries, ahead);
-          for (int i = first; i < last; i += 4) few<4>(own, i, last - i, width);
+          for (int v = 0; v < width; v += 2 * W) {
+            const int both = std::min(2 * W, width - v);
+            for (int half = v; half < v + both; half += W)
+              columns_of<W>(keys + half, offset, key_bytes, own.columns + half, kTileEntries, ahead);
+            if (!decodes)
+              few_of<0>(own, first, last, v, both, ahead);
+            else if (item.count <= 4)
+              few_of<2>(own, first, last, v, both, ahead);
+            else
+              few_of<1>(own, first, last, v, both, ahead);
+          }
         }
         finish(own, first, last, width, scales);
         hide(item, own, coded);
@@ -631,22 +639,29 @@ class Kernel {
     }
   }
 
-  // Logits of up to Q rows from `first` on, by columns.
-  template <int Q>
-  void few(Scratch& own, int first, int count, int width) const {
-    if constexpr (Q > 1)
-      if (count < Q) return few<Q - 1>(own, first, count, width);
-    int at = 0;
-    for (; at + 2 * W <= width; at += 2 * W) sums_at<Q, 2>(own, first, at);
-    if (at < width) sums_at<Q, 1>(own, first, at);
+  // Logits of rows [first, last) with `width` keys from `at` on, W or 2 W, by columns.
+  template <int Lines>
+  void few_of(Scratch& own, int first, int last, int at, int width, Ahead& ahead) const {
+    for (int i = first; i < last; i += 4) few<4, Lines>(own, i, last - i, at, width, ahead);
   }
 
-  template <int Q, int V>
-  void sums_at(Scratch& own, int first, int at) const {
+  // Of up to Q rows from `first` on.
+  template <int Q, int Lines>
+  void few(Scratch& own, int first, int count, int at, int width, Ahead& ahead) const {
+    if constexpr (Q > 1)
+      if (count < Q) return few<Q - 1, Lines>(own, first, count, at, width, ahead);
+    if (width > W)
+      sums_at<Q, 2, Lines>(own, first, at, ahead);
+    else
+      sums_at<Q, 1, Lines>(own, first, at, ahead);
+  }
+
+  template <int Q, int V, int Lines>
+  void sums_at(Scratch& own, int first, int at, Ahead& ahead) const {
     typename C::Sum sums[Q][V];
     const auto* queries = queries_of(own) + first * kMaxHeadDim;
-    logits_of<C, W, Q, V>(queries, kMaxHeadDim, dim_ * sizeof(Key) / 4, own.columns + at,
-                            kTileEntries, sums);
+    logits_of<C, W, Q, V, Lines>(queries, kMaxHeadDim, dim_ * sizeof(Key) / 4, own.columns + at,
+                                 kTileEntries, sums, ahead);
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V; ++v) {
         float* to = own.weights + (first + q) * kTileEntries + at + v * W;
@@ -726,16 +741,19 @@ class Kernel {
     }
     const auto lane = X::count();
     const int seen = std::min<int64_t>(visible, width), from = std::max<int64_t>(first, 0);
+    const bool whole = from == 0 && seen == width;
     F highest = F{} - INFINITY;
     for (int v = 0; v < width; v += W) {
-      const F x = (lane < seen - v) & (lane >= from - v) ? X::load(row + v) : F{} - INFINITY;
+      F x = X::load(row + v);
+      if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
       const F logit = X::load(row + v), weight = X::exp(logit - largest);
-      const F x = (lane < seen - v) & (lane >= from - v) & (logit > kHidden) ? weight : F{};
+      F x = logit > kHidden ? weight : F{};
+      if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{};
       X::store(row + v, x);
       sum += x;
     }

@@ -74,6 +74,8 @@ void multiply_all(float* out, int stride, int num_rows, int width, const float* 
 // ---- out[Q, width] += weights[Q, depth] . rows[depth][width], two entries at a time --------------
 
 #if defined(__AVX512BW__)
+constexpr int kPairRows = 8;  // rows of weights that are met at a time
+
 // Of 32 numbers as they are loaded, or of the lower and the upper halves of 32 bytes of int4.
 template <typename T>
 struct PairsOf {
@@ -217,14 +219,14 @@ void add_in_pairs(float* out, int stride, int num_rows, int width, const float* 
                   Ahead& ahead) {
 #if defined(__AVX512BW__)
   if constexpr (W == 16 && PairsOf<T>::kIs) {
-    alignas(64) int32_t pairs[4 * 64];
+    alignas(64) int32_t pairs[kPairRows * 64];
     const int count = (depth + W - 1) / W * W;
-    for (int i = 0; i < num_rows; i += 4) {
-      const int some = std::min(4, num_rows - i);
-      float steps[4];
+    for (int i = 0; i < num_rows; i += kPairRows) {
+      const int some = std::min(kPairRows, num_rows - i);
+      float steps[kPairRows];
       for (int q = 0; q < some; ++q)
         steps[q] = pair_up<W, T>(weights + (i + q) * apart, count, pairs + q * 64);
-      add_pairs_of<4, T>(out + i * stride, stride, some, width, pairs, 64, steps, rows, offset, depth, ahead);
+      add_pairs_of<kPairRows, T>(out + i * stride, stride, some, width, pairs, 64, steps, rows, offset, depth, ahead);
     }
   }
 #endif
