@@ -1,4 +1,4 @@
-"""A Llama checkpoint of transformers as a GGUF file, which llama.cpp reads.
+"""A checkpoint of transformers' Llama or Qwen2 as a GGUF file, which llama.cpp reads.
 
 The file has no vocabulary: token ids go in and come out. Tensors keep their values, as float32 or
 bfloat16; norms are always float32, as llama.cpp requires.
@@ -85,11 +85,11 @@ def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarr
 
 
 def _renamed(name: str) -> str:
-    module = name.removesuffix(".weight")
+    module, _, kind = name.rpartition(".")
     if module in _WHOLE:
-        return f"{_WHOLE[module]}.weight"
+        return f"{_WHOLE[module]}.{kind}"
     layer, _, part = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[part]}.weight"
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
 
 
 def _float32(flat: np.ndarray, dtype: str) -> np.ndarray:
@@ -101,7 +101,9 @@ def _float32(flat: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of a head, transformers rows half a head apart."""
-    rows, width = weight.shape
-    halves = weight.reshape(heads, 2, rows // heads // 2, width)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, width)
+    """llama.cpp rotates neighbouring rows of a head, transformers rows half a head apart.
+
+    weight: [rows, width], or a bias [rows].
+    """
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)

@@ -1,7 +1,8 @@
 // Products with weights that lie in panels: a few rows of x with kWidth outputs at a time.
 //
-// A panel is read front to back while the sums of its outputs stay in registers and the panel after
-// it is fetched. Each sum is formed by one thread in the order of the inputs, so that neither
+// A panel is read front to back while the sums of its outputs stay in registers. Memory that is read
+// once, in order, is fetched by the CPU itself, and faster than it can be told to; where a panel is
+// read several times, the panel after it is fetched meanwhile. Each sum is formed by one thread in the order of the inputs, so that neither
 // threads nor the other rows change a bit of it. Experts' weights lie one behind the other, and each
 // multiplies its own rows of x.
 
@@ -62,11 +63,11 @@ struct Tile {
   const T *x, *panel, *bias;
   T* y;
   int64_t columns;    // outputs of the panel
-  const char* ahead;  // what to fetch, `step` bytes further with each row of the panel
+  const char* ahead;  // what to fetch if anything, `step` bytes further with each row of the panel
   int64_t step;
 };
 
-template <typename T, int R>
+template <typename T, int R, bool Fetches>
 void multiply_rows(const Linear& c, Tile<T> t) {
   constexpr int kEach = sizeof(float) / sizeof(T);
   const auto count = [&](int v) {
@@ -84,7 +85,7 @@ void multiply_rows(const Linear& c, Tile<T> t) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       weights[v] = weights_at(t.panel + v * kMaxLanes * kEach);
-      __builtin_prefetch(t.ahead + v * t.step / kVectors, 0, 2);
+      if (Fetches) __builtin_prefetch(t.ahead + v * t.step / kVectors, 0, 2);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -102,11 +103,11 @@ void multiply_rows(const Linear& c, Tile<T> t) {
       X::store(t.y + r * c.out + v * kMaxLanes, sums[r][v], count(v));
 }
 
-template <typename T, int R = kRows>
+template <bool Fetches, typename T, int R = kRows>
 void multiply_rows(int64_t rows, const Linear& c, const Tile<T>& tile) {
   if constexpr (R > 1)
-    if (rows < R) return multiply_rows<T, R - 1>(rows, c, tile);
-  multiply_rows<T, R>(c, tile);
+    if (rows < R) return multiply_rows<Fetches, T, R - 1>(rows, c, tile);
+  multiply_rows<T, R, Fetches>(c, tile);
 }
 
 // The outputs of one panel for tokens first to last, each turn fetching its part of the next panel.
@@ -125,7 +126,7 @@ void multiply_panel(const Linear& c, int64_t panel, int64_t first, int64_t last)
     tile.x = static_cast<const T*>(c.x) + row * c.x_stride;
     tile.y = static_cast<T*>(c.y) + row * c.out + at;
     tile.ahead = reinterpret_cast<const char*>(tile.panel + size + size * turn / turns);
-    multiply_rows(end - row, c, tile);
+    turns > 1 ? multiply_rows<true>(end - row, c, tile) : multiply_rows<false>(end - row, c, tile);
   }
 }
 

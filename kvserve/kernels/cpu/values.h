@@ -74,14 +74,13 @@ void multiply_all(float* out, int stride, int num_rows, int width, const float* 
 // ---- out[Q, width] += weights[Q, depth] . rows[depth][width], two entries at a time --------------
 
 #if defined(__AVX512BW__)
-constexpr int kPairRows = 8;  // rows of weights that are met at a time
-
 // Of 32 numbers as they are loaded, or of the lower and the upper halves of 32 bytes of int4.
 template <typename T>
 struct PairsOf {
   static constexpr bool kIs = std::is_same_v<T, int8> || std::is_same_v<T, int4x2>;
   static constexpr int kWidth = std::is_same_v<T, int4x2> ? 64 : 32;  // numbers of a step
   static constexpr int kLines = 1;  // that two entries take
+  static constexpr int kRows = kWidth == 64 ? 4 : 8;  // whose sums registers hold
   typedef __m512i Sum;
 
   static inline Sum zero() { return _mm512_setzero_si512(); }
@@ -105,6 +104,7 @@ struct PairsOf<bf16> {
   static constexpr bool kIs = true;
   static constexpr int kWidth = 32;
   static constexpr int kLines = 2;
+  static constexpr int kRows = 8;
   typedef __m512 Sum;
 
   static inline Sum zero() { return _mm512_setzero_ps(); }
@@ -219,14 +219,15 @@ void add_in_pairs(float* out, int stride, int num_rows, int width, const float* 
                   Ahead& ahead) {
 #if defined(__AVX512BW__)
   if constexpr (W == 16 && PairsOf<T>::kIs) {
-    alignas(64) int32_t pairs[kPairRows * 64];
+    constexpr int kRows = PairsOf<T>::kRows;
+    alignas(64) int32_t pairs[kRows * 64];
     const int count = (depth + W - 1) / W * W;
-    for (int i = 0; i < num_rows; i += kPairRows) {
-      const int some = std::min(kPairRows, num_rows - i);
-      float steps[kPairRows];
+    for (int i = 0; i < num_rows; i += kRows) {
+      const int some = std::min(kRows, num_rows - i);
+      float steps[kRows];
       for (int q = 0; q < some; ++q)
         steps[q] = pair_up<W, T>(weights + (i + q) * apart, count, pairs + q * 64);
-      add_pairs_of<kPairRows, T>(out + i * stride, stride, some, width, pairs, 64, steps, rows, offset, depth, ahead);
+      add_pairs_of<kRows, T>(out + i * stride, stride, some, width, pairs, 64, steps, rows, offset, depth, ahead);
     }
   }
 #endif
