@@ -229,13 +229,46 @@ def test_attention_widens_levels(form: EntryFormat, dtype: torch.dtype, dim: int
 
 
 @compiled
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
+    """Of both heads, the second of which has negative ones: as values, and as keys one by one."""
+    keys, values = Pool(FORMATS["fp8"], 128).blocks.layer(1)
+    numbers = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    numbers[:, 127] = 0  # not a number
+    expected = numbers.view(torch.float8_e4m3fn).float()
+    one = torch.ones(()).to(torch.float8_e4m3fn).view(torch.uint8)
+    for held in (keys, values):
+        held.scale[1] = 1.0
+        held.levels[1] = 0
+    tables = torch.ones(1, 1, 1, 1, dtype=torch.int32)
+    starts = torch.tensor([0, tokens])
+
+    def attend(query: Tensor, entries: int) -> Tensor:
+        last = torch.full((1, 1, tokens), entries - 1)
+        chunks = CpuQuerySegments(torch.tensor([0]), starts, last)
+        return paged_attention(query, keys, values, tables, chunks, 0, 1.0).float()
+
+    values.levels[1, 0] = numbers
+    found = attend(torch.zeros(tokens, 2, 128, dtype=torch.bfloat16), 1)
+    assert torch.equal(found, expected.expand_as(found))
+    keys.levels[1, 0], values.levels[1, 0] = numbers, one
+    for first in range(0, 128, tokens):
+        query = torch.zeros(tokens, 2, 128, dtype=torch.bfloat16)
+        each = torch.arange(tokens)
+        query[each, :, first + each] = 256.0
+        weight = torch.sigmoid(256.0 * expected[:, first : first + tokens].T)  # beside a key of 0
+        torch.testing.assert_close(attend(query, 2)[..., 0], weight, atol=4e-3, rtol=4e-3)
+
+
+@compiled
 @EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 48, 128])
 def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
-    form: EntryFormat, dim: int
+    form: EntryFormat, dtype: torch.dtype, dim: int
 ) -> None:
     """Or its own entries, which are rounded, could go to another level."""
-    rows = Rows(form, dim, torch.float32)
+    rows = Rows(form, dim, dtype)
     together = rows.run([130], [0])
     q = rows.q
     for token in range(130):

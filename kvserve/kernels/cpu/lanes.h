@@ -125,6 +125,39 @@ inline Vectors<16>::F e4m3_numbers<16>(const void* from) {
 #endif
 #endif
 
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define KVSERVE_E4M3_PAIRS
+// The upper and the lower byte of each number of e4m3, its sign aside, as bfloat16, which holds all.
+struct BytesOfE4m3 {
+  alignas(64) uint8_t upper[128], lower[128];
+
+  constexpr BytesOfE4m3() : upper(), lower() {
+    for (int bits = 0; bits < 128; ++bits) {
+      int number = 0x3c00 + (bits << 4);  // as it is where its exponent is not 0
+      if (bits < 8) {
+        int exponent = 121, fraction = bits << 4;
+        while (bits && !(fraction & 0x80)) fraction <<= 1, --exponent;
+        number = bits ? (exponent << 7) + (fraction & 0x7f) : 0;
+      }
+      upper[bits] = number >> 8;
+      lower[bits] = number & 0xff;
+    }
+  }
+};
+constexpr BytesOfE4m3 kBytesOfE4m3;
+
+// Of every eight numbers of e4m3 the first four as bfloat16, in `first`, and the last four.
+inline void widened_e4m3(__m512i numbers, __m512i& first, __m512i& last) {
+  const auto byte = [&](const uint8_t* of) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(of), numbers, _mm512_load_si512(of + 64));
+  };
+  const __m512i sign = _mm512_set1_epi8((char)0x80), lower = byte(kBytesOfE4m3.lower);
+  const __m512i upper = _mm512_ternarylogic_epi32(byte(kBytesOfE4m3.upper), numbers, sign, 0xf8);
+  first = _mm512_unpacklo_epi8(lower, upper);
+  last = _mm512_unpackhi_epi8(lower, upper);
+}
+#endif
+
 template <int W>
 struct Lanes : Vectors<W> {
   using typename Vectors<W>::F;

@@ -6,7 +6,8 @@
 // Where numbers are computed as bfloat16, keys of int8 meet queries that are rounded to 16 bits of
 // their largest number. The sums are whole numbers then, exact in int32 (256 * 127 * 32767 < 2 ** 31),
 // and a logit is off by at most the sum of the key's magnitudes times half a step, 1 / 65534 of the
-// query's largest number: less than a 200th of what the query's own bfloat16 is off by.
+// query's largest number: less than a 200th of what the query's own bfloat16 is off by. Keys of e4m3
+// are numbers of bfloat16 as well, and meet queries as they are.
 
 #pragma once
 
@@ -62,17 +63,25 @@ struct Column : Lanes<W> {
 #else
   static constexpr bool kWhole = false;
 #endif
+#if defined(KVSERVE_E4M3_PAIRS)
+  static constexpr bool kWidens = Rounds && std::is_same_v<Key, e4m3> && W == 16;
+#else
+  static constexpr bool kWidens = false;
+#endif
   static constexpr bool kRounds = Rounds && std::is_same_v<Key, int8>;
-  static constexpr bool kPairs = kWhole || kRounds;  // a term is a product of two pairs
-  static constexpr int kTerms = kWhole ? 1 : kRounds ? 2 : 4 / sizeof(Key);
-  typedef std::conditional_t<kPairs, int32_t, float> Query;
+  static constexpr bool kPairs = kWhole || kRounds || kWidens;  // a term is a product of pairs
+  static constexpr int kTerms = kWhole ? 1 : kRounds || kWidens ? 2 : 4 / sizeof(Key);
+  typedef std::conditional_t<kWidens, int64_t, std::conditional_t<kPairs, int32_t, float>> Query;
   typedef std::conditional_t<kPairs, I, F> Number;
   typedef std::conditional_t<kRounds, I, F> Sum;
 
-  // Number `term` of each key; where queries are rounded, the even or the odd two.
+  // Number `term` of each key; where queries are rounded, the even or the odd two; of e4m3 as
+  // bfloat16, all four of the first or the last two of every four keys.
   static inline Number get(U column, int term) {
     if constexpr (kWhole) {
       return (I)column;
+    } else if constexpr (kWidens) {
+      return widened(column, term);
     } else if constexpr (kRounds) {
       return term ? upper_bytes(column) : upper_bytes((U)(column << 8));
     } else if constexpr (std::is_same_v<Key, int8>) {
@@ -88,7 +97,10 @@ struct Column : Lanes<W> {
   }
 
   static inline Sum add(Sum sum, Query query, Number numbers) {
-    if constexpr (kPairs) {
+    if constexpr (kWidens) {
+      typedef int64_t L __attribute__((vector_size(64)));
+      return add_pairs(sum, (I)((L){} + query), numbers);
+    } else if constexpr (kPairs) {
       return add_pairs(sum, (I){} + query, numbers);
     } else {
       return sum + query * numbers;
@@ -98,7 +110,7 @@ struct Column : Lanes<W> {
   // Products of 16-bit numbers, two a lane, are added up.
   static inline Sum add_pairs(Sum sum, I a, I b) {
 #if defined(__AVX512BF16__)
-    if constexpr (kWhole)
+    if constexpr (kWhole || kWidens)
       return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
 #endif
 #if defined(__AVX512VNNI__)
@@ -114,7 +126,27 @@ struct Column : Lanes<W> {
     return sum;
   }
 
+  // Sums of the even and of the odd terms become those of the keys.
+  static inline Sum joined(Sum even, Sum odd) {
+#if defined(KVSERVE_E4M3_PAIRS)
+    if constexpr (kWidens)
+      return (F)_mm512_shuffle_ps((__m512)even, (__m512)odd, 0x88) +
+             (F)_mm512_shuffle_ps((__m512)even, (__m512)odd, 0xdd);
+#endif
+    return even + odd;
+  }
+
  private:
+  static inline I widened(U column, int term) {
+#if defined(KVSERVE_E4M3_PAIRS)
+    if constexpr (kWidens) {
+      __m512i half[2];
+      widened_e4m3((__m512i)column, half[0], half[1]);
+      return (I)half[term];
+    }
+#endif
+    return (I)column;
+  }
   static inline I upper_bytes(U x) {
     typedef int16_t Halves __attribute__((vector_size(4 * W)));
     return (I)((Halves)x >> 8);
@@ -233,7 +265,7 @@ inline void logits_of(const typename C::Query* queries, int apart, int num_colum
     }
   }
   for (int q = 0; q < Q; ++q)
-    for (int v = 0; v < V; ++v) sums[q][v] = part[0][q][v] + part[1][q][v];
+    for (int v = 0; v < V; ++v) sums[q][v] = C::joined(part[0][q][v], part[1][q][v]);
 }
 
 }  // namespace

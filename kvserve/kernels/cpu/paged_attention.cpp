@@ -368,6 +368,13 @@ class Kernel {
       if constexpr (C::kWhole) {
         std::memcpy(own.pairs + i * kMaxHeadDim, from, dim_ * sizeof(T));
         own.steps[i] = call_.scale;
+      } else if constexpr (C::kWidens) {  // four numbers, for both halves of a column
+        auto* to = reinterpret_cast<uint64_t*>(own.pairs + i * kMaxHeadDim);
+        for (int d = 0; d < dim_; d += 4, to += 2) {
+          std::memcpy(to, from + d, sizeof *to);
+          to[1] = to[0];
+        }
+        own.steps[i] = call_.scale;
       }
     }
     std::memset(own.sums, 0, item.rows() * dim_ * sizeof(float));
@@ -659,8 +666,9 @@ class Kernel {
   template <int Q, int V, int Lines>
   void sums_at(Scratch& own, int first, int at, Ahead& ahead) const {
     typename C::Sum sums[Q][V];
-    const auto* queries = queries_of(own) + first * kMaxHeadDim;
-    logits_of<C, W, Q, V, Lines>(queries, kMaxHeadDim, dim_ * sizeof(Key) / 4, own.columns + at,
+    constexpr int kApart = kMaxHeadDim * sizeof(float) / sizeof(typename C::Query);
+    const auto* queries = queries_of(own) + first * kApart;
+    logits_of<C, W, Q, V, Lines>(queries, kApart, dim_ * sizeof(Key) / 4, own.columns + at,
                                  kTileEntries, sums, ahead);
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V; ++v) {
@@ -677,7 +685,7 @@ class Kernel {
 
   static const typename C::Query* queries_of(const Scratch& own) {
     if constexpr (C::kPairs)
-      return own.pairs;
+      return reinterpret_cast<const typename C::Query*>(own.pairs);
     else
       return own.query;
   }

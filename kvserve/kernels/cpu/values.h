@@ -1,9 +1,9 @@
 // Weights of a tile times its values, for any form of values.
 //
 // Where numbers are computed as bfloat16, and a CPU multiplies pairs of 16-bit numbers, two entries
-// meet at a time: weights are rounded to
-// bfloat16 beside values of bfloat16, as other engines round them, and beside levels of int8 and int4
-// to 16 bits of the tile's largest, so that their sums are whole numbers, exact in int32
+// meet at a time: weights are rounded to bfloat16 beside values of bfloat16, as other engines round
+// them, and of e4m3, which are numbers of bfloat16 as well; and beside levels of int8 and int4 to 16
+// bits of the tile's largest, so that their sums are whole numbers, exact in int32
 // (64 * 127 * 32767 < 2 ** 31). How many rows of weights there are does not change the order of a sum.
 
 #pragma once
@@ -116,6 +116,17 @@ struct PairsOf<bf16> {
 };
 #endif
 
+#if defined(KVSERVE_E4M3_PAIRS)
+template <>
+struct PairsOf<e4m3> : PairsOf<bf16> {  // as which they are met
+  static constexpr int kLines = 1;
+
+  static inline __m512i load(const e4m3* from) {
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  }
+};
+#endif
+
 // Q rows of weights, pairs of 16 bits, times the numbers from `column` on.
 template <int Q, typename T>
 inline void add_pairs(float* out, int stride, const int32_t* pairs, int apart, const float* steps,
@@ -131,7 +142,13 @@ inline void add_pairs(float* out, int stride, const int32_t* pairs, int apart, c
     ahead.fetch<P::kLines>();
     const __m512i a = P::load(reinterpret_cast<const T*>(static_cast<const char*>(rows[k]) + at));
     const __m512i b = P::load(reinterpret_cast<const T*>(static_cast<const char*>(rows[k + 1]) + at));
-    __m512i both[kVectors] = {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
+    __m512i both[kVectors];
+    if constexpr (std::is_same_v<T, e4m3>) {
+      widened_e4m3(_mm512_or_si512(a, _mm512_slli_epi16(b, 8)), both[0], both[1]);
+    } else {
+      both[0] = _mm512_unpacklo_epi16(a, b);
+      both[1] = _mm512_unpackhi_epi16(a, b);
+    }
     if constexpr (kItems == 2) {
       const __m512i levels = _mm512_set1_epi16(15);
       for (int v = 0; v < 2; ++v) {
@@ -175,13 +192,9 @@ void add_pairs_of(float* out, int stride, int num_rows, int width, const int32_t
 
 // Whether values of T, `width` numbers each, are met in pairs.
 template <int W, typename T>
-inline bool in_pairs(int width) {
+inline bool in_pairs([[maybe_unused]] int width) {
 #if defined(__AVX512BW__)
-  if constexpr (W == 16 && (std::is_same_v<T, int8> || std::is_same_v<T, int4x2>))
-    return width % PairsOf<T>::kWidth == 0;
-#endif
-#if defined(__AVX512BF16__)
-  if constexpr (W == 16 && std::is_same_v<T, bf16>) return width % PairsOf<T>::kWidth == 0;
+  if constexpr (W == 16 && PairsOf<T>::kIs) return width % PairsOf<T>::kWidth == 0;
 #endif
   return false;
 }
@@ -190,7 +203,7 @@ inline bool in_pairs(int width) {
 template <int W, typename T>
 inline float pair_up(const float* weights, int count, int32_t* pairs) {
   typedef Lanes<W> X;
-  if constexpr (std::is_same_v<T, bf16>) {
+  if constexpr (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>) {
     for (int v = 0; v < count; v += W)
       X::store(reinterpret_cast<bf16*>(pairs) + v, X::load(weights + v));
     return 1.0f;
