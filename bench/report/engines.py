@@ -8,16 +8,35 @@ _GUESSING = (
     "--input-len 400 --output-len 400 --shapes 4m --dtypes float32 --batches 1 16 --contestants "
     "kvserve_cpu_model kvserve_ngram vllm vllm_ngram --repeat 3 --cpu 1"
 )
+_HALF_BILLION = (
+    "--shapes 0.5b --dtypes bfloat16 --contestants kvserve_cpu_model vllm llama_cpp --cpu 1 "
+)
 
 ENGINES = (
     Measurement(
         "cpu-peers-short",
         "Other engines on the same CPU, in bfloat16",
-        "With recorded steps and the attention of 2026-11-24: 64 + 64 tokens on random weights, "
-        "one thread on the same core, in turns.",
+        "64 + 64 tokens on random weights, one thread on the same core, in turns.",
         "--shapes 4m 79m --dtypes bfloat16 --batches 1 16 64 --contestants kvserve_cpu_model vllm "
         "llama_cpp --repeat 3 --cpu 1",
         minutes=6,
+        module="bench.cpu_peers",
+    ),
+    Measurement(
+        "cpu-peers-half-billion",
+        "Other engines on a model of half a billion weights",
+        "The dimensions of Qwen2.5-0.5B, random weights, 64 + 64 tokens, one thread on the same "
+        "core, in turns.",
+        _HALF_BILLION + "--batches 1 4 16 --repeat 3",
+        minutes=6,
+        module="bench.cpu_peers",
+    ),
+    Measurement(
+        "cpu-peers-half-billion-long",
+        "The same, with contexts of 2,000 tokens",
+        "Prompts of 2,000 tokens, whose computation is most of the time, and answers of 64.",
+        _HALF_BILLION + "--batches 1 4 --input-len 2000 --repeat 2",
+        minutes=10,
         module="bench.cpu_peers",
     ),
     Measurement(
