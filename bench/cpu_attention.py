@@ -169,7 +169,7 @@ class Reading:
         args = self._args
         about = [
             "an entry: key and value of one token and KV head; heads: dimension x queries of each",
-            "blocks: a sum of the same blocks in the same order; sum: of the whole pool, end to end",
+            "blocks: a sum of the same blocks in the same order; sum: of the pool, end to end",
             f"pools of {args.mib} MiB in random order; medians of {args.repeat} turns",
         ]
         settings = {"repeat": args.repeat, "threads": args.threads, "mib": args.mib}

@@ -13,7 +13,7 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 _COMMON = ("method", "num_speculative_tokens")
 _KEYS = {
     NGRAM: (*_COMMON, "prompt_lookup_min", "prompt_lookup_max"),
-    DRAFT_MODEL: (*_COMMON, "model"),
+    DRAFT_MODEL: (*_COMMON, "model", "kv_policy"),
 }
 _MOST_TOKENS, _MOST_LOOKUP = 32, 32
 _DEFAULT_LOOKUP = 5
@@ -29,6 +29,8 @@ class SpeculativeConfig:
     prompt_lookup_min: int = _DEFAULT_LOOKUP
     prompt_lookup_max: int = _DEFAULT_LOOKUP
     draft_model: str | None = None
+    draft_policy: str | Mapping[str, Any] | None = None
+    """What bounds the draft model's own cache."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig | None:
@@ -44,7 +46,11 @@ class SpeculativeConfig:
             name = given.get("model")
             if not isinstance(name, str) or not name:
                 raise wrong("model", f"must name a checkpoint, got {shown(name)}")
-            return cls(tokens, draft_model=name)
+            policy = given.get("kv_policy")
+            if policy is not None and not isinstance(policy, (str, Mapping)):
+                expected = "must be a policy's name or an object with its name"
+                raise wrong("kv_policy", f"{expected}, got {shown(policy)}")
+            return cls(tokens, draft_model=name, draft_policy=policy)
         least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         default = _DEFAULT_LOOKUP if least is None and most is None else None
         shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)

@@ -207,8 +207,8 @@ FEWER_BITS = (
         "cpu-attention",
         "How fast attention reads blocks",
         "Decode attention alone on one core, over blocks in random order; a sum of the same blocks "
-        "in the same order, which is the fastest such read that was found; and a plain sum over the "
-        "same memory from end to end. An entry is the key and the value of one token and KV head. "
+        "in the same order, the fastest such read that was found; and a plain sum over the same "
+        "memory from end to end. An entry is the key and the value of one token and KV head. "
         "The heads are those of `4m`, `79m`, Qwen2.5-0.5B and Llama-3-8B.",
         "--threads 1",
         minutes=8,

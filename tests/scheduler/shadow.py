@@ -554,8 +554,10 @@ class ShadowDraft:
         self._number = every.index(group.tables[0])
         self.tables: IntArray = np.zeros_like(group.tables[0].blocks)
         self.memory: dict[Slot, tuple[int, int]] = {}
-        self.read = self.caught_up = 0
-        """Tokens read, and chunks behind which more of the row follow."""
+        self.read = self.caught_up = self.dropped = 0
+        """Tokens read, chunks behind which more of the row follow, and of rows that lost some."""
+        self._front = group.bound.front * group.block_tokens if group.bound else 0
+        self._dropped = 0
         self._rng = np.random.default_rng(7)
 
     def run(self, output: SchedulerOutput, shadow: ShadowRunner) -> SchedulerOutput:
@@ -568,7 +570,10 @@ class ShadowDraft:
         for i, row in enumerate(chunks.rows.tolist()):
             start, tokens = int(chunks.starts[i]), parts[i].tolist()
             known = self.scheduler.rows.token_ids[row]
-            for position in range(start):
+            self._dropped = int(chunks.dropped[i])
+            self.dropped += self._dropped > 0
+            front = self._front if self._dropped else 0
+            for position in (*range(front), *range(front + self._dropped, start)):
                 self._check(row, position, int(known[position]))
             assert tokens == known[start : start + len(tokens)].tolist()
             guess = self._guess(shadow, row, tokens[-1], int(chunks.guesses[i]))
@@ -597,5 +602,6 @@ class ShadowDraft:
 
     def _slots(self, row: int, position: int) -> list[Slot]:
         """In each of its lanes."""
+        position -= self._dropped if position >= self._front else 0
         column, place = divmod(position, self.group.block_tokens)
         return [(int(block), place) for block in self.tables[:, row, :, column].ravel()]

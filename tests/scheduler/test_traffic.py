@@ -112,8 +112,8 @@ def test_a_draft_model_leaves_no_trace() -> None:
         assert draft is not None
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
         seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
-        seen += Counter(read=draft.read, caught_up=draft.caught_up)
-    assert len(seen) == 14, seen
+        seen += Counter(read=draft.read, caught_up=draft.caught_up, dropped=draft.dropped)
+    assert len(seen) == 15, seen
     assert seen["guessed"] > seen["right"] > 300, seen
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.draft_group import DraftSpec
+from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
@@ -316,7 +316,7 @@ class Traffic:
             self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows
         how: NgramSettings | DraftModelSettings = NgramSettings(speculation, 1, 2)
         if drafted:
-            groups = DraftSpec(5, 2, 1), *groups
+            groups = DraftSpec(5, 2, 1, DraftBound(1, 4) if seed % 3 == 1 else None), *groups
             how = DraftModelSettings(speculation, None if seed % 2 else 12)
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)) + more,

@@ -38,28 +38,34 @@ def draft_layout(shape: KVLayout, block_bytes: int, itemsize: int) -> KVLayout |
 
 
 class DraftRows(RowGroup):
-    """Blocks of the tokens that the draft model has read, in the columns of their positions."""
+    """Blocks of the tokens that the draft model has read and still holds, in their order."""
 
     spec_type = DraftSpec
 
     def batch(
-        self, rows: IntArray, starts: IntArray, lengths: IntArray, prompt_lens: Tensor
+        self,
+        rows: IntArray,
+        starts: IntArray,
+        dropped: IntArray,
+        lengths: IntArray,
+        prompt_lens: Tensor,
     ) -> ForwardBatch:
         """Chunks of ``lengths [n]`` tokens from positions ``starts [n]`` on of ``rows [n]``; each
-        token sees all before it. ``prompt_lens`` are of all rows."""
+        token sees all before it but the ``dropped [n]``. ``prompt_lens`` are of all rows."""
         (table,), device = self.tables, prompt_lens.device
         by_token = to_device(np.repeat(rows, lengths), device)
         positions = to_device(np.repeat(starts, lengths) + ragged_arange(lengths), device)
+        places = positions - to_device(np.repeat(dropped, lengths), device)
         return ForwardBatch(
             positions=positions,
             prompt_lens=prompt_lens[by_token],
-            slots=self.slots(by_token, positions),
+            slots=self.slots(by_token, places),
             query_slots=None,
-            last=positions.expand(table.shape[0], table.shape[2], -1).contiguous(),
+            last=places.expand(table.shape[0], table.shape[2], -1).contiguous(),
             tables=table,
             rows=rows,
             starts=np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths)]),
-            columns=-(-(starts + lengths) // self.spec.block_tokens),
+            columns=-(-(starts - dropped + lengths) // self.spec.block_tokens),
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,8 +15,12 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.streaming_llm import StreamingLLM
 from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.log import ConfigError
+from kvserve.scheduler.blocks.draft_group import DraftBound
 from kvserve.scheduler.layout import KVLayout
 from kvserve.speculative_config import wrong
 
@@ -50,7 +55,10 @@ def draft_of(
     layout = draft_layout(shape, block_bytes, dtype.itemsize)
     if layout is None or block_bytes % dtype.itemsize:
         raise wrong("model", f"a block of {block_bytes} bytes holds no entry; raise --block-size")
-    plan = DraftPlan(own, directory, drafting, layout, dtype, device, config.attention_backend)
+    bound = _bound(speculation.draft_policy, layout.block_size)
+    plan = DraftPlan(
+        own, directory, drafting, layout, dtype, device, config.attention_backend, bound
+    )
     with _naming_the_draft():
         plan.chosen_attention()
     return plan
@@ -80,6 +88,32 @@ def _check(name: str, drafting: ModelSpec, spec: ModelSpec, max_len: int) -> Non
         )
     if drafting.windowed:
         raise wrong("model", f"{name} has layers with sliding windows, which no draft model may")
+
+
+def _bound(policy: str | Mapping[str, Any] | None, block_tokens: int) -> DraftBound | None:
+    """What a ``kv_policy`` leaves of a row, in whole blocks; ``ConfigError`` for one that would
+    have to look at the draft model's queries."""
+    if policy is None:
+        return None
+    try:
+        made = make_policy(policy)
+    except PolicyError as error:
+        raise wrong("kv_policy", str(error)) from None
+    if made.name == "none":
+        return None
+    if not isinstance(made, StreamingLLM):
+        raise wrong(
+            "kv_policy",
+            f"{made.name} scores entries, and nothing is observed of a draft model; it can be "
+            f"{StreamingLLM.name} or none",
+        )
+    assert made.budget is not None
+    front, most = -(-made.sinks // block_tokens), made.budget // block_tokens
+    if most <= front:
+        least = (front + 1) * block_tokens
+        why = f"its entries go in blocks of {block_tokens}, and sinks and the newest have their own"
+        raise wrong("kv_policy", f"budget: {made.budget} is below {least}; {why}")
+    return DraftBound(front, most)
 
 
 @contextmanager

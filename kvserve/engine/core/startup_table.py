@@ -238,6 +238,8 @@ def speculation_row(speculation: SpeculativeConfig | None, draft: DraftPlan | No
         lanes = draft.layout.groups
         state = f"{speculation.draft_model}, up to {speculation.num_speculative_tokens} tokens"
         why = f"{draft.spec.num_layers} layers, {each * lanes} bytes a token in blocks of the pool"
+        if draft.bound is not None:
+            why += f", {draft.bound.most * draft.layout.block_size} tokens at most"
         return "speculation", state, f"{why}; fewer guesses where they seldom come true"
     state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
     lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"

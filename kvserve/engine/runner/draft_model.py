@@ -20,7 +20,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.recorded_steps import RecordedChunks
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.draft_group import DraftSpec
+from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import DraftChunks
 
@@ -52,10 +52,11 @@ class DraftModel:
         asks, device = np.flatnonzero(chunks.guesses), self._batch.device
         last = np.cumsum(chunks.lengths) - 1
         token_ids = to_device(chunks.token_ids, device)
-        hidden = self._hidden(token_ids, chunks.rows, chunks.starts, chunks.lengths, last[asks])
+        reads = chunks.rows, chunks.starts, chunks.dropped, chunks.lengths
+        hidden = self._hidden(token_ids, *reads, last[asks])
         if not len(asks):
             return None
-        left, rows = chunks.guesses[asks], chunks.rows[asks]
+        left, rows, dropped = (x[asks] for x in (chunks.guesses, chunks.rows, chunks.dropped))
         positions, places = (chunks.starts + chunks.lengths)[asks], np.cumsum(left) - left
         guesses = torch.empty(int(left.sum()), dtype=torch.int64, device=device)
         while True:
@@ -66,18 +67,16 @@ class DraftModel:
                 return guesses
             if len(more) < len(rows):
                 tokens = tokens[to_device(more, device)]
-            rows, positions, places, left = (x[more] for x in (rows, positions, places, left))
-            hidden = self._hidden(tokens, rows, positions, np.ones_like(rows))
+            rows, dropped, positions, places, left = (
+                x[more] for x in (rows, dropped, positions, places, left)
+            )
+            hidden = self._hidden(tokens, rows, positions, dropped, np.ones_like(rows))
             positions, places, left = positions + 1, places + 1, left - 1
 
     def rehearse(self, tokens: int) -> None:
         """Read ``tokens`` tokens that see no entries and are stored in the null block."""
-        batch = self._rows.batch(
-            np.zeros(1, np.int32),
-            np.zeros(1, np.int32),
-            np.array([tokens], np.int32),
-            self._batch.prompt_lens,
-        )
+        zero, prompt_lens = np.zeros(1, np.int32), self._batch.prompt_lens
+        batch = self._rows.batch(zero, zero, zero, np.array([tokens], np.int32), prompt_lens)
         zeros = torch.zeros_like(batch.slots)
         columns = np.array([batch.tables.shape[3]])
         batch = replace(batch, slots=zeros, last=zeros - 1, columns=columns)
@@ -89,11 +88,12 @@ class DraftModel:
         token_ids: Tensor,
         rows: IntArray,
         starts: IntArray,
+        dropped: IntArray,
         lengths: IntArray,
         wanted: IntArray | None = None,
     ) -> Tensor:
         """Hidden states of the ``wanted`` tokens of chunks (``None``: of all): [W, hidden]."""
-        batch = self._rows.batch(rows, starts, lengths, self._batch.prompt_lens)
+        batch = self._rows.batch(rows, starts, dropped, lengths, self._batch.prompt_lens)
         at = None
         if wanted is not None and len(wanted) < len(token_ids):
             at = to_device(wanted, token_ids.device)
@@ -120,11 +120,14 @@ class DraftPlan:
     device: str
     attention: str
     """``--attention-backend``."""
+    bound: DraftBound | None = None
+    """Of what a row's entries hold."""
 
     @property
     def group(self) -> DraftSpec:
         """The cache group of its entries."""
-        return DraftSpec(self.layout.block_size, self.layout.layer_groups, self.layout.rows)
+        layout = self.layout
+        return DraftSpec(layout.block_size, layout.layer_groups, layout.rows, self.bound)
 
     def load(self) -> Transformer:
         """The model with its weights."""

@@ -70,11 +70,13 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class DraftChunks:
     """What a draft model computes in a step: of n rows, in order, ``lengths [n]`` tokens from the
-    logical positions ``starts [n]`` on, which it has not read yet. Then it guesses ``guesses [n]``
-    tokens to follow; 0 if more chunks of that row come first."""
+    logical positions ``starts [n]`` on, which it has not read yet; entries of ``dropped [n]``
+    tokens before them are no longer held. Then it guesses ``guesses [n]`` tokens to follow; 0 if
+    more chunks of that row come first."""
 
     rows: IntArray
     starts: IntArray
+    dropped: IntArray
     lengths: IntArray
     token_ids: IntArray
     guesses: IntArray

@@ -96,7 +96,8 @@ class DraftModelSpeculation(Speculation):
         lengths = np.clip(self._max_read - (_up_to(behind) - behind), 0, behind)
         guesses = np.where(lengths < behind, 0, guesses)
         at, lengths, guesses = (x[lengths > 0] for x in (at, lengths, guesses))
-        starts = group.lens[at]
+        group.make_room(at)
+        starts, dropped = group.lens[at], group.dropped[at]
         read = starts + lengths
         # The entry of a last guess is never stored: nothing is guessed behind it.
         ends = read + np.maximum(guesses - 1, 0)
@@ -107,7 +108,7 @@ class DraftModelSpeculation(Speculation):
         self._credit -= price * int(lengths[lengths > NEWEST].sum())
         places = np.repeat(starts, lengths) + ragged_arange(lengths)
         token_ids = rows.token_ids[np.repeat(at, lengths), places]
-        chunks = DraftChunks(at, starts, lengths, token_ids, guesses)
+        chunks = DraftChunks(at, starts, dropped, lengths, token_ids, guesses)
         return Proposal(drafts if guesses.any() else None, chunks)
 
     def _learn(self, at: IntArray, guessed: IntArray, right: IntArray) -> None:
