@@ -7,6 +7,7 @@ from typing import Any
 import kvserve
 from bench.peers.adapter import Stopwatch, Tokens, limits, serve
 from kvserve import LLM, SamplingParams
+from kvserve.server.state.heap import freeze_heap
 
 
 class Kvserve:
@@ -18,6 +19,7 @@ class Kvserve:
             kv_cache_memory=kv_cache_memory,
             **settings,
         )
+        freeze_heap()  # as its server does, and as vLLM does by itself
         return {"kvserve": kvserve.__version__}
 
     def run(self, prompts: Tokens, *, max_tokens: int | list[int]) -> dict[str, Any]:
