@@ -81,18 +81,12 @@ class EngineConfig:
                 raise ConfigError(message)
 
     def _checks(self) -> Checks:
-        sizes, ranks = self.cudagraph_capture_sizes, self.parallel.tensor_parallel_size
-        speculation = self.scheduler.speculation
+        sizes = self.cudagraph_capture_sizes
         return (
             (all(size >= 1 for size in sizes), "--cudagraph-capture-sizes must be >= 1"),
             (
                 not (self.enforce_eager and sizes),
                 "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
-            ),
-            (
-                speculation is None or speculation.draft_model is None or ranks == 1,
-                f"--speculative-config: method: draft_model runs on one rank, and "
-                f"--tensor-parallel-size is {ranks}; use ngram, or one rank",
             ),
         )
 

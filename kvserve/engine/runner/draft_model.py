@@ -27,7 +27,8 @@ from kvserve.scheduler.messages.drafts import DraftChunks
 
 class DraftModel:
     """Guesses for all rows that ask, together: a forward over what they have got, then one for each
-    further guess. Draws as the rows do: the same settings, seed and position."""
+    further guess. Draws as the rows do: the same settings, seed and position. The first rank has
+    it, whole: only there is known how rows draw."""
 
     def __init__(
         self,

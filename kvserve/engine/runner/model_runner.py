@@ -30,6 +30,7 @@ from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_l
 from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import SequenceError
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.drafts import DraftChunks
 from kvserve.scheduler.messages.output import SchedulerOutput
 
 _SCORED_AT_ONCE = 256
@@ -124,14 +125,23 @@ class ModelRunner:
             culprits = self.batch.unfit(output.admitted.requests)
             raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
         if output.draft_chunks is not None:
-            assert self.draft is not None
-            step.guesses = self.draft.guess(output.draft_chunks)
+            step.guesses = self._guess(output.draft_chunks)
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
             step.send(self.batch.device)
         self._last = step
         return step
+
+    def _guess(self, chunks: DraftChunks) -> Tensor | None:
+        """The guesses of ``chunks``, row by row; the first rank alone has the draft model."""
+        guesses = None
+        if self.draft is not None:
+            guesses = self.draft.guess(chunks)
+        elif chunks.guesses.any():
+            count = int(chunks.guesses.sum())
+            guesses = torch.empty(count, dtype=torch.int64, device=self.batch.device)
+        return None if guesses is None else self.group.broadcast(guesses)
 
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Run the step's tokens through the model, and sample for each row that has caught up."""

@@ -196,6 +196,22 @@ def test_policies_that_a_draft_model_cannot_have(llama_dir: Path, policy: Any, w
         drafting(llama_dir, llama_dir, "none", kv_policy=policy)
 
 
+@pytest.mark.parametrize("policy", ["none", KARA], ids=str)
+def test_the_first_of_two_ranks_guesses_for_both(
+    llama_dir: Path, blurred_dir: Path, policy: Any
+) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=40 + i, ignore_eos=True) for i in range(4)]
+    plain = run(make_plain(llama_dir, policy, tensor_parallel_size=2), params)
+    llm = drafting(llama_dir, blurred_dir, policy, tensor_parallel_size=2)
+    found = run(llm, params)
+    for one, other in zip(found, plain, strict=True):
+        same(one, other)
+    assert kept(found) == kept(plain)
+    guessed, right = counts(llm)
+    assert guessed > right > 20
+    assert_nothing_is_left(llm)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dtype: str) -> None:
     """The model as its own draft model guesses all tokens, in few steps: its entries are right."""
@@ -470,8 +486,6 @@ def test_settings_are_named(llama_dir: Path, small_dir: Path, tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=f"^--speculative-config: {named}"):
             make_llm(llama_dir, "none", speculative_config=given)
-    with pytest.raises(ConfigError, match="draft_model runs on one rank"):
-        make_llm(llama_dir, "none", speculative_config=base, tensor_parallel_size=2)
     llm = make_llm(llama_dir, "none", speculative_config=base)
     (row,) = [row for row in llm.engine.core.info.summary if row[0] == "speculation"]
     assert row[1] == f"{small_dir}, up to 3 tokens" and "2 layers, 640 bytes a token" in row[2]
