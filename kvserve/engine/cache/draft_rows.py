@@ -49,14 +49,16 @@ class DraftRows(RowGroup):
         dropped: IntArray,
         lengths: IntArray,
         prompt_lens: Tensor,
+        window: int | None,
     ) -> ForwardBatch:
         """Chunks of ``lengths [n]`` tokens from positions ``starts [n]`` on of ``rows [n]``; each
-        token sees all before it but the ``dropped [n]``. ``prompt_lens`` are of all rows."""
+        token sees all before it but the ``dropped [n]``, and the newest ``window`` of them in
+        layers with windows, if there are any. ``prompt_lens`` are of all rows."""
         (table,), device = self.tables, prompt_lens.device
         by_token = to_device(np.repeat(rows, lengths), device)
         positions = to_device(np.repeat(starts, lengths) + ragged_arange(lengths), device)
         places = positions - to_device(np.repeat(dropped, lengths), device)
-        return ForwardBatch(
+        batch = ForwardBatch(
             positions=positions,
             prompt_lens=prompt_lens[by_token],
             slots=self.slots(by_token, places),
@@ -67,6 +69,15 @@ class DraftRows(RowGroup):
             starts=np.concatenate([np.zeros(1, lengths.dtype), np.cumsum(lengths)]),
             columns=-(-(starts - dropped + lengths) // self.spec.block_tokens),
         )
+        if window is None:
+            return batch
+        # Their entries lie in the same blocks. Sinks are no part of a window once others are gone.
+        assert isinstance(self.spec, DraftSpec)
+        front = np.where(dropped > 0, self.spec.front_tokens, 0)
+        first = torch.maximum(places - window + 1, to_device(np.repeat(front, lengths), device))
+        lanes = first.expand_as(batch.last).contiguous()
+        most_seen = window + int(lengths.max())
+        return replace(batch, windowed=replace(batch, first=lanes, most_seen=most_seen))
 
 
 KINDS.append(DraftRows)

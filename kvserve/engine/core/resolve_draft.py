@@ -86,8 +86,6 @@ def _check(name: str, drafting: ModelSpec, spec: ModelSpec, max_len: int) -> Non
             f"{name} has a context of {drafting.max_position} tokens, and sequences may have "
             f"{max_len}; lower --max-model-len",
         )
-    if drafting.windowed:
-        raise wrong("model", f"{name} has layers with sliding windows, which no draft model may")
 
 
 def _bound(policy: str | Mapping[str, Any] | None, block_tokens: int) -> DraftBound | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.config import ModelConfig
-from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.draft_rows import DraftCache, DraftRows
 from kvserve.engine.cache.input_batch import InputBatch
@@ -44,6 +45,7 @@ class DraftModel:
         self.model = model
         self._cache, self._rows, self._batch, self._attention = cache, rows, batch, attention
         self._chunks = RecordedChunks(model, cache, attention) if records else None
+        self._window = model.spec.window if model.spec.windowed else None
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
@@ -76,11 +78,13 @@ class DraftModel:
 
     def rehearse(self, tokens: int) -> None:
         """Read ``tokens`` tokens that see no entries and are stored in the null block."""
-        zero, prompt_lens = np.zeros(1, np.int32), self._batch.prompt_lens
-        batch = self._rows.batch(zero, zero, zero, np.array([tokens], np.int32), prompt_lens)
+        zero = np.zeros(1, np.int32)
+        batch = self._of(zero, zero, zero, np.array([tokens], np.int32))
         zeros = torch.zeros_like(batch.slots)
         columns = np.array([batch.tables.shape[3]])
-        batch = replace(batch, slots=zeros, last=zeros - 1, columns=columns)
+        nothing: dict[str, Any] = {"slots": zeros, "last": zeros - 1, "columns": columns}
+        windowed = batch.windowed and replace(batch.windowed, **nothing)
+        batch = replace(batch, **nothing, windowed=windowed)
         ids = torch.zeros(tokens, dtype=torch.int64, device=self._batch.device)
         self.model(ids, batch, self._cache, self._attention.plan(batch))
 
@@ -94,13 +98,19 @@ class DraftModel:
         wanted: IntArray | None = None,
     ) -> Tensor:
         """Hidden states of the ``wanted`` tokens of chunks (``None``: of all): [W, hidden]."""
-        batch = self._rows.batch(rows, starts, dropped, lengths, self._batch.prompt_lens)
+        batch = self._of(rows, starts, dropped, lengths)
         at = None
         if wanted is not None and len(wanted) < len(token_ids):
             at = to_device(wanted, token_ids.device)
         elif self._chunks is not None:
             return self._chunks.forward(token_ids, batch)
         return self.model(token_ids, batch, self._cache, self._attention.plan(batch), at)
+
+    def _of(
+        self, rows: IntArray, starts: IntArray, dropped: IntArray, lengths: IntArray
+    ) -> ForwardBatch:
+        prompts, window = self._batch.prompt_lens, self._window
+        return self._rows.batch(rows, starts, dropped, lengths, prompts, window)
 
     def _choose(self, hidden: Tensor, rows: IntArray, positions: IntArray) -> Tensor:
         """What ``rows [n]`` would sample at ``positions [n]`` of the draft model's logits: [n]."""
@@ -146,6 +156,7 @@ class DraftPlan:
             per_head=self.layout.rows > 1,
             sinks=spec.sinks,
             soft_cap=spec.soft_cap,
+            windowed=spec.windowed,
         )
         return select_backend(self.attention, needs)
 

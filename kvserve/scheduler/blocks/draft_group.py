@@ -97,6 +97,11 @@ class DraftSpec(GroupSpec):
     tables: int
     bound: DraftBound | None = None
 
+    @property
+    def front_tokens(self) -> int:
+        """The first tokens of a row, which a bounded one keeps."""
+        return 0 if self.bound is None else self.bound.front * self.block_tokens
+
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         if self.bound is not None:
             num_tokens = min(num_tokens, (self.bound.most + 1) * self.block_tokens)
