@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.kernels.compact_kv import compact_kv
+from kvserve.kernels.compact_kv import compact_kv_torch
 from kvserve.kernels.gather_kv import gather_keys, gather_queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv, store_queries
@@ -56,14 +56,14 @@ def test_store_gather_and_compact(granularity: Granularity) -> None:
     all_slots = slot_mapping(tables, rows, all_lanes, layout.block_size)
     assert torch.equal(gather_keys(cache, all_slots), stored[:, 0].transpose(1, 2))
 
-    # Each lane swaps its own two entries of row 2: sources are read before anything is written.
+    # Each lane swaps its own two entries of row 2: the reference reads all before it writes any.
     pair = torch.randint(0, 2, (layout.num_layers, layout.num_kv_heads, 1))
     pair = torch.cat([pair, 1 - pair], dim=-1)
     src = slot_mapping(tables, torch.tensor([2, 2]), pair, layout.block_size)
     dst_positions = torch.tensor([0, 1]).expand(*pair.shape[:2], -1)
     dst = slot_mapping(tables, torch.tensor([2, 2]), dst_positions, layout.block_size)
     before = cache.clone()
-    compact_kv(cache, src, dst)
+    compact_kv_torch(cache, src, dst)
     for layer in range(layout.num_layers):
         for head in range(layout.num_kv_heads):
             for place in range(2):

@@ -14,6 +14,7 @@ from kvserve.kernels.cpu import levels
 
 TESTS = [
     *("cpu/test_cpu_attention.py", "cpu/test_cpu_windows.py", "cpu/test_cpu_elementwise.py"),
+    "cpu/test_cpu_move.py",
     *("test_coded_attention.py", "test_quantized_entries.py", "test_remainder.py"),
 ]
 KERNELS = Path(__file__).parents[1]
