@@ -215,6 +215,15 @@ FEWER_BITS = (
         module="bench.cpu_attention",
     ),
     Measurement(
+        "cpu-events",
+        "How fast an event's parts are",
+        "On one core, beside a copy of as many bytes: keys of a row gathered, a window of its "
+        "4-bit log scored against them, half of its entries moved to the front.",
+        "--threads 1 --repeat 2",
+        minutes=2,
+        module="bench.cpu_events",
+    ),
+    Measurement(
         "kv-cache-dtypes",
         "Decoding over a cache of fewer bits",
         "What a decoding step gains where nothing is evicted: the same random entries, held as "

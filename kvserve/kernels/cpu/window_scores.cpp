@@ -1,14 +1,17 @@
 // How much attention a window of queries, logged in 4 bits, pays to its keys, for CPUs.
 //
-// A lane is one KV head of one layer and event. Its keys are transposed once. Then kRows queries at
-// a time give a strip of logits, which become probabilities and are added to the scores: no [W, n]
-// matrix is held. Arithmetic is float32.
+// A lane is one KV head of one layer and event. Its keys are turned once, into panels of kWidth keys
+// that are read front to back. Then kRows queries at a time give a strip of logits, which become
+// probabilities and are added to the scores: no [W, n] matrix is held. Arithmetic is float32. Keys of
+// bfloat16 are met in pairs by a CPU that multiplies such: the 15 levels of a query are numbers of
+// bfloat16, and their scale is applied to its logits, so that products are as exact.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -42,17 +45,37 @@ enum class Pool { kMean, kMax, kRms };  // over a group's heads
 typedef Lanes<W> X;
 typedef X::F F;
 
-// logits[kRows][stride] = queries[kRows][dim] . keys[dim][stride]
-void multiply(float* logits, const float* queries, const float* keys, int dim, int64_t stride) {
+#if defined(__AVX512BF16__)
+template <typename T>
+constexpr bool kPairs = std::is_same_v<T, bf16>;
+#else
+template <typename T>
+constexpr bool kPairs = false;
+#endif
+
+inline F add_product(F sum, uint32_t query, F key) {
+  if (!kPairs<bf16>) return sum;
+#if defined(__AVX512BF16__)
+  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(query), (__m512bh)key);
+#endif
+}
+inline F add_product(F sum, float query, F key) { return sum + query * key; }
+
+// logits[kRows][stride] = queries[kRows][depth] . panels[stride / kWidth][depth][kWidth], of numbers
+// or of pairs of them
+template <typename Q>
+void multiply(float* logits, const Q* queries, const float* panels, int depth, int64_t stride) {
   for (int64_t at = 0; at < stride; at += kWidth) {
     F sum[kRows][kVectors] = {};
-    for (int d = 0; d < dim; ++d) {
+    for (int d = 0; d < depth; ++d, panels += kWidth) {
       F key[kVectors];
-      for (int v = 0; v < kVectors; ++v) key[v] = X::load(keys + d * stride + at + v * W);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) key[v] = X::load(panels + v * W);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sum[r][v] += queries[r * dim + d] * key[v];
+        for (int v = 0; v < kVectors; ++v)
+          sum[r][v] = add_product(sum[r][v], queries[r * depth + d], key[v]);
     }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors; ++v) X::store(logits + r * stride + at + v * W, sum[r][v]);
@@ -61,6 +84,9 @@ void multiply(float* logits, const float* queries, const float* keys, int dim, i
 
 template <typename T>
 class Kernel {
+  typedef std::conditional_t<kPairs<T>, uint32_t, float> Query;  // a number, or a pair of them
+  static constexpr int kEach = kPairs<T> ? 2 : 1;
+
  public:
   explicit Kernel(const WindowScores& call)
       : call_(call),
@@ -92,9 +118,10 @@ class Kernel {
       std::fill(share, share + stride_, 0.0f);
       for (int64_t row = 0; row < call_.window; row += kRows) {
         const int count = std::min<int64_t>(kRows, call_.window - row);
-        alignas(64) float queries[kRows * kLargestDim];
+        alignas(64) Query queries[kRows * kLargestDim];
         read(lane, member, row, count, queries);
-        multiply(logits, queries, keys, call_.dim, stride_);
+        multiply(logits, queries, keys, call_.dim / kEach, stride_);
+        if (kPairs<T>) scale(logits, call_.scales + (lane * group_ + member) * call_.window + row, count);
         for (int r = 0; r < count; ++r) {
           const int64_t query = (lane * group_ + member) * call_.window + row + r;
           const Sum sum = soften(logits + r * stride_, query, row + r);
@@ -115,22 +142,29 @@ class Kernel {
     if (call_.given) std::copy_n(given, call_.length, call_.given + lane * call_.length);
   }
 
-  // Keys [n + later, D] -> [D, stride]; what fills up the last vectors is zero.
+  // Keys [n + later, D] -> panels; what fills up the last one is zero.
   void turn(int64_t lane, float* to) const {
     const int64_t* strides = call_.key_strides;
     const int64_t event = lane / call_.num_kv_heads, head = lane % call_.num_kv_heads;
     const T* from = static_cast<const T*>(call_.keys) + event / call_.inner * strides[0] +
                     event % call_.inner * strides[1] + head * strides[2];
+    const int depth = call_.dim / kEach;
     alignas(64) float row[kLargestDim];
     for (int64_t j = 0; j < stride_; ++j) {
-      for (int d = 0; d < call_.dim; d += 8)
-        Lanes<8>::store(row + d, j < held_ ? Lanes<8>::load(from + j * strides[3] + d) : Lanes<8>::F{});
-      for (int d = 0; d < call_.dim; ++d) to[d * stride_ + j] = row[d];
+      float* column = to + j / kWidth * depth * kWidth + j % kWidth;
+      const T* key = from + j * strides[3];
+      if (j >= held_)
+        std::fill(row, row + depth, 0.0f);
+      else if (kPairs<T>)
+        std::memcpy(row, key, call_.dim * sizeof(T));
+      else
+        for (int d = 0; d < call_.dim; d += 8) Lanes<8>::store(row + d, Lanes<8>::load(key + d));
+      for (int d = 0; d < depth; ++d) column[d * kWidth] = row[d];
     }
   }
 
   // Queries [row, row + count) of a head; others are zero.
-  void read(int64_t lane, int member, int64_t row, int count, float* to) const {
+  void read(int64_t lane, int member, int64_t row, int count, Query* to) const {
     const int64_t* strides = call_.codes_strides;
     const int64_t event = lane / call_.num_kv_heads;
     const int64_t head = lane % call_.num_kv_heads * group_ + member;
@@ -140,9 +174,27 @@ class Kernel {
     for (int r = 0; r < kRows; ++r)
       for (int d = 0; d < call_.dim / 2; ++d) {
         const int both = r < count ? from[(row + r) * strides[3] + d] : 0x88;
-        const float scale = r < count ? scales[row + r] : 0.0f;
-        to[r * call_.dim + 2 * d] = ((both & 15) - 8) * scale;
-        to[r * call_.dim + 2 * d + 1] = ((both >> 4) - 8) * scale;
+        const float low = (both & 15) - 8, high = (both >> 4) - 8;
+        if constexpr (kPairs<T>) {
+          to[r * call_.dim / 2 + d] = upper_half(high) << 16 | upper_half(low);
+        } else {
+          const float scale = r < count ? scales[row + r] : 0.0f;
+          to[r * call_.dim + 2 * d] = low * scale;
+          to[r * call_.dim + 2 * d + 1] = high * scale;
+        }
+      }
+  }
+  static uint32_t upper_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits >> 16;
+  }
+
+  void scale(float* logits, const float* scales, int count) const {
+    for (int r = 0; r < count; ++r)
+      for (int64_t j = 0; j < stride_; j += W) {
+        float* to = logits + r * stride_ + j;
+        X::store(to, X::load(to) * scales[r]);
       }
   }
 
@@ -154,13 +206,14 @@ class Kernel {
   // where they count.
   Sum soften(float* row, int64_t query, int64_t index) const {
     const bool absolute = call_.shares != nullptr;
-    const int64_t own = absolute ? call_.first + call_.step * index : 0;
+    const int64_t own = absolute ? call_.first + call_.step * index : -1;
     const int64_t first = absolute ? own / call_.span * call_.span : 0;
     const int64_t end = absolute ? held_ : call_.length;
     const auto lane = X::count();
     F highest = F{} - INFINITY;
     for (int64_t j = 0; j < end; j += W) {
-      const F x = lane < (int)(end - j) ? X::load(row + j) : F{} - INFINITY;
+      F x = X::load(row + j);
+      if (j + W > end) x = lane < (int)(end - j) ? x : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
     const float high = X::largest(highest);
@@ -168,6 +221,11 @@ class Kernel {
     for (int64_t j = 0; j < end; j += W) {
       const F power = X::exp(X::load(row + j) - high);
       X::store(row + j, power);
+      if (j + W <= end && (j > own || j + W <= first)) {  // most are on one side, as a whole
+        all += power;
+        if (j > own) later += power;
+        continue;
+      }
       const F counts = lane < (int)(end - j) ? power : F{};
       all += counts;
       later += lane > (int)(own - j) ? counts : F{};

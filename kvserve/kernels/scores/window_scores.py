@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import (
-    runs_triton,
-)
+from kvserve.kernels.checks import runs_triton
 from kvserve.kernels.cpu import window_scores as cpu
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen
-
-if TYPE_CHECKING:
-    pass
 
 
 def window_scores(
