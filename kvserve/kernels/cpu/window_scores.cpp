@@ -45,20 +45,18 @@ enum class Pool { kMean, kMax, kRms };  // over a group's heads
 typedef Lanes<W> X;
 typedef X::F F;
 
+// Whether keys of T are met in pairs.
 #if defined(__AVX512BF16__)
 template <typename T>
 constexpr bool kPairs = std::is_same_v<T, bf16>;
+
+inline F add_product(F sum, uint32_t query, F key) {
+  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(query), (__m512bh)key);
+}
 #else
 template <typename T>
 constexpr bool kPairs = false;
 #endif
-
-inline F add_product(F sum, uint32_t query, F key) {
-  if (!kPairs<bf16>) return sum;
-#if defined(__AVX512BF16__)
-  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(query), (__m512bh)key);
-#endif
-}
 inline F add_product(F sum, float query, F key) { return sum + query * key; }
 
 // logits[kRows][stride] = queries[kRows][depth] . panels[stride / kWidth][depth][kWidth], of numbers
@@ -184,12 +182,14 @@ class Kernel {
         }
       }
   }
+  // A whole number of few bits as bfloat16.
   static uint32_t upper_half(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits >> 16;
   }
 
+  // Logits of levels become those of the queries that they stand for.
   void scale(float* logits, const float* scales, int count) const {
     for (int r = 0; r < count; ++r)
       for (int64_t j = 0; j < stride_; j += W) {
