@@ -29,6 +29,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype)
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``rms_norm``, with a float32 weight, and rounded once."""
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and added: [T, N], weight: [N] -> their sum, and ``rms_norm`` of that."""
     whole = x + added
@@ -51,6 +56,16 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """As ``silu_and_mul``, with GELU approximated by tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x, times a number."""
+    return x * factor
+
+
+def add(x: Tensor, added: Tensor) -> Tensor:
+    """Their sum."""
+    return x + added
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

@@ -12,7 +12,7 @@ from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.linear import expert_linear, linear, packed
 from kvserve.engine.models.operators import Operators
-from kvserve.kernels.elementwise import clamped_swiglu, gelu_and_mul
+from kvserve.kernels.elementwise import clamped_swiglu
 
 
 class Mlp(nn.Module):
@@ -22,7 +22,8 @@ class Mlp(nn.Module):
         self, hidden: int, width: int, operators: Operators, *, fp8: bool, activation: str = "silu"
     ) -> None:
         super().__init__()
-        self._activate = operators.silu_and_mul if activation == "silu" else gelu_and_mul
+        gelu = operators.gelu_and_mul
+        self._activate = operators.silu_and_mul if activation == "silu" else gelu
         self.gate_up, self.gate_up_scales = matrix(2 * width, hidden, fp8)
         self.down, self.down_scales = matrix(hidden, width, fp8)
 

@@ -28,6 +28,10 @@ class Operators:
     silu_and_mul: Callable[[Tensor], Tensor] = elementwise.silu_and_mul
     argmax: Callable[[Tensor], Tensor] = elementwise.argmax
     take_rows: Callable[[Tensor, Tensor], Tensor] = elementwise.take_rows
+    wide_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = elementwise.wide_rms_norm
+    gelu_and_mul: Callable[[Tensor], Tensor] = elementwise.gelu_and_mul
+    scale: Callable[[Tensor, float], Tensor] = elementwise.scale
+    add: Callable[[Tensor, Tensor], Tensor] = elementwise.add
 
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
@@ -59,4 +63,8 @@ COMPILED = (
     compiled.silu_and_mul,
     compiled.argmax,
     compiled.take_rows,
+    compiled.wide_rms_norm,
+    compiled.gelu_and_mul,
+    compiled.scale,
+    compiled.add,
 )

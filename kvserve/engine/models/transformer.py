@@ -109,7 +109,7 @@ class Layer(nn.Module):
                 parts = parts[0].split([spec.num_heads, spec.num_kv_heads], dim=1)
             q, k = parts
             cache.store(index, batch, k, v)
-        return _scaled(q, spec.query_scale)
+        return self._scaled(q, spec.query_scale)
 
     def forward(
         self,
@@ -129,7 +129,7 @@ class Layer(nn.Module):
         """
         spec = self.spec
         if spec.norms == "after":
-            hidden = x = hidden if added is None else hidden + added
+            hidden = x = hidden if added is None else self.operators.add(hidden, added)
         else:
             hidden, x = self._add_and_norm(hidden, added, self.input_norm)
         q = self.store(*self.project(x), rope, batch, cache, index)
@@ -146,21 +146,24 @@ class Layer(nn.Module):
         if self.out_bias is not None:
             attended = attended + self.out_bias
         if spec.norms == "after":
-            hidden = hidden + self._norm(attended, self.input_norm)
+            hidden = self.operators.add(hidden, self._norm(attended, self.input_norm))
             return hidden, self._norm(self.group.sum(self.mlp(hidden)), self.post_norm)
         if self.after_attention is not None:
             attended = self._norm(attended, self.after_attention)
-        attended = _scaled(attended, spec.residual_scale)
+        attended = self._scaled(attended, spec.residual_scale)
         hidden, x = self._add_and_norm(hidden, attended, self.post_norm)
         answer = self.group.sum(self.mlp(x))
         if self.after_mlp is not None:
             answer = self._norm(answer, self.after_mlp)
-        return hidden, _scaled(answer, spec.residual_scale)
+        return hidden, self._scaled(answer, spec.residual_scale)
 
     def pack(self, product: str) -> None:
         """Lay the matrices out for ``product`` (``linear.py``)."""
         self.qkv, self.out = packed(self.qkv, product), packed(self.out, product)
         self.mlp.pack(product)
+
+    def _scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else self.operators.scale(x, factor)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return normed(x, weight, self.spec, self.operators)
@@ -286,7 +289,8 @@ class Transformer(nn.Module):
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
             found = self.operators.take_rows(self.embedding, input_ids)
-            return _scaled(found, self.embedding_scale)
+            scale = self.embedding_scale
+            return found if scale == 1.0 else self.operators.scale(found, scale)
         rows = len(self.embedding)
         place = input_ids - self.group.rank * rows
         found = F.embedding(place.clamp(0, rows - 1), self.embedding)
@@ -305,7 +309,7 @@ def normed(x: Tensor, weight: Tensor, spec: ModelSpec, operators: Operators) -> 
     """RMSNorm of the last dimension, in float32 throughout if the weights are float32 alone."""
     if weight.dtype is x.dtype:
         return operators.rms_norm(x, weight, spec.rms_norm_eps)
-    return F.rms_norm(x.float(), weight.shape, weight, spec.rms_norm_eps).to(x.dtype)
+    return operators.wide_rms_norm(x, weight, spec.rms_norm_eps)
 
 
 def add_and_norm(
@@ -314,7 +318,7 @@ def add_and_norm(
     """The sum, if anything is to be added, and its norm."""
     if added is not None and weight.dtype is hidden.dtype:
         return operators.add_rms_norm(hidden, added, weight, spec.rms_norm_eps)
-    hidden = hidden if added is None else hidden + added
+    hidden = hidden if added is None else operators.add(hidden, added)
     return hidden, normed(hidden, weight, spec, operators)
 
 

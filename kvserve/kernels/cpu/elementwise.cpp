@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -13,12 +14,12 @@
 extern "C" struct Elementwise {
   const void* x;  // [groups, rows, width], groups x_stride apart, rows dense
   const void* a;  // norms: weight [width]; rotate: cos [groups, width]
-  const void* b;  // rotate: sin [groups, width]; add_rms_norm: what is added, as x
+  const void* b;  // rotate: sin [groups, width]; add, add_rms_norm: what is added, as x
   void* out;      // dense; argmax: int64 [groups]
   void* whole;    // add_rms_norm: the sum, dense
   int64_t groups, rows, width, x_stride;
   int64_t is_bf16, num_threads;
-  double eps;
+  double eps;  // scale: the factor
 };
 
 namespace {
@@ -34,8 +35,10 @@ inline void each_vector(int64_t width, Body body) {
   if (i < width) body(i, width - i);
 }
 
-template <typename T>
-void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t width) {
+// Weights of more bits than x are applied before anything is rounded.
+template <typename T, typename V>
+void rms_norm(const T* x, const V* weight, float eps, T* out, int64_t width) {
+  typedef std::conditional_t<(sizeof(V) > sizeof(T)), V, T> Between;
   typedef Lanes<8> Half;  // of as many doubles as fill a vector
   Half::D squares = {};   // doubles, so that the mean is right to its last bit
   each_vector<8>(width, [&](int64_t i, int64_t count) {
@@ -46,7 +49,7 @@ void rms_norm(const T* x, const T* weight, float eps, T* out, int64_t width) {
   for (int lane = 0; lane < 8; ++lane) sum += squares[lane];
   const float scale = 1.0f / std::sqrt(static_cast<float>(sum / width) + eps);
   each_vector(width, [&](int64_t i, int64_t count) {
-    const F scaled = X::rounded<T>(X::load(x + i, count) * scale);
+    const F scaled = X::rounded<Between>(X::load(x + i, count) * scale);
     X::store(out + i, X::load(weight + i, count) * scaled, count);
   });
 }
@@ -82,6 +85,16 @@ void silu_and_mul(const T* x, T* out, int64_t width) {
   });
 }
 
+// GELU, approximated by tanh.
+template <typename T>
+void gelu_and_mul(const T* x, T* out, int64_t width) {
+  each_vector(width, [&](int64_t i, int64_t count) {
+    const F gate = X::load(x + i, count), up = X::load(x + i + width, count);
+    const F twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi)
+    X::store(out + i, X::rounded<T>(gate / (1.0f + X::exp(-twice))) * up, count);
+  });
+}
+
 // The first place of the largest of x, which is no NaN.
 template <typename T>
 int64_t argmax(const T* x, int64_t width) {
@@ -109,9 +122,10 @@ void each_row(const Elementwise& c, Row row) {
   for (int64_t i = 0; i < count; ++i) row(i / c.rows, i % c.rows);
 }
 
-template <typename T>
+template <typename T, typename V = T>
 void norm_rows(const Elementwise& c) {
-  const T *x = static_cast<const T*>(c.x), *weight = static_cast<const T*>(c.a);
+  const T* x = static_cast<const T*>(c.x);
+  const V* weight = static_cast<const V*>(c.a);
   T* out = static_cast<T*>(c.out);
   each_row<T>(c, [=](int64_t group, int64_t row) {
     rms_norm(x + group * c.x_stride + row * c.width, weight, static_cast<float>(c.eps),
@@ -143,11 +157,37 @@ void rotate_rows(const Elementwise& c) {
 }
 
 template <typename T>
-void activate_rows(const Elementwise& c) {
+void activate_rows(const Elementwise& c, void (*activate)(const T*, T*, int64_t)) {
   const T* x = static_cast<const T*>(c.x);
   T* out = static_cast<T*>(c.out);
   each_row<T>(c, [=](int64_t group, int64_t) {
-    silu_and_mul(x + group * c.x_stride, out + group * c.width, c.width);
+    activate(x + group * c.x_stride, out + group * c.width, c.width);
+  });
+}
+
+template <typename T>
+void scale_rows(const Elementwise& c) {
+  const T* x = static_cast<const T*>(c.x);
+  T* out = static_cast<T*>(c.out);
+  const float factor = c.eps;
+  each_row<T>(c, [=](int64_t group, int64_t row) {
+    const T* from = x + group * c.x_stride + row * c.width;
+    T* to = out + (group * c.rows + row) * c.width;
+    each_vector(c.width, [&](int64_t i, int64_t count) {
+      X::store(to + i, X::load(from + i, count) * factor, count);
+    });
+  });
+}
+
+template <typename T>
+void add_rows(const Elementwise& c) {
+  const T *x = static_cast<const T*>(c.x), *added = static_cast<const T*>(c.b);
+  T* out = static_cast<T*>(c.out);
+  each_row<T>(c, [=](int64_t group, int64_t) {
+    const int64_t at = group * c.width;
+    each_vector(c.width, [&](int64_t i, int64_t count) {
+      X::store(out + at + i, X::load(x + at + i, count) + X::load(added + at + i, count), count);
+    });
   });
 }
 
@@ -174,8 +214,25 @@ extern "C" void kvserve_rotate(const Elementwise* c) {
   c->is_bf16 ? rotate_rows<bf16>(*c) : rotate_rows<float>(*c);
 }
 
+// The weight is float32, whatever x is.
+extern "C" void kvserve_wide_rms_norm(const Elementwise* c) {
+  c->is_bf16 ? norm_rows<bf16, float>(*c) : norm_rows<float>(*c);
+}
+
 extern "C" void kvserve_silu_and_mul(const Elementwise* c) {
-  c->is_bf16 ? activate_rows<bf16>(*c) : activate_rows<float>(*c);
+  c->is_bf16 ? activate_rows<bf16>(*c, silu_and_mul) : activate_rows<float>(*c, silu_and_mul);
+}
+
+extern "C" void kvserve_gelu_and_mul(const Elementwise* c) {
+  c->is_bf16 ? activate_rows<bf16>(*c, gelu_and_mul) : activate_rows<float>(*c, gelu_and_mul);
+}
+
+extern "C" void kvserve_scale(const Elementwise* c) {
+  c->is_bf16 ? scale_rows<bf16>(*c) : scale_rows<float>(*c);
+}
+
+extern "C" void kvserve_add(const Elementwise* c) {
+  c->is_bf16 ? add_rows<bf16>(*c) : add_rows<float>(*c);
 }
 
 extern "C" void kvserve_argmax(const Elementwise* c) {

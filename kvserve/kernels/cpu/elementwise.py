@@ -55,6 +55,15 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
     return whole, out
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``rms_norm``, with a float32 weight."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    fits = weight.shape == x.shape[-1:] and weight.is_contiguous()
+    _check("wide_rms_norm", x, fits=fits and weight.dtype is torch.float32)
+    _launch("wide_rms_norm", x, x.shape[-1], out, weight, None, eps)
+    return out
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [T, heads, D] with dense heads, cos and sin: [T, 1, D]."""
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -67,10 +76,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up: [T, 2 N]."""
-    tokens, both = gate_up.shape
-    out = torch.empty(tokens, both // 2, dtype=gate_up.dtype)
-    _check("silu_and_mul", gate_up, fits=both % 2 == 0)
-    _launch("silu_and_mul", gate_up, both // 2, out, None, None, 0.0)
+    return _activated("silu_and_mul", gate_up)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up: [T, 2 N]."""
+    return _activated("gelu_and_mul", gate_up)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x: [T, N], or [T, heads, N] with dense heads."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _check("scale", x, fits=True)
+    _launch("scale", x, x.shape[-1], out, None, None, factor)
+    return out
+
+
+def add(x: Tensor, added: Tensor) -> Tensor:
+    """x and added: [T, N], dense."""
+    out = torch.empty_like(x)
+    _check("add", x, added, fits=x.shape == added.shape and x.is_contiguous())
+    _launch("add", x, x.shape[-1], out, None, added, 0.0)
     return out
 
 
@@ -102,6 +128,14 @@ def take_rows(table: Tensor, places: Tensor) -> Tensor:
         return IndexError(f"take_rows: row {fault.value} of a table of {rows}")
 
     calls.run(load_library("elementwise"), "take_rows", call, refusal)
+    return out
+
+
+def _activated(name: str, gate_up: Tensor) -> Tensor:
+    tokens, both = gate_up.shape
+    out = torch.empty(tokens, both // 2, dtype=gate_up.dtype)
+    _check(name, gate_up, fits=both % 2 == 0)
+    _launch(name, gate_up, both // 2, out, None, None, 0.0)
     return out
 
 

@@ -87,11 +87,23 @@ def test_a_step_is_planned_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert steps > TOKENS
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2"])
+def test_other_families(name: str, dtype: str, tmp_path: Path) -> None:
+    """Norms in float32, GELU, norms behind and scaled residuals: the same tokens as without."""
+    write_checkpoint(name, tmp_path)
+    llm = make_llm(tmp_path, "none", dtype=dtype)
+    eager = make_llm(tmp_path, "none", dtype=dtype, enforce_eager=True)
+    policies = ["none"] * len(PROMPTS)
+    assert generate(llm, PROMPTS, policies) == generate(eager, PROMPTS, policies)
+    assert recorded_steps(llm).refused is None and recorded_steps(llm).replays > 0
+
+
 LOGS_FP8 = KARA | {"query_dtype": "fp8", "attention": "window"}
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("gemma2", "none"), ("gpt-oss", "none"), ("llama", LOGS_FP8)], ids=str
+    ("name", "policy"), [("qwen3-moe", "none"), ("gpt-oss", "none"), ("llama", LOGS_FP8)], ids=str
 )
 def test_what_torch_computes_is_not_recorded(name: str, policy: Any, tmp_path: Path) -> None:
     """The start-up table says which operator it was, and decoding goes on without."""

@@ -123,3 +123,36 @@ def test_threads_change_no_bit() -> None:
 def test_what_does_not_fit_is_refused(call: Callable[[], Tensor]) -> None:
     with pytest.raises(ValueError, match=r"needed|do not fit"):
         call()
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 48, 131])
+def test_wide_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = 3 * torch.randn(tokens, width).to(dtype), torch.randn(width)
+    assert_alike(compiled.wide_rms_norm(x, weight, 1e-5), reference.wide_rms_norm(x, weight, 1e-5))
+    with pytest.raises(ValueError, match="wide_rms_norm"):
+        compiled.wide_rms_norm(x, weight.double(), 1e-5)
+
+
+@dtypes
+@tokens
+@pytest.mark.parametrize("width", [8, 32, 70])
+def test_gelu_and_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = (2 * torch.randn(tokens, 2 * width)).to(dtype)
+    assert_alike(compiled.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
+
+
+@dtypes
+@tokens
+def test_sums_and_multiples(tokens: int, dtype: torch.dtype) -> None:
+    """As torch rounds them; of heads within a wider row, too."""
+    x, added = 3 * torch.randn(2, tokens, 6 * 20, dtype=dtype)
+    assert torch.equal(compiled.add(x, added), x + added)
+    assert torch.equal(compiled.scale(x, 0.37), x * 0.37)
+    heads = x.view(tokens, 6, 20)[:, 1:4]
+    assert torch.equal(compiled.scale(heads, 12.0), heads * 12.0)
+    with pytest.raises(ValueError, match="add"):
+        compiled.add(x, added[:, :8])
