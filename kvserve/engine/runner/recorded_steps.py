@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,8 @@ from kvserve.kernels.cpu.calls import Tape
 
 _LARGEST = 128
 """Steps of more rows are computed without a tape: Python is a small part of them."""
-_MOST_TOKENS, _MOST_SHAPES, _MOST_SEEN = 128, 128, 4096
-"""Of chunks that are recorded. Many rows have too many shapes, and Python is little of them."""
+_MOST_TOKENS, _MOST_SHAPES = 128, 256
+"""Of chunks that are recorded. Of more tokens Python is a small part."""
 
 
 class RecordedSteps:
@@ -103,7 +104,8 @@ class _RecordedStep:
 
 
 class RecordedChunks:
-    """Forwards over few tokens, as of guesses: a tape for each shape of their chunks."""
+    """Forwards over few tokens, as of guesses: a tape for each number of chunks and of tokens.
+    Whose chunks they are, and how long each is, are inputs of a tape."""
 
     def __init__(
         self,
@@ -121,19 +123,17 @@ class RecordedChunks:
 
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states of all tokens [T, hidden]; they may be overwritten by the next call."""
-        shape = (*batch.rows.tolist(), *batch.starts.tolist(), batch.query_slots is None)
+        shape = len(batch.rows), input_ids.shape[0], batch.query_slots is None
         known = self._known.get(shape)
         if known is not None:
             self.replays += 1
             return known.play(input_ids, batch)
         model, cache, attention = self._parts
-        # A shape is recorded when it comes again: of many rows most never do, and recording takes
-        # longer than computing.
-        again = shape in self._seen
-        if len(self._seen) < _MOST_SEEN:
+        # A shape is recorded when it comes again, since recording takes longer than computing.
+        again, few = shape in self._seen, input_ids.shape[0] <= _MOST_TOKENS
+        if few:
             self._seen.add(shape)
-        full = len(self._known) >= _MOST_SHAPES or input_ids.shape[0] > _MOST_TOKENS
-        if full or self._refused or not again:
+        if self._refused or not again or len(self._known) >= _MOST_SHAPES:
             return model(input_ids, batch, cache, attention.plan(batch))
         ids, buffers = input_ids.clone(), _copied(batch)
         planned = attention.plan(buffers)
@@ -155,8 +155,7 @@ class _RecordedChunks:
     def play(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         ids, buffers, _ = self.given
         ids.copy_(input_ids)
-        for own, new in zip(_inputs(buffers), _inputs(batch), strict=True):
-            own.copy_(new)
+        _fill(buffers, batch)
         self.tape.play()
         return self.hidden
 
@@ -166,16 +165,26 @@ _BY_STEP = ("positions", "prompt_lens", "slots", "query_slots", "last", "recent"
 
 
 def _copied(batch: ForwardBatch) -> ForwardBatch:
-    """The same, with tensors of its own in the place of those that a step makes."""
+    """The same, with memory of its own for what a step makes. Plans of a CPU read rows and starts
+    where they are, as int64."""
     made = {name: getattr(batch, name) for name in _BY_STEP}
     own: dict[str, Any] = {name: None if x is None else x.clone() for name, x in made.items()}
     own["further"] = tuple(x.clone() for x in batch.further)
+    own |= {"rows": batch.rows.astype(np.int64), "starts": batch.starts.astype(np.int64)}
     own["windowed"] = None if batch.windowed is None else _copied(batch.windowed)
     return replace(batch, **own)
 
 
+def _fill(buffers: ForwardBatch, batch: ForwardBatch) -> None:
+    """Copy what a step has made into what ``_copied`` made for its tape."""
+    buffers.rows[:], buffers.starts[:] = batch.rows, batch.starts
+    for own, new in zip(_inputs(buffers), _inputs(batch), strict=True):
+        own.copy_(new)
+    if buffers.windowed is not None and batch.windowed is not None:
+        _fill(buffers.windowed, batch.windowed)
+
+
 def _inputs(batch: ForwardBatch) -> list[Tensor]:
-    """The tensors that a step makes, in one order."""
+    """The tensors that a step makes, in one order; those of layers with windows aside."""
     found = [x for x in (getattr(batch, name) for name in _BY_STEP) if x is not None]
-    found += batch.further
-    return found if batch.windowed is None else [*found, *_inputs(batch.windowed)]
+    return [*found, *batch.further]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
@@ -27,6 +28,7 @@ from tests.engine.runner.test_cuda_graph import (
     make_llm,
     make_plain,
 )
+from tests.engine.runner.test_speculation import answers, guessing, run
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 
@@ -184,3 +186,22 @@ def test_guesses_are_verified_by_tapes(llama_dir: Path) -> None:
         assert output.speculation is not None and output.speculation.accepted_tokens > 25
     assert recorded_steps(llm).chunks.replays > 2
     assert found[0] == found[1]
+
+
+def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
+    """Whose chunks they are, and how long each is, is told when it is played."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=150 + i, ignore_eos=True) for i in range(4)
+    ]
+    plain = answers(run(make_plain(llama_dir, KARA), params))
+    llm, _ = guessing(llama_dir, KARA, plain)
+    chunks, seen = recorded_steps(llm).chunks, set()
+    forward = chunks.forward
+
+    def noted(input_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        seen.add((*batch.rows.tolist(), *batch.starts.tolist()))
+        return forward(input_ids, batch)
+
+    chunks.forward = noted  # type: ignore[method-assign]
+    assert answers(run(llm, params)) == plain
+    assert chunks.replays > 5 and len(chunks._known) < len(seen) / 2
