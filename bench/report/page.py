@@ -124,7 +124,7 @@ def _equal_table() -> list[str]:
         return []
     first, *others = map(_equal_row, shortened(result["rows"]))
     others.sort(key=lambda row: -row["exact_match"])
-    return [markdown_table(_EQUAL, [first, *others]), *_beside_vllm()]
+    return [markdown_table(_EQUAL, [first, *others]), *_beside_vllm(result)]
 
 
 def _equal_row(row: Row) -> dict[str, Any]:
@@ -138,17 +138,20 @@ def _equal_row(row: Row) -> dict[str, Any]:
     }
 
 
-def _beside_vllm() -> list[str]:
+def _beside_vllm(table: dict[str, Any]) -> list[str]:
+    """A line; it says so if it was measured on other code than the ``table`` above it."""
     result = PEERS.newest()
     if result is None:
         return []
     rows = {row.get("policy") or row["engine"]: row for row in result["rows"]}
     said = ", ".join(f"{row['output_tok_s']:,.0f} ({name})" for name, row in rows.items())
     ratios = " and ".join(f"{rows[name]['vs_vllm']:.2f}" for name in ("none", "kara"))
+    days = [each["date"][:10] for each in (result, table)]
+    when = "" if days[0] == days[1] else f"; measured on {days[0]}, the table on {days[1]}"
     return [
         f"The same prompts on vLLM's CPU build, as many bytes, in turns of their own: {said} "
         f"output tok/s; `none` and Kara are {ratios} times vLLM (medians of "
-        f"{result['settings']['repeat']} turns)."
+        f"{result['settings']['repeat']} turns{when})."
     ]
 
 
