@@ -2,6 +2,8 @@
 
     python -m bench.guess_turns --model kvserve/tiny --task chain --num-prompts 64 --max-num-seqs 64
     python -m bench.guess_turns --model kvserve/tiny-long --task long-chain-1000 --num-prompts 32
+    python -m bench.tiny_model.train --recipe draft --out /tmp/draft --minutes 14
+    python -m bench.guess_turns --max-num-seqs 1 --num-prompts 4 --draft-model /tmp/draft/model
 
 Both are in one process and take turns of a tenth of a second, on one thread, so that what disturbs
 the machine disturbs both. Answers have to be the same, token for token.
@@ -23,7 +25,8 @@ from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import Workload, blocks_at_once, task_prompts
 from kvserve.benchmarks.setup.options import at_least, number
 
-_SPECULATION = {"method": "ngram", "num_speculative_tokens": 5}
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+_DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
 _BLOCK = 16
 
 
@@ -64,7 +67,8 @@ class Side:
 
 def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     """Times plain decoding; side ``first`` begins each pair of turns."""
-    sides = Side(args, workload, {}), Side(args, workload, _SPECULATION)
+    drafts = _DRAFT | {"model": args.draft_model}
+    sides = Side(args, workload, {}), Side(args, workload, drafts if args.draft_model else _NGRAM)
     while any(side.busy for side in sides):
         for at in (first, 1 - first):
             sides[at].run(0.1)
@@ -84,6 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=TASKS, default="long-chain-1000", metavar="NAME")
     for name, usual in (("num-prompts", 32), ("max-num-seqs", 16), ("repeat", 4)):
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N")
+    words = "guesses are this model's (default: n-grams)"
+    parser.add_argument("--draft-model", metavar="MODEL", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
     return parser
 

@@ -40,6 +40,15 @@ ENGINES = (
         module="bench.cpu_peers",
     ),
     Measurement(
+        "cpu-peers-long",
+        "vLLM's CPU build on the same long answers",
+        "As many bytes for keys and values, the same prompts and lengths, in turns.",
+        "--traffic long --shapes 4m --dtypes bfloat16 --kv-cache-dtypes auto fp8 "
+        "--num-prompts 10 --repeat 1",
+        minutes=12,
+        module="bench.cpu_peers",
+    ),
+    Measurement(
         "cpu-peers-ngram-copy",
         "The same guesses in vLLM, on a copy",
         "Both engines with the same n-gram settings (5 guesses, lookups of 5 to 2 tokens), and "

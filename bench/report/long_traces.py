@@ -146,13 +146,4 @@ BEFORE = (
         minutes=6,
         in_pieces=True,
     ),
-    Measurement(
-        "cpu-peers-long",
-        "vLLM's CPU build on the same long answers",
-        "As many bytes for keys and values, the same prompts and lengths, in turns.",
-        "--traffic long --shapes 4m --dtypes bfloat16 --kv-cache-dtypes auto fp8 "
-        "--num-prompts 10 --repeat 1",
-        minutes=12,
-        module="bench.cpu_peers",
-    ),
 )
