@@ -24,8 +24,7 @@ from bench.cpu_attention import BLOCK, HEADS
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.kernels.compact_kv import compact_kv
-from kvserve.kernels.gather_kv import gather_keys
+from kvserve.kernels.cpu.move_kv import gather_kv, move_kv
 from kvserve.kernels.int4_log import quantize
 from kvserve.kernels.scores.window_scores import window_scores
 
@@ -63,7 +62,7 @@ class Case:
         self.kept = torch.stack([slots.gather(-1, kept) for slots in self.slots])
         queries = torch.randn(LAYERS, self.kv_heads * self.group, WINDOW, self.dim)
         self.queries = quantize(queries, torch.zeros(queries.shape[:-1]))
-        self.keys = gather_keys(self.pool, self.slots[0])
+        self.keys = gather_kv(self.pool, self.slots[0], None, False)
         self._copied = torch.empty_like(self.keys).view(-1)
 
     def parts(self) -> dict[str, tuple[Callable[[int], Any], float]]:
@@ -71,12 +70,12 @@ class Case:
         front = self.slots[..., : LENGTH // 2].contiguous()
         flops = 2.0 * self.dim * WINDOW * LENGTH * LAYERS * self.kv_heads * self.group
         return {
-            "gather keys": (lambda row: gather_keys(self.pool, self.slots[row]), 0.0),
+            "gather keys": (lambda row: gather_kv(self.pool, self.slots[row], None, False), 0.0),
             "score a window": (
                 lambda row: window_scores(self.queries, self.keys, self.dim**-0.5),
                 flops,
             ),
-            "move half": (lambda row: compact_kv(self.pool, self.kept[row], front[row]), 0.0),
+            "move half": (lambda row: move_kv(self.pool, self.kept[row], front[row]), 0.0),
         }
 
     def copy(self, row: int) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
-from kvserve.kernels.cpu import move_kv
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import entry_rows
 
@@ -25,8 +24,6 @@ def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> Non
     """
     if runs_triton(kv_cache):
         compact_kv_triton(kv_cache, src, dst, runs)
-    elif move_kv.takes(kv_cache):
-        move_kv.move_kv(kv_cache, src, dst)
     else:
         compact_kv_torch(kv_cache, src, dst)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
-from kvserve.kernels.cpu import move_kv
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
@@ -29,16 +28,12 @@ def entry_rows(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None)
 
 def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """slots: int64 [L', Hkv, S] of layers ``layer_ids`` -> keys [L', Hkv, S, D]."""
-    if move_kv.takes(kv_cache):
-        return move_kv.gather_kv(kv_cache, slots, layer_ids, values=False)
     gather = gather_keys_triton if runs_triton(kv_cache) else gather_keys_torch
     return gather(kv_cache, slots, layer_ids)
 
 
 def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """As ``gather_keys``, of values."""
-    if move_kv.takes(kv_cache):
-        return move_kv.gather_kv(kv_cache, slots, layer_ids, values=True)
     block, heads, dim = kv_cache.shape[3:]
     rows = (entry_rows(kv_cache, slots, layer_ids) + block * heads).view(-1)
     return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreRotated
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.kernels.compact_kv import compact_kv
+from kvserve.kernels.cpu import move_kv
 from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import gather_keys, gather_values, scatter_values
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
@@ -82,15 +83,21 @@ class RawEntries:
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        if move_kv.takes(self.memory):
+            return move_kv.gather_kv(self.memory, slots, layer_ids, values=False)
         return gather_keys(self.memory, slots, layer_ids)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        if move_kv.takes(self.memory):
+            return move_kv.gather_kv(self.memory, slots, layer_ids, values=True)
         return gather_values(self.memory, slots, layer_ids)
 
     def write_values(self, slots: Tensor, values: Tensor) -> None:
         scatter_values(self.memory, slots, values)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        if move_kv.takes(self.memory):
+            return move_kv.move_kv(self.memory, src, dst)
         compact_kv(self.memory, src, dst, runs=runs)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.compact_kv import compact_kv, compact_kv_torch
+from kvserve.kernels.compact_kv import compact_kv_torch
 from kvserve.kernels.cpu import move_kv
-from kvserve.kernels.gather_kv import gather_keys, gather_keys_torch, gather_values
+from kvserve.kernels.gather_kv import gather_keys_torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 BLOCKS, BLOCK, LAYERS, HEADS, HELD = 12, 4, 4, 2, 37
@@ -39,10 +39,12 @@ def test_gathered(block_layers: int, block_heads: int, dtype: torch.dtype) -> No
     torch.manual_seed(0)
     cache, slots = cache_of(block_layers, block_heads, dtype), slots_of_rows()
     assert move_kv.takes(cache)
-    assert torch.equal(gather_keys(cache, slots), gather_keys_torch(cache, slots))
+    assert torch.equal(
+        move_kv.gather_kv(cache, slots, None, False), gather_keys_torch(cache, slots)
+    )
     some = torch.tensor([3, 1])
     keys = gather_keys_torch(cache.flip(2), slots[some], some)
-    assert torch.equal(gather_values(cache, slots[some], some), keys)
+    assert torch.equal(move_kv.gather_kv(cache, slots[some], some, True), keys)
 
 
 @LAYOUTS
@@ -60,7 +62,7 @@ def test_moved_to_the_front(block_layers: int, block_heads: int, dtype: torch.dt
     cache = cache_of(block_layers, block_heads, dtype)
     expected = cache.clone()
     compact_kv_torch(expected, src, slots[..., :19])
-    compact_kv(cache, src, slots[..., :19])
+    move_kv.move_kv(cache, src, slots[..., :19])
     assert torch.equal(cache, expected)
 
 
@@ -68,7 +70,7 @@ def test_block_0_is_not_written() -> None:
     cache = cache_of(4, 2, torch.float32)
     before = cache.clone()
     src = torch.full((LAYERS, HEADS, 3), 9)
-    compact_kv(cache, src, torch.tensor([0, 2, 3]).expand_as(src))
+    move_kv.move_kv(cache, src, torch.tensor([0, 2, 3]).expand_as(src))
     assert torch.equal(cache, before)
 
 
@@ -78,10 +80,10 @@ def test_slots_that_are_not_there(slot: int) -> None:
     before, wrong = cache.clone(), slots_of_rows()
     wrong[2, 1, 5] = slot
     with pytest.raises(IndexError, match=str(slot)):
-        gather_keys(cache, wrong)
+        move_kv.gather_kv(cache, wrong, None, False)
     for src, dst in ((wrong, slots_of_rows()), (slots_of_rows(), wrong)):
         with pytest.raises(IndexError, match=str(slot)):
-            compact_kv(cache, src, dst)
+            move_kv.move_kv(cache, src, dst)
     assert torch.equal(cache, before)
     with pytest.raises(ValueError, match="move_kv"):
-        compact_kv(cache, wrong, wrong[..., :3])
+        move_kv.move_kv(cache, wrong, wrong[..., :3])
