@@ -15,6 +15,7 @@ import ctypes
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -177,11 +178,11 @@ class Reading:
         return Report("cpu_attention", about, COLUMNS, self._rows, settings, program=program)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Create the parser of the command's flags."""
-    parser = argparse.ArgumentParser(description="how fast attention reads a CPU's blocks")
+def pool_parser(description: str, **axes: Iterable[str]) -> argparse.ArgumentParser:
+    """Create a command's parser, with a flag for each of the ``axes``: which of its values."""
+    parser = argparse.ArgumentParser(description=description)
     add_report_arguments(parser)
-    for name, choices in (("heads", HEADS), ("rows", ROWS), ("forms", FORMS)):
+    for name, choices in axes.items():
         known = list(choices)
         parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
     count = at_least(1)
@@ -189,6 +190,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=count, default=5, help="turns (default: 5)")
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     return parser
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command's flags."""
+    words = "how fast attention reads a CPU's blocks"
+    return pool_parser(words, heads=HEADS, rows=ROWS, forms=FORMS)
 
 
 def main() -> int:

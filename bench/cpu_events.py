@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.cpu_attention import BLOCK, HEADS
+from bench.cpu_attention import BLOCK, HEADS, pool_parser
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.kernels.cpu.move_kv import gather_kv, move_kv
 from kvserve.kernels.int4_log import quantize
@@ -136,16 +135,7 @@ class Events:
 
 def make_parser() -> argparse.ArgumentParser:
     """Create the parser of the command's flags."""
-    parser = argparse.ArgumentParser(description="how fast a CPU does the parts of an event")
-    add_report_arguments(parser)
-    for name, choices in (("heads", HEADS), ("dtypes", DTYPES)):
-        known = list(choices)
-        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
-    count = at_least(1)
-    parser.add_argument("--mib", type=count, default=256, help="of a pool (default: 256)")
-    parser.add_argument("--repeat", type=count, default=5, help="turns (default: 5)")
-    parser.add_argument("--threads", type=count, default=1, help="default: 1")
-    return parser
+    return pool_parser("how fast a CPU does the parts of an event", heads=HEADS, dtypes=DTYPES)
 
 
 def main() -> int:

@@ -88,6 +88,10 @@ def _check(name: str, drafting: ModelSpec, spec: ModelSpec, max_len: int) -> Non
         )
 
 
+_BOUNDS = ("name", "budget", "sinks")
+"""What of a policy bounds a draft model's cache, in whole blocks; nothing else may be given."""
+
+
 def _bound(policy: str | Mapping[str, Any] | None, block_tokens: int) -> DraftBound | None:
     """What a ``kv_policy`` leaves of a row, in whole blocks; ``ConfigError`` for one that would
     have to look at the draft model's queries."""
@@ -105,6 +109,9 @@ def _bound(policy: str | Mapping[str, Any] | None, block_tokens: int) -> DraftBo
             f"{made.name} scores entries, and nothing is observed of a draft model; it can be "
             f"{StreamingLLM.name} or none",
         )
+    for key in {} if isinstance(policy, str) else policy:
+        if key not in _BOUNDS:
+            raise wrong("kv_policy", f"{key}: a draft model's cache knows {', '.join(_BOUNDS)}")
     assert made.budget is not None
     front, most = -(-made.sinks // block_tokens), made.budget // block_tokens
     if most <= front:

@@ -22,8 +22,8 @@ class Mlp(nn.Module):
         self, hidden: int, width: int, operators: Operators, *, fp8: bool, activation: str = "silu"
     ) -> None:
         super().__init__()
-        gelu = operators.gelu_and_mul
-        self._activate = operators.silu_and_mul if activation == "silu" else gelu
+        silu, gelu = operators.silu_and_mul, operators.gelu_and_mul
+        self._activate = silu if activation == "silu" else gelu
         self.gate_up, self.gate_up_scales = matrix(2 * width, hidden, fp8)
         self.down, self.down_scales = matrix(hidden, width, fp8)
 

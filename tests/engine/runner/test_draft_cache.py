@@ -94,6 +94,8 @@ def test_a_bounded_draft_sees_what_it_holds(llama_dir: Path, backend: str) -> No
         ({"name": "streaming_llm"}, "budget"),
         ({"name": "streaming_llm", "budget": 5}, "budget: 5 is below"),
         ({"name": "streaming_llm", "budgit": 8}, "did you mean budget"),
+        ({**BOUNDED, "period": 4}, "period: a draft model's cache knows name, budget, sinks"),
+        ({**BOUNDED, "remainder": "fitted"}, "remainder: a draft model's cache knows"),
         (3, "must be a policy's name or an object"),
     ],
 )
