@@ -23,7 +23,7 @@ from tqdm import tqdm
 from bench.cpu_attention import BLOCK, HEADS, pool_parser
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.kernels.cpu.move_kv import gather_kv, move_kv
+from kvserve.kernels.cpu.move_kv import gather_keys, move_kv
 from kvserve.kernels.int4_log import quantize
 from kvserve.kernels.scores.window_scores import window_scores
 
@@ -61,7 +61,7 @@ class Case:
         self.kept = torch.stack([slots.gather(-1, kept) for slots in self.slots])
         queries = torch.randn(LAYERS, self.kv_heads * self.group, WINDOW, self.dim)
         self.queries = quantize(queries, torch.zeros(queries.shape[:-1]))
-        self.keys = gather_kv(self.pool, self.slots[0], None, False)
+        self.keys = gather_keys(self.pool, self.slots[0])
         self._copied = torch.empty_like(self.keys).view(-1)
 
     def parts(self) -> dict[str, tuple[Callable[[int], Any], float]]:
@@ -69,7 +69,7 @@ class Case:
         front = self.slots[..., : LENGTH // 2].contiguous()
         flops = 2.0 * self.dim * WINDOW * LENGTH * LAYERS * self.kv_heads * self.group
         return {
-            "gather keys": (lambda row: gather_kv(self.pool, self.slots[row], None, False), 0.0),
+            "gather keys": (lambda row: gather_keys(self.pool, self.slots[row]), 0.0),
             "score a window": (
                 lambda row: window_scores(self.queries, self.keys, self.dim**-0.5),
                 flops,

@@ -18,7 +18,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.cache import entry_store, query_log
+from kvserve.engine.cache import query_log
 from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core import startup
@@ -30,9 +30,9 @@ from kvserve.engine.runner import draft_model, rank_plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, quantized_triton
-from kvserve.kernels.compact_kv import compact_kv_triton
+from kvserve.kernels.compact_kv import TRITON as MOVES
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.gather_kv import gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
@@ -86,7 +86,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         quantized = quantized_triton.TRITON
         stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
         both = ByPhase(attention, attention)
-        return Choice("triton", both, *stores, "", rotate_and_store_triton)
+        return Choice("triton", both, *stores, "", rotate_and_store_triton, MOVES)
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
     for module in (rank_plan, draft_model):
@@ -94,10 +94,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
-    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
-    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.gather_kv import (
+    entry_rows,
+    gather_keys,
+    gather_keys_triton,
+    gather_values,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -63,6 +69,20 @@ def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1)
         TILE=max(16, 4096 // dim),
         num_warps=4,
     )
+
+
+class MoveKernels(NamedTuple):
+    """One implementation of gathering keys and values, and of moving both."""
+
+    keys: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    values: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    move: Callable[[Tensor, Tensor, Tensor, int], None]
+
+
+BY_DEVICE = MoveKernels(gather_keys, gather_values, compact_kv)
+"""Triton's on CUDA, torch's elsewhere."""
+TRITON = MoveKernels(gather_keys_triton, gather_values, compact_kv_triton)
+"""Values are gathered by torch: few policies read them."""
 
 
 @Kernel

@@ -25,8 +25,9 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
-from kvserve.kernels import int4_log, quantized_entries, quantized_triton, store_kv
-from kvserve.kernels.cpu import paged_attention, query_log
+from kvserve.kernels import compact_kv, int4_log, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
+from kvserve.kernels.cpu import move_kv, paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
@@ -75,6 +76,7 @@ class Choice:
     quantized: QuantizedKernels
     reason: str
     store_rotated: StoreRotated | None = None
+    moves: MoveKernels = BY_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _Candidate:
     store_kv: StoreKV = store_kv.store_kv
     store_rotated: StoreRotated | None = None
     quantized: QuantizedKernels | None = quantized_entries.TORCH
+    moves: MoveKernels = BY_DEVICE
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("prefill", "decode")
@@ -113,7 +116,7 @@ class _Candidate:
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    for name in ("store_kv", "query_log"):
+    for name in ("store_kv", "query_log", "move_kv"):
         load_library(name)
     if needs.form != "auto":
         load_library("quantized_entries")
@@ -171,6 +174,7 @@ _CANDIDATES = (
         store_queries=cpu_store_kv.store_queries,
         store_int4=query_log.store_int4,
         quantized=cpu_quantized.COMPILED,
+        moves=move_kv.COMPILED,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -182,6 +186,7 @@ _CANDIDATES = (
         store_kv=store_kv.store_kv_triton,
         store_rotated=store_kv.rotate_and_store_triton,
         quantized=quantized_triton.TRITON,
+        moves=compact_kv.TRITON,
         store_queries=store_kv.store_queries_triton,
         store_int4=int4_log.store_int4_triton,
         only_named=("cpu",),
@@ -240,12 +245,12 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if prefill is decode:
         how = "; ".join([decode.how(needs), *refusals])
         backend = _by_layer(tokens, needs)
-        return Choice(decode.name, backend, *stores, how, decode.store_rotated)
+        return Choice(decode.name, backend, *stores, how, decode.store_rotated, decode.moves)
     both = f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"
     name = f"{prefill.name},{decode.name}"
     backend = _by_layer(ByPhase(chunks, tokens), needs)
     how = "; ".join([*both, *refusals])
-    return Choice(name, backend, *stores, how, decode.store_rotated)
+    return Choice(name, backend, *stores, how, decode.store_rotated, decode.moves)
 
 
 def _by_layer(backend: AttentionBackend, needs: Needs) -> AttentionBackend:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreRotated
 from kvserve.engine.cache.code_store import CodeStore
-from kvserve.kernels.compact_kv import compact_kv
-from kvserve.kernels.cpu import move_kv
+from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.entry_format import EntryFormat
-from kvserve.kernels.gather_kv import gather_keys, gather_values, scatter_values
+from kvserve.kernels.gather_kv import scatter_values
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 from kvserve.scheduler.layout import KVLayout
 
@@ -67,11 +66,15 @@ class RawEntries:
     """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
 
     def __init__(
-        self, memory: Tensor, store_kv: StoreKV, store_rotated: StoreRotated | None = None
+        self,
+        memory: Tensor,
+        store_kv: StoreKV,
+        store_rotated: StoreRotated | None = None,
+        moves: MoveKernels = BY_DEVICE,
     ) -> None:
         self.memory = memory
         self.store_rotated = store_rotated
-        self._store_kv = store_kv
+        self._store_kv, self._moves = store_kv, moves
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:
         """Everything is where attention reads it."""
@@ -83,29 +86,25 @@ class RawEntries:
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        if move_kv.takes(self.memory):
-            return move_kv.gather_kv(self.memory, slots, layer_ids, values=False)
-        return gather_keys(self.memory, slots, layer_ids)
+        return self._moves.keys(self.memory, slots, layer_ids)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        if move_kv.takes(self.memory):
-            return move_kv.gather_kv(self.memory, slots, layer_ids, values=True)
-        return gather_values(self.memory, slots, layer_ids)
+        return self._moves.values(self.memory, slots, layer_ids)
 
     def write_values(self, slots: Tensor, values: Tensor) -> None:
         scatter_values(self.memory, slots, values)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        if move_kv.takes(self.memory):
-            return move_kv.move_kv(self.memory, src, dst)
-        compact_kv(self.memory, src, dst, runs=runs)
+        self._moves.move(self.memory, src, dst, runs)
 
 
 class CodedEntries(RawEntries):
     """Numbers as they were computed; the first entries of a lane may be codes of its codebook."""
 
-    def __init__(self, memory: Tensor, store_kv: StoreKV, codes: CodeStore) -> None:
-        super().__init__(memory, store_kv)
+    def __init__(
+        self, memory: Tensor, store_kv: StoreKV, codes: CodeStore, moves: MoveKernels
+    ) -> None:
+        super().__init__(memory, store_kv, moves=moves)
         self.codes = codes
 
     def prepare(self, layer: int, batch: ForwardBatch) -> None:

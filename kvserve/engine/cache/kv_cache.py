@@ -29,6 +29,7 @@ from kvserve.engine.cache.entry_store import (
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.kernels.int4_log import store_int4
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
@@ -71,12 +72,13 @@ class KVCache:
         store_queries: StoreQueries = store_queries,
         store_int4: StoreInt4 = store_int4,
         quantized: QuantizedKernels = TORCH,
+        moves: MoveKernels = BY_DEVICE,
     ) -> None:
         self.layout = layout
         self.layers = layers or LayerKinds(layout.num_layers)
         self.form = form or entry_format("auto", dtype.itemsize)
         self.dtype = dtype
-        self._store_kv = store_kv
+        self._store_kv, self._moves = store_kv, moves
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.empty(shape, dtype=stored, device=device)
@@ -92,7 +94,7 @@ class KVCache:
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.entries: EntryStore = RawEntries(self.kv, store_kv, store_rotated)
+        self.entries: EntryStore = RawEntries(self.kv, store_kv, store_rotated, moves)
         if self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, quantized, dtype)
@@ -112,7 +114,7 @@ class KVCache:
 
     def hold_codes(self, codes: CodeStore) -> None:
         """Let rows be held as codes from now on."""
-        self.entries = CodedEntries(self.kv, self._store_kv, codes)
+        self.entries = CodedEntries(self.kv, self._store_kv, codes, self._moves)
 
     def block_bytes(self, layout: KVLayout) -> int:
         """Bytes of a block of ``layout``, whose heads may be those of all ranks."""

@@ -151,6 +151,7 @@ class RankPlan:
             store_queries=attention.store_queries,
             store_int4=attention.store_int4,
             quantized=attention.quantized,
+            moves=attention.moves,
         )
         rows = self.config.scheduler.max_num_seqs
         places = num_places(rows, continuations=self.config.cache.continuations == "on")

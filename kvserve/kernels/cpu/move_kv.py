@@ -7,8 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvserve.kernels.compact_kv import MoveKernels
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library
 
 _POINTERS = ("cache", "src", "dst", "layers", "out", "fault")
 _NUMBERS = (
@@ -26,23 +27,21 @@ class _Call(ctypes.Structure):
     )
 
 
-def takes(kv_cache: Tensor) -> bool:
-    """Whether the compiled kernels are there, and take this cache."""
-    if kv_cache.device.type != "cpu" or not kv_cache.is_contiguous():
-        return False
-    try:
-        load_library("move_kv")
-    except BuildError:
-        return False
-    return True
-
-
-def gather_kv(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None, values: bool) -> Tensor:
-    """Keys, or ``values``: as ``kernels.gather_kv``, whose functions of torch are the reference.
+def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """As ``kernels.gather_kv``, whose function of torch is the reference.
 
     kv_cache: [num_blocks, Lb, 2, B, Hb, D], dense; slots: int64 [L', Hkv, S] -> [L', Hkv, S, D].
     ``IndexError``, with nothing read, for a slot that is not there.
     """
+    return _gather(kv_cache, slots, layer_ids, values=False)
+
+
+def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """As ``gather_keys``, of values."""
+    return _gather(kv_cache, slots, layer_ids, values=True)
+
+
+def _gather(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None, *, values: bool) -> Tensor:
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0])
     out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
@@ -51,7 +50,7 @@ def gather_kv(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None, values:
     return out
 
 
-def move_kv(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+def move_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Copy entries ``src`` to ``dst``, one after the other, as ``kernels.compact_kv``.
 
     src, dst: int64 [L, Hkv, S]. ``IndexError``, with nothing written, for a slot that is not there.
@@ -72,6 +71,8 @@ def _run(
     values: bool,
 ) -> None:
     num_blocks, layers, _, size, heads, dim = kv_cache.shape
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"{name}: blocks of a cache {list(kv_cache.shape)} have to be dense")
     fault = ctypes.c_int64()
     call = _Call(
         kv_cache.data_ptr(),
@@ -84,3 +85,6 @@ def _run(
     )
     refusal = calls.slot_refusal(name, fault, num_blocks, size)
     calls.run(load_library("move_kv"), name, call, refusal)
+
+
+COMPILED = MoveKernels(gather_keys, gather_values, move_kv)

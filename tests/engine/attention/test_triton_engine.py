@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.cache import entry_store, query_log
+from kvserve.engine.cache import query_log
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import rank_plan
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
-from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
+from kvserve.kernels.gather_kv import gather_queries_triton
 from kvserve.kernels.int4_log import gather_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
@@ -65,10 +64,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
     fill = decode_inputs.decode_inputs_triton
     monkeypatch.setattr(rank_plan, "select_decode_inputs", lambda: fill)
-    monkeypatch.setattr(entry_store, "gather_keys", gather_keys_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
-    monkeypatch.setattr(entry_store, "compact_kv", compact_kv_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

@@ -38,13 +38,10 @@ def slots_of_rows() -> Tensor:
 def test_gathered(block_layers: int, block_heads: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     cache, slots = cache_of(block_layers, block_heads, dtype), slots_of_rows()
-    assert move_kv.takes(cache)
-    assert torch.equal(
-        move_kv.gather_kv(cache, slots, None, False), gather_keys_torch(cache, slots)
-    )
+    assert torch.equal(move_kv.gather_keys(cache, slots), gather_keys_torch(cache, slots))
     some = torch.tensor([3, 1])
     keys = gather_keys_torch(cache.flip(2), slots[some], some)
-    assert torch.equal(move_kv.gather_kv(cache, slots[some], some, True), keys)
+    assert torch.equal(move_kv.gather_values(cache, slots[some], some), keys)
 
 
 @LAYOUTS
@@ -80,10 +77,12 @@ def test_slots_that_are_not_there(slot: int) -> None:
     before, wrong = cache.clone(), slots_of_rows()
     wrong[2, 1, 5] = slot
     with pytest.raises(IndexError, match=str(slot)):
-        move_kv.gather_kv(cache, wrong, None, False)
+        move_kv.gather_keys(cache, wrong)
     for src, dst in ((wrong, slots_of_rows()), (slots_of_rows(), wrong)):
         with pytest.raises(IndexError, match=str(slot)):
             move_kv.move_kv(cache, src, dst)
     assert torch.equal(cache, before)
     with pytest.raises(ValueError, match="move_kv"):
         move_kv.move_kv(cache, wrong, wrong[..., :3])
+    with pytest.raises(ValueError, match="have to be dense"):
+        move_kv.gather_keys(cache[:, ::2], slots_of_rows())
