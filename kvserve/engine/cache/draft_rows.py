@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -71,13 +72,17 @@ class DraftRows(RowGroup):
         )
         if window is None:
             return batch
-        # Their entries lie in the same blocks. Sinks are no part of a window once others are gone.
-        assert isinstance(self.spec, DraftSpec)
-        front = np.where(dropped > 0, self.spec.front_tokens, 0)
-        first = torch.maximum(places - window + 1, to_device(np.repeat(front, lengths), device))
-        lanes = first.expand_as(batch.last).contiguous()
+        lanes = self.first(places, to_device(np.repeat(dropped, lengths), device), window)
         most_seen = window + int(lengths.max())
-        return replace(batch, windowed=replace(batch, first=lanes, most_seen=most_seen))
+        first = lanes.expand_as(batch.last).contiguous()
+        return replace(batch, windowed=replace(batch, first=first, most_seen=most_seen))
+
+    def first(self, places: Tensor, dropped: Tensor, window: int) -> Tensor:
+        """The first entry that layers with windows see from ``places [T]`` of rows that have lost
+        ``dropped [T]`` tokens. Sinks are no part of a window once others are gone."""
+        assert isinstance(self.spec, DraftSpec)
+        front = torch.where(dropped > 0, self.spec.front_tokens, 0)
+        return torch.maximum(places - window + 1, front)
 
 
 KINDS.append(DraftRows)
@@ -88,6 +93,7 @@ class DraftCache:
 
     logs_shares = False
     rotate_and_store = None
+    on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
 
     def __init__(
         self, pool: Tensor, layout: KVLayout, dtype: torch.dtype, store_kv: StoreKV

@@ -14,20 +14,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.base import AttentionBackend, BatchAttention, ForwardBatch
+from kvserve.engine.attention.base import (
+    AttentionBackend,
+    BatchAttention,
+    ForwardBatch,
+    LayerCache,
+)
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import ConfigError
 
 _LARGEST = 512
+BOTH_KINDS = (False, True)
+"""Steps whose queries are not logged, and steps whose are."""
+
+
+class StepRows(Protocol):
+    """Rows that get one token each in a step that is captured or recorded."""
+
+    device: str
+
+    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
+        """Buffers for one token of each of the first ``size`` rows."""
+        ...
+
+    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+        """Fill them for the first ``count []`` rows, and count these rows' new entries. Returns
+        token ids, at the same address each time."""
+        ...
 
 
 def capture_sizes(
@@ -69,16 +90,18 @@ def capture_sizes(
 
 
 class DecodeGraphs:
-    """A graph for each of ``sizes``, with queries logged and without. ``decode`` replays one."""
+    """A graph for each of ``sizes`` and each kind of step. ``decode`` replays one."""
 
     def __init__(
         self,
         model: Transformer,
-        cache: KVCache,
-        batch: InputBatch,
+        cache: LayerCache,
+        batch: StepRows,
         attention: AttentionBackend,
         sizes: list[int],
+        kinds: tuple[bool, ...] = BOTH_KINDS,
     ) -> None:
+        """``kinds``: whether queries are logged."""
         self.replays = 0
         self._sizes = sizes
         self._count = torch.zeros((), dtype=torch.int64, device=batch.device)
@@ -93,14 +116,14 @@ class DecodeGraphs:
         self._steps = {
             (size, logs_queries): self._captured(padded(size, logs_queries))
             for size in reversed(sizes)
-            for logs_queries in (False, True)
+            for logs_queries in kinds
         }
 
     def hold(self, num_decoding: int) -> bool:
         """Whether there is a graph for so many rows."""
         return 0 < num_decoding <= self._sizes[-1]
 
-    def decode(self, num_decoding: int, logs_queries: bool) -> Tensor:
+    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
         """One token of each of the first rows: hidden states [num_decoding, hidden].
 
         They are overwritten by the next call.
@@ -140,8 +163,8 @@ class PaddedStep:
     """One token of each of the first rows, as many as ``buffers`` are for."""
 
     model: Transformer
-    cache: KVCache
-    batch: InputBatch
+    cache: LayerCache
+    batch: StepRows
     count: Tensor
     buffers: ForwardBatch
     planned: BatchAttention

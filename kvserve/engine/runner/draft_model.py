@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from kvserve.config import ModelConfig
 from kvserve.engine.attention.base import AttentionBackend, ForwardBatch
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.draft_rows import DraftCache, DraftRows
+from kvserve.engine.cache.guessing_rows import GuessingRows
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.implementation import load
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.recorded_steps import RecordedChunks
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
+from kvserve.engine.runner.recorded_steps import MOST_RECORDED_TOKENS, RecordedSteps
+from kvserve.kernels.decode_inputs import FillInputs
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.layout import KVLayout
@@ -38,14 +42,23 @@ class DraftModel:
         rows: DraftRows,
         batch: InputBatch,
         attention: AttentionBackend,
+        fill: FillInputs,
         *,
+        sizes: Sequence[int] = (),
         records: bool = False,
     ) -> None:
-        """``records``: forwards over few tokens are recorded."""
+        """Steps of these ``sizes`` are captured, if there are any. ``records``: forwards over few
+        tokens are recorded. ``fill`` as for an ``InputBatch``."""
         self.model = model
         self._cache, self._rows, self._batch, self._attention = cache, rows, batch, attention
-        self._chunks = RecordedChunks(model, cache, attention) if records else None
         self._window = model.spec.window if model.spec.windowed else None
+        self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill)
+        self._steps: DecodeGraphs | RecordedSteps | None = None
+        parts, kinds = (model, cache, self._guessing, attention), (False,)
+        if records:
+            self._steps = RecordedSteps(*parts, kinds)
+        elif sizes:
+            self._steps = DecodeGraphs(*parts, list(sizes), kinds)
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
@@ -62,19 +75,35 @@ class DraftModel:
         left, rows, dropped = (x[asks] for x in (chunks.guesses, chunks.rows, chunks.dropped))
         positions, places = (chunks.starts + chunks.lengths)[asks], np.cumsum(left) - left
         guesses = torch.empty(int(left.sum()), dtype=torch.int64, device=device)
-        while True:
-            tokens = self._choose(hidden, rows, positions)
-            guesses[to_device(places, device)] = tokens
-            more = np.flatnonzero(left > 1)
-            if not len(more):
-                return guesses
-            if len(more) < len(rows):
-                tokens = tokens[to_device(more, device)]
-            rows, dropped, positions, places, left = (
-                x[more] for x in (rows, dropped, positions, places, left)
-            )
-            hidden = self._hidden(tokens, rows, positions, dropped, np.ones_like(rows))
-            positions, places, left = positions + 1, places + 1, left - 1
+        guesses[to_device(places, device)] = tokens = self._choose(hidden, rows, positions)
+        # Rows with the most guesses come first, so that those with another one stay in front.
+        order = np.argsort(-left, kind="stable")
+        tokens = tokens[to_device(order, device)]
+        left, *whose, places = (x[order] for x in (left, rows, positions, dropped, places))
+        for done, more in enumerate(self._further(tokens, left, *whose), start=1):
+            guesses[to_device(places[: len(more)] + done, device)] = more
+        return guesses
+
+    def _further(
+        self, tokens: Tensor, left: IntArray, rows: IntArray, positions: IntArray, dropped: IntArray
+    ) -> Iterator[Tensor]:
+        """What follows the first guesses ``tokens [n]`` at ``positions [n]``, one after the other,
+        of those rows that have more ``left [n]``, which descend."""
+        steps = self._steps
+        counts = [int((left > done).sum()) for done in range(1, int(left[0]))]
+        plays = steps is not None and bool(counts) and steps.hold(counts[0])
+        if plays:
+            first = slice(counts[0])
+            self._guessing.begin(rows[first], positions[first], dropped[first], len(counts))
+        for done, n in enumerate(counts):
+            if steps is not None and plays:
+                self._guessing.tokens[:n] = tokens[:n]
+                hidden = steps.decode(n)
+            else:
+                ones = np.ones(n, np.int32)
+                hidden = self._hidden(tokens[:n], rows[:n], positions[:n] + done, dropped[:n], ones)
+            tokens = self._choose(hidden, rows[:n], positions[:n] + done + 1)
+            yield tokens
 
     def rehearse(self, tokens: int) -> None:
         """Read ``tokens`` tokens that see no entries and are stored in the null block."""
@@ -98,12 +127,12 @@ class DraftModel:
         wanted: IntArray | None = None,
     ) -> Tensor:
         """Hidden states of the ``wanted`` tokens of chunks (``None``: of all): [W, hidden]."""
-        batch = self._of(rows, starts, dropped, lengths)
-        at = None
+        batch, at = self._of(rows, starts, dropped, lengths), None
         if wanted is not None and len(wanted) < len(token_ids):
             at = to_device(wanted, token_ids.device)
-        elif self._chunks is not None:
-            return self._chunks.forward(token_ids, batch)
+        if isinstance(self._steps, RecordedSteps) and len(token_ids) <= MOST_RECORDED_TOKENS:
+            hidden = self._steps.chunks.forward(token_ids, batch)
+            return hidden if at is None else hidden[at]
         return self.model(token_ids, batch, self._cache, self._attention.plan(batch), at)
 
     def _of(
@@ -161,13 +190,25 @@ class DraftPlan:
         return select_backend(self.attention, needs)
 
     def build(
-        self, model: Transformer, pool: Tensor, batch: InputBatch, *, eager: bool, max_len: int
+        self,
+        model: Transformer,
+        pool: Tensor,
+        batch: InputBatch,
+        fill: FillInputs,
+        *,
+        sizes: Sequence[int],
+        eager: bool,
+        max_len: int,
     ) -> DraftModel:
-        """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``; if ``eager``,
-        nothing is recorded. Positions are below ``max_len``."""
+        """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``. Steps of
+        these ``sizes`` are captured if attention allows; if ``eager``, nothing is recorded.
+        Positions are below ``max_len``."""
         attention = self.chosen_attention()
         cache = DraftCache(pool, self.layout, self.dtype, attention.store_kv)
         (rows,) = (group for group in batch.groups if isinstance(group, DraftRows))
         model.tabulate(max_len)
-        records = attention.name == "cpu" and not eager
-        return DraftModel(model, cache, rows, batch, attention.backend, records=records)
+        return DraftModel(
+            *(model, cache, rows, batch, attention.backend, fill),
+            sizes=sizes if attention.backend.replays else (),
+            records=attention.name == "cpu" and not eager,
+        )

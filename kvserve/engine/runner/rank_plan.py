@@ -31,7 +31,7 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
-from kvserve.kernels.decode_inputs import decode_inputs
+from kvserve.kernels.decode_inputs import FillInputs, decode_inputs
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
@@ -167,6 +167,7 @@ class RankPlan:
         for made in groups:
             made.attach(cache, model, self.max_len)
         cache.writers += [made for made in groups if made.writes]
+        fill = select_decode_inputs() if self.device == "cpu" else decode_inputs
         batch = InputBatch(
             self.layout,
             rows,
@@ -177,7 +178,7 @@ class RankPlan:
             self.device,
             groups,
             remainders,
-            select_decode_inputs() if self.device == "cpu" else decode_inputs,
+            fill,
         )
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
@@ -195,13 +196,21 @@ class RankPlan:
             overlaps=self.overlaps,
             statistics=statistics,
             most_guesses=0 if speculation is None else speculation.num_speculative_tokens,
-            draft=None if draft is None else self._drafts(draft, cache, batch),
+            draft=None if draft is None else self._drafts(draft, cache, batch, fill, sizes),
         )
 
-    def _drafts(self, model: Transformer, cache: KVCache, batch: InputBatch) -> DraftModel:
+    def _drafts(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        batch: InputBatch,
+        fill: FillInputs,
+        sizes: list[int],
+    ) -> DraftModel:
         assert self.draft is not None
-        eager = self.config.enforce_eager
-        return self.draft.build(model, cache.kv, batch, eager=eager, max_len=self.max_len)
+        eager, most = self.config.enforce_eager, self.max_len
+        parts = model, cache.kv, batch, fill
+        return self.draft.build(*parts, sizes=sizes, eager=eager, max_len=most)
 
     def ready_runner(
         self,

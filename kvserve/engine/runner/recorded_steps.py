@@ -8,44 +8,54 @@ and any other operator means that this model's steps are not recorded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
-from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.cuda_graph import PaddedStep
+from kvserve.engine.runner.cuda_graph import BOTH_KINDS, PaddedStep, StepRows
 from kvserve.engine.runner.tapes import Recorder
 from kvserve.kernels.cpu.calls import Tape
 
 _LARGEST = 128
 """Steps of more rows are computed without a tape: Python is a small part of them."""
-_MOST_TOKENS, _MOST_SHAPES = 128, 256
+MOST_RECORDED_TOKENS, _MOST_SHAPES = 128, 256
 """Of chunks that are recorded. Of more tokens Python is a small part."""
 
 
+class _Cache(LayerCache, Protocol):
+    on_queries: Callable[[int, ForwardBatch, Tensor], None] | None
+    """Called with the queries of each layer; nothing is played while anybody wants these."""
+
+
 class RecordedSteps:
-    """A tape for each number of rows, with queries logged and without. ``decode`` plays one."""
+    """A tape for each number of rows and each kind of step. ``decode`` plays one."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, batch: InputBatch, attention: AttentionBackend
+        self,
+        model: Transformer,
+        cache: _Cache,
+        batch: StepRows,
+        attention: AttentionBackend,
+        kinds: tuple[bool, ...] = BOTH_KINDS,
     ) -> None:
+        """``kinds``: whether queries are logged."""
         self.replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
         self._parts = model, cache, batch, attention
         self._recorder = Recorder()
         self._steps: dict[tuple[int, bool], _RecordedStep] = {}
-        # Both kinds are tried now, with no row, so that they store in the null block: what is said
+        # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds.
         nobody = torch.zeros((), dtype=torch.int64)
-        for logs_queries in (True, False):
+        for logs_queries in kinds:
             if self.refused is None:
                 self._step(1, logs_queries, nobody)
         nobody.fill_(1)
@@ -57,10 +67,10 @@ class RecordedSteps:
 
     @property
     def plays(self) -> bool:
-        """Whether anything can be played; whoever measures queries needs all layers called."""
+        """Whether anything can be played."""
         return self.refused is None and self._parts[1].on_queries is None
 
-    def decode(self, num_decoding: int, logs_queries: bool) -> Tensor:
+    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
         """One token of each of the first rows: hidden states [num_decoding, hidden].
 
         They are overwritten by the next call.
@@ -130,7 +140,7 @@ class RecordedChunks:
             return known.play(input_ids, batch)
         model, cache, attention = self._parts
         # A shape is recorded when it comes again, since recording takes longer than computing.
-        again, few = shape in self._seen, input_ids.shape[0] <= _MOST_TOKENS
+        again, few = shape in self._seen, input_ids.shape[0] <= MOST_RECORDED_TOKENS
         if few:
             self._seen.add(shape)
         if self._refused or not again or len(self._known) >= _MOST_SHAPES:
