@@ -1,4 +1,4 @@
-"""Where one token of each of the first rows goes, and what it sees: a captured step's inputs."""
+"""Where the next tokens of the first rows go, and what they see: a captured step's inputs."""
 
 from __future__ import annotations
 
@@ -53,16 +53,33 @@ class RowTables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """Consecutive tokens of each of the first n rows, all int64: those of row i begin at ``starts
+    [n + 1]``, and its first ``lengths [n]`` are real; ``rows [T]`` says whose each token is."""
+
+    starts: Tensor
+    lengths: Tensor
+    rows: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        """Which tokens are: bool [T]."""
+        places = torch.arange(len(self.rows), device=self.rows.device)
+        return places - self.starts[self.rows] < self.lengths[self.rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeInputs:
-    """Buffers for one token of each of the first T rows: positions, recent: int64 [T]; slots, last
-    (the newest entry that it sees), query_slots: int64 [LG, R, T]. The two of queries that are not
-    logged are ``None``."""
+    """Buffers for one token of each of the first T rows, or for T tokens in ``chunks``: positions,
+    recent: int64 [T]; slots, last (the newest entry that it sees), query_slots: int64 [LG, R, T].
+    The two of queries that are not logged are ``None``."""
 
     positions: Tensor
     slots: Tensor
     last: Tensor
     query_slots: Tensor | None = None
     recent: Tensor | None = None
+    chunks: Chunks | None = None
 
 
 FillInputs = Callable[[RowTables, DecodeInputs, Tensor], None]
@@ -73,7 +90,7 @@ def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
     """Fill ``inputs`` for the first ``count []`` rows, then count their new entries and tokens.
 
     The other rows keep their lengths. Their tokens are at position 0, see nothing and go to the
-    null block: those rows may be of sequences that the step skips.
+    null block: those rows may be of sequences that the step skips. So do tokens that are not real.
     """
     fill = decode_inputs_triton if rows.block_tables.is_cuda else decode_inputs_torch
     fill(rows, inputs, count)
@@ -81,11 +98,17 @@ def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
 
 def decode_inputs_torch(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
     """The reference of ``decode_inputs``."""
-    size = len(inputs.positions)
+    size, chunks = len(inputs.positions), inputs.chunks
     places = torch.arange(size, device=count.device)
-    real = places < count
-    positions = torch.where(real, rows.num_computed[:size], 0)
-    entries = torch.where(real, rows.kv_lens[:, :size].transpose(1, 2), 0)
+    added = real = (places if chunks is None else chunks.rows) < count
+    offset = 0 * places
+    if chunks is not None:
+        places, offset = chunks.rows, places - chunks.starts[chunks.rows]
+        real = real & chunks.real
+        first = torch.arange(len(chunks.lengths), device=count.device) < count
+        added = torch.where(first, chunks.lengths, 0)
+    positions = torch.where(real, rows.num_computed[places] + offset, 0)
+    entries = torch.where(real, rows.kv_lens[:, places].transpose(1, 2) + offset, 0)
     inputs.positions.copy_(positions)
     inputs.slots.copy_(torch.where(real, rows.slots(places, entries), 0))
     inputs.last.copy_(torch.where(real, entries, -1))
@@ -93,17 +116,18 @@ def decode_inputs_torch(rows: RowTables, inputs: DecodeInputs, count: Tensor) ->
         inputs.query_slots.copy_(torch.where(real, rows.query_slots(places, positions), 0))
     if inputs.recent is not None:
         inputs.recent.copy_(rows.recent(places, positions))
-    rows.kv_lens[:, :size] += real[:, None]
-    rows.num_computed[:size] += real
+    rows.kv_lens[:, : len(added)] += added[:, None]
+    rows.num_computed[: len(added)] += added
 
 
 def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
     """One program per row. Columns that a table does not have count as the null block."""
     check(rows, inputs)
     groups, num_rows, heads, columns = rows.block_tables.shape
-    lanes, logs = groups * heads, inputs.query_slots is not None
+    lanes, logs, chunks = groups * heads, inputs.query_slots is not None, inputs.chunks
+    tokens = len(inputs.positions)
     _decode_inputs.launch(
-        (len(inputs.positions),),
+        (tokens if chunks is None else len(chunks.lengths),),
         inputs.positions,
         inputs.slots,
         inputs.last,
@@ -112,10 +136,13 @@ def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -
         rows.kv_lens,
         rows.num_computed,
         count,
+        count if chunks is None else chunks.starts,
+        count if chunks is None else chunks.lengths,
         rows.block_tables,
         rows.log_tables,
         rows.log_from,
         rows.log_span,
+        tokens,
         num_rows,
         columns,
         rows.log_tables.shape[3],
@@ -125,6 +152,7 @@ def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -
         BLOCK=rows.block_tokens,
         LOG_BLOCK=rows.log_block_tokens,
         LOGS=logs,
+        CHUNKED=chunks is not None,
         num_warps=1,
     )
 
@@ -138,12 +166,17 @@ def check(rows: RowTables, inputs: DecodeInputs) -> None:
     if inputs.query_slots is not None and inputs.recent is not None:
         by_lane.append(inputs.query_slots)
         by_token.append(inputs.recent)
-    tables = rows.block_tables, rows.log_tables
-    fits = tokens <= lanes[1] and (inputs.query_slots is None) == (inputs.recent is None)
+    tables, count = (rows.block_tables, rows.log_tables), tokens
+    chunked: tuple[Tensor, ...] = ()
+    if inputs.chunks is not None:
+        chunked = inputs.chunks.starts, inputs.chunks.lengths, inputs.chunks.rows
+        count = len(inputs.chunks.lengths)
+    fits = count <= lanes[1] and (inputs.query_slots is None) == (inputs.recent is None)
+    fits &= not chunked or [len(x) for x in chunked] == [count + 1, count, tokens]
     fits &= all(x.shape[:3] == lanes for x in tables) and all(len(x) == lanes[1] for x in by_row)
     fits &= all(x.shape == (lanes[0], lanes[2], tokens) for x in by_lane)
     fits &= all(x.dtype is torch.int32 for x in tables)
-    dense = *tables, rows.kv_lens, *by_row, *by_lane, *by_token
+    dense = *tables, rows.kv_lens, *by_row, *by_lane, *by_token, *chunked
     if not fits or not all(x.is_contiguous() for x in dense):
         raise ValueError(
             f"decode_inputs: tables {list(rows.block_tables.shape)}, log tables "
@@ -162,10 +195,13 @@ def _decode_inputs(
     kv_lens,
     num_computed,
     count,
+    starts,
+    lengths,
     tables,
     log_tables,
     log_from,
     log_span,
+    tokens,
     num_rows,
     columns,
     log_columns,
@@ -175,33 +211,48 @@ def _decode_inputs(
     BLOCK: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
     LOGS: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
-    row, tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    real = row < tl.load(count)
+    row = tl.program_id(0).to(tl.int64)
+    added = (row < tl.load(count)).to(tl.int64)
+    start, end = row, row + 1
+    if CHUNKED:
+        added *= tl.load(lengths + row)
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
     computed = tl.load(num_computed + row)
-    position = tl.where(real, computed, 0)
-    tl.store(positions + row, position)
     if LOGS:
-        begin = tl.load(log_from + row)
-        behind = tl.maximum(position - begin, 0)
-        tl.store(recent + row, behind % tl.load(log_span + row) + 1)
+        begin, span = tl.load(log_from + row), tl.load(log_span + row)
+    for token in range(start, end):
+        offset = token - start
+        real = offset < added
+        position = tl.where(real, computed + offset, 0)
+        tl.store(positions + token, position)
+        if LOGS:
+            tl.store(recent + token, tl.maximum(position - begin, 0) % span + 1)
+        for first in range(0, LANES, TILE):
+            lane = first + tl.arange(0, TILE)
+            there = lane < LANES
+            place = (lane // HEADS * num_rows + row) * HEADS + lane % HEADS
+            entry = tl.load(kv_lens + place, mask=there & real, other=0) + offset
+            column = entry // BLOCK
+            known = there & real & (column < columns)
+            block = tl.load(tables + place * columns + column, mask=known, other=0).to(tl.int64)
+            target = lane.to(tl.int64) * tokens + token
+            slot = tl.where(known, block * BLOCK + entry % BLOCK, 0)
+            tl.store(slots + target, slot, mask=there)
+            tl.store(last + target, tl.where(real, entry, -1), mask=there)
+            if LOGS:
+                column = position // LOG_BLOCK
+                known = there & real & (position >= begin) & (column < log_columns)
+                block = tl.load(log_tables + place * log_columns + column, mask=known, other=0)
+                slot = block.to(tl.int64) * LOG_BLOCK + position % LOG_BLOCK
+                tl.store(query_slots + target, tl.where(known, slot, 0), mask=there)
+    tl.debug_barrier()  # all threads have read what one of them overwrites
     for first in range(0, LANES, TILE):
         lane = first + tl.arange(0, TILE)
-        there = lane < LANES
+        there = (lane < LANES) & (added > 0)
         place = (lane // HEADS * num_rows + row) * HEADS + lane % HEADS
-        entry = tl.load(kv_lens + place, mask=there & real, other=0)
-        column = entry // BLOCK
-        known = there & real & (column < columns)
-        block = tl.load(tables + place * columns + column, mask=known, other=0).to(tl.int64)
-        target = lane.to(tl.int64) * tokens + row
-        tl.store(slots + target, block * BLOCK + entry % BLOCK, mask=there)
-        tl.store(last + target, tl.where(real, entry, -1), mask=there)
-        if LOGS:
-            column = position // LOG_BLOCK
-            known = there & real & (position >= begin) & (column < log_columns)
-            block = tl.load(log_tables + place * log_columns + column, mask=known, other=0)
-            slot = block.to(tl.int64) * LOG_BLOCK + position % LOG_BLOCK
-            tl.store(query_slots + target, tl.where(known, slot, 0), mask=there)
-        tl.debug_barrier()  # all threads have read what one of them overwrites
-        tl.store(kv_lens + place, entry + 1, mask=there & real)
-    tl.store(num_computed + row, computed + 1, mask=real)
+        entry = tl.load(kv_lens + place, mask=there, other=0)
+        tl.debug_barrier()
+        tl.store(kv_lens + place, entry + added, mask=there)
+    tl.store(num_computed + row, computed + added, mask=added > 0)

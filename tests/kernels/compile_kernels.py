@@ -31,7 +31,7 @@ from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.compact_kv import compact_kv_triton
-from kvserve.kernels.decode_inputs import DecodeInputs, RowTables, decode_inputs_triton
+from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
 from kvserve.kernels.elementwise import (
     add_rms_norm_triton,
     quantize_rows_triton,
@@ -175,17 +175,19 @@ def point(heads: int, dim: int, futures: int) -> None:
     centre_scores_triton(new(2, 32, 8, 2048, dim), vectors, spread)
 
 
-def place(layers: int = 1, heads: int = 1, logs: bool = False) -> None:
-    """64 tokens' inputs, for tables of each layer and head."""
+def place(layers: int = 1, heads: int = 1, logs: bool = False, rows_of: int = 1) -> None:
+    """64 tokens' inputs, for tables of each layer and head; ``rows_of`` tokens are of one row."""
     tables, log = (new(layers, 256, heads, n, dtype=torch.int32) for n in (512, 64))
     lanes = layers, heads, 64
     rows = RowTables(
         *(tables, slots(layers, 256, heads), slots(256)), *(log, slots(256), slots(256)), 64, 512
     )
-    logged = (slots(*lanes), slots(64)) if logs else ()
-    decode_inputs_triton(
-        rows, DecodeInputs(slots(64), slots(*lanes), slots(*lanes), *logged), slots()
-    )
+    logged = (slots(*lanes), slots(64)) if logs else (None, None)
+    chunks = None
+    if rows_of > 1:
+        chunks = Chunks(slots(64 // rows_of + 1), slots(64 // rows_of), slots(64))
+    inputs = DecodeInputs(slots(64), slots(*lanes), slots(*lanes), *logged, chunks)
+    decode_inputs_triton(rows, inputs, slots())
 
 
 def turn(layout: Tensor, rows: int, group: int) -> None:
@@ -323,6 +325,7 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "centre_scores/max": lambda: point(16, 64, 17),
     "decode_inputs": lambda: place(logs=True),
     "decode_inputs/plain": place,
+    "decode_inputs/chunks": lambda: place(logs=True, rows_of=4),
     "decode_inputs/head": lambda: place(32, 8, logs=True),
     "token_to_chunk": lambda: choose(480, 144),
     "token_to_chunk/longest": lambda: choose(4096, 1000),

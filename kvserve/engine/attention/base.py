@@ -205,6 +205,8 @@ class AttentionBackend(Protocol):
     lengths up to ``columns`` blocks. Such a plan keeps the tensors' addresses, copies nothing from
     them, and is the same for all lengths.
     """
+    replays_chunks: bool
+    """The same of a batch of chunks."""
     reads_codes: bool
     """Whether it attends to ``ForwardBatch.codes``."""
     reads_remainders: bool

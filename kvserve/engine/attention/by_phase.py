@@ -21,7 +21,7 @@ class ByPhase:
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill = prefill
         self.decode = decode
-        self.replays = decode.replays
+        self.replays, self.replays_chunks = decode.replays, prefill.replays_chunks
         self.reads_codes = prefill.reads_codes and decode.reads_codes
         self.reads_remainders = prefill.reads_remainders and decode.reads_remainders
 

@@ -22,7 +22,7 @@ from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attentio
 class CpuAttention:
     """Logits are scaled by ``scale``, then capped at ``soft_cap`` unless it is 0."""
 
-    replays = True
+    replays = replays_chunks = True
     reads_codes = True
     reads_remainders = True
 

@@ -20,7 +20,7 @@ from kvserve.engine.device.transfer import to_device
 class FlashAttention:
     """Logits are scaled by ``scale``."""
 
-    replays = False
+    replays = replays_chunks = False
     reads_codes = False
     reads_remainders = False
 

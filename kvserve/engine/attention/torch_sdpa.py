@@ -29,7 +29,7 @@ from kvserve.kernels.shares import Shares
 class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
-    replays = False
+    replays = replays_chunks = False
     reads_codes = False
     reads_remainders = True
 

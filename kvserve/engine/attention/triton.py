@@ -39,7 +39,7 @@ class TritonAttention:
     """Logits are scaled by ``scale``, then capped at ``soft_cap`` unless it is 0; blocks hold
     ``block_size`` entries."""
 
-    replays = True
+    replays = replays_chunks = True
     reads_codes = True
     reads_remainders = True
 

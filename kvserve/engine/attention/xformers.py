@@ -17,7 +17,7 @@ from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCac
 class XformersAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
-    replays = False
+    replays = replays_chunks = False
     reads_codes = False
     reads_remainders = False
 

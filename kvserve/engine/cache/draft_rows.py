@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +92,6 @@ class DraftCache:
 
     logs_shares = False
     rotate_and_store = None
-    on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
 
     def __init__(
         self, pool: Tensor, layout: KVLayout, dtype: torch.dtype, store_kv: StoreKV

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.draft_rows import DraftRows
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.decode_inputs import DecodeInputs, FillInputs, RowTables
+from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, FillInputs, RowTables
 from kvserve.scheduler.arrays import IntArray
 
 
@@ -41,7 +41,7 @@ class GuessingRows:
         row; ``dropped [n]`` of those before are held no longer."""
         (table,), device, n = self._rows.tables, self._positions.device, len(rows)
         held = positions - dropped
-        used = -(-(int(held.max()) + most) // self._rows.spec.block_tokens)
+        used = -(-(int(held.max()) + most - 1) // self._rows.spec.block_tokens)
         at = to_device(rows, device)
         self._where.block_tables[:, :n, :, :used] = table[:, at, :, :used]
         self._where.kv_lens[:, :n] = to_device(held, device)[:, None]
@@ -49,33 +49,43 @@ class GuessingRows:
         self._dropped[:n] = to_device(dropped, device)
         self._prompt_lens[:n] = self._all_prompt_lens[at]
 
-    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
+    def decoding(
+        self, size: int, logs_queries: bool, starts: IntArray | None = None
+    ) -> ForwardBatch:
         """As ``InputBatch.decoding``."""
         assert not logs_queries, "no event observes a draft model"
         table = self._where.block_tables
-        slots = table.new_zeros(table.shape[0], table.shape[2], size, dtype=torch.int64)
+        tokens = size if starts is None else int(starts[-1])
+        slots = table.new_zeros(table.shape[0], table.shape[2], tokens, dtype=torch.int64)
+        positions = slots.new_zeros(tokens)
         batch = ForwardBatch(
-            positions=slots.new_zeros(size),
-            prompt_lens=self._prompt_lens[:size],
+            positions=positions,
+            prompt_lens=self._prompt_lens[:size] if starts is None else torch.ones_like(positions),
             slots=slots,
             query_slots=None,
             last=torch.full_like(slots, -1),
             tables=table,
-            rows=np.arange(size, dtype=np.int32),
-            starts=np.arange(size + 1),
+            rows=np.arange(size),
+            starts=np.arange(size + 1) if starts is None else starts,
             columns=np.full(size, table.shape[3]),
         )
         if self._window is None:
             return batch
-        first, most_seen = torch.zeros_like(slots), self._window + 1
+        first, most_seen = torch.zeros_like(slots), self._window + int(np.diff(batch.starts).max())
         return replace(batch, windowed=replace(batch, first=first, most_seen=most_seen))
 
-    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+    def update_graph_inputs(
+        self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None = None
+    ) -> Tensor:
         """As ``InputBatch.update_graph_inputs``."""
         size = len(batch.rows)
-        self._fill(self._where, DecodeInputs(batch.positions, batch.slots, batch.last), count)
+        new = DecodeInputs(batch.positions, batch.slots, batch.last, chunks=chunks)
+        self._fill(self._where, new, count)
+        if chunks is not None:
+            torch.index_select(self._prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
         if batch.windowed is not None and self._window is not None:
             assert batch.windowed.first is not None
+            dropped = self._dropped[:size] if chunks is None else self._dropped[chunks.rows]
             places = batch.last[0, 0]  # all lanes hold the same
-            batch.windowed.first.copy_(self._rows.first(places, self._dropped[:size], self._window))
+            batch.windowed.first.copy_(self._rows.first(places, dropped, self._window))
         return self.tokens[:size]

@@ -22,7 +22,7 @@ from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.decode_inputs import DecodeInputs, FillInputs, RowTables, decode_inputs
+from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, FillInputs, RowTables, decode_inputs
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Drafts
@@ -153,9 +153,9 @@ class InputBatch(RowArrays):
         if len(prefill.rows) or drafts is not None:
             at, offset = self._long(np.repeat(rows, lengths)), self._long(ragged_arange(lengths))
             chunk_rows, added = self._long(rows), self._long(lengths)
-            known = self.last_token[:decoding] if drafts is None else self._long(drafts.token_ids)
-            if drafts is not None and guesses is not None:
-                known[self._long(drafts.places)] = guesses
+            known = self.last_token[:decoding]
+            if drafts is not None:
+                known = self.guessed_ids(drafts, guesses)
             input_ids = torch.cat([known, self._long(prefill.token_ids)])
         else:  # views of the first rows: no numbers have to go to the device
             at = chunk_rows = slice(decoding)
@@ -186,6 +186,13 @@ class InputBatch(RowArrays):
             batch = self._windows.over(batch, by_token, output.token_columns)
         return input_ids, batch
 
+    def guessed_ids(self, drafts: Drafts, guesses: Tensor | None) -> Tensor:
+        """Token ids [T] of chunks; ``guesses`` as in ``build``."""
+        token_ids = self._long(drafts.token_ids)
+        if guesses is not None:
+            token_ids[self._long(drafts.places)] = guesses
+        return token_ids
+
     def confirm(
         self, drafts: Drafts, rows: IntArray, token_ids: Tensor, guesses: Tensor | None = None
     ) -> None:
@@ -207,24 +214,29 @@ class InputBatch(RowArrays):
         self.last_token[:n] = token_ids[self._long(drafts.starts) + counts]
         self.last_token[self._long(rows[guessed:])] = token_ids[guessed:]
 
-    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
-        """Buffers for one token of each of the first ``size`` rows, which ``update_graph_inputs``
-        fills; rows may be as long as the tables allow."""
-        lanes = self.layout.layer_groups, self.layout.rows, size
+    def decoding(
+        self, size: int, logs_queries: bool, starts: IntArray | None = None
+    ) -> ForwardBatch:
+        """Buffers for one token of each of the first ``size`` rows, or for chunks that begin at
+        ``starts [size + 1]``. ``update_graph_inputs`` fills them; rows may be as long as the tables
+        allow."""
+        tokens = size if starts is None else int(starts[-1])
+        lanes = self.layout.layer_groups, self.layout.rows, tokens
         slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         batch = ForwardBatch(
-            positions=torch.zeros(size, dtype=torch.int64, device=self.device),
-            prompt_lens=self.prompt_lens[:size],
+            positions=positions,
+            prompt_lens=self.prompt_lens[:size] if starts is None else torch.ones_like(positions),
             slots=slots,
             query_slots=torch.zeros_like(slots) if logs_queries else None,
             last=torch.full_like(slots, -1),
             tables=self.block_tables,
-            rows=np.arange(size, dtype=np.int32),
-            starts=np.arange(size + 1),
+            rows=np.arange(size),
+            starts=np.arange(size + 1) if starts is None else starts,
             columns=np.full(size, self.block_tables.shape[3]),
             recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
             remainders=self.remainders,
-            further=self._null_slots(size),
+            further=self._null_slots(tokens),
             **self._of_groups(),
         )
         return batch if self._windows is None else self._windows.nothing_of(batch)
@@ -251,24 +263,32 @@ class InputBatch(RowArrays):
         )
         return batch if self._windows is None else self._windows.nothing_of(batch)
 
-    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
+    def update_graph_inputs(
+        self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None = None
+    ) -> Tensor:
         """Fill ``decoding``'s buffers for the first ``count []`` rows, and count their new entries.
 
-        Returns token ids, at the same address each time. The other rows' tokens see no entries and
-        are stored in the null block: those rows may be of sequences that this step skips.
+        Returns each row's newest token, at the same address each time. The other rows' tokens, and
+        those that are not real, see no entries and are stored in the null block: those rows may be
+        of sequences that this step skips.
         """
         new = DecodeInputs(
-            batch.positions, batch.slots, batch.last, batch.query_slots, batch.recent
+            *(batch.positions, batch.slots, batch.last),
+            *(batch.query_slots, batch.recent, chunks),
         )
         self._decode_inputs(self._where, new, count)
+        if chunks is not None:
+            torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
         if self._windows is not None or self._writers:
-            self._update_groups(batch, count)
+            self._update_groups(batch, count, chunks)
         return self.last_token[: len(batch.rows)]
 
-    def _update_groups(self, batch: ForwardBatch, count: Tensor) -> None:
+    def _update_groups(self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None) -> None:
         """The same for further groups."""
-        rows = self._rows[: len(batch.rows)]
+        rows = self._rows[: len(batch.rows)] if chunks is None else chunks.rows
         real = rows < count
+        if chunks is not None:
+            real &= chunks.real
         if self._windows is not None:
             self._windows.update(batch, rows, batch.positions, real)
         new = self._further_slots(rows, batch.positions)

@@ -11,44 +11,23 @@ therefore holds the buffers that the graph was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 from weakref import WeakMethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.base import (
-    AttentionBackend,
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-)
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.log import ConfigError
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 
 _LARGEST = 512
-BOTH_KINDS = (False, True)
-"""Steps whose queries are not logged, and steps whose are."""
-
-
-class StepRows(Protocol):
-    """Rows that get one token each in a step that is captured or recorded."""
-
-    device: str
-
-    def decoding(self, size: int, logs_queries: bool) -> ForwardBatch:
-        """Buffers for one token of each of the first ``size`` rows."""
-        ...
-
-    def update_graph_inputs(self, batch: ForwardBatch, count: Tensor) -> Tensor:
-        """Fill them for the first ``count []`` rows, and count these rows' new entries. Returns
-        token ids, at the same address each time."""
-        ...
 
 
 def capture_sizes(
@@ -90,31 +69,36 @@ def capture_sizes(
 
 
 class DecodeGraphs:
-    """A graph for each of ``sizes`` and each kind of step. ``decode`` replays one."""
+    """A graph for each of ``sizes`` and each kind of step. ``decode`` replays one; ``chunks``, one
+    of those in which each row has up to ``longest`` tokens."""
 
     def __init__(
         self,
-        model: Transformer,
-        cache: LayerCache,
-        batch: StepRows,
-        attention: AttentionBackend,
-        sizes: list[int],
+        parts: StepParts,
+        sizes: Sequence[int],
         kinds: tuple[bool, ...] = BOTH_KINDS,
+        longest: int = 1,
     ) -> None:
         """``kinds``: whether queries are logged."""
-        self.replays = 0
-        self._sizes = sizes
-        self._count = torch.zeros((), dtype=torch.int64, device=batch.device)
-        self._pool = torch.cuda.graph_pool_handle() if batch.device == "cuda" else None
-
-        def padded(size: int, logs_queries: bool) -> PaddedStep:
-            buffers = batch.decoding(size, logs_queries)
-            planned = attention.plan(buffers)
-            return PaddedStep(model, cache, batch, self._count, buffers, planned)
-
+        self.replays = self.chunk_replays = 0
+        self._sizes, self._longest, self._device = sizes, longest, parts.rows.device
+        self._count = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._pool = torch.cuda.graph_pool_handle() if self._device == "cuda" else None
+        self._chunk_sizes = [
+            size
+            for size in sizes
+            if 1 < longest <= _LARGEST // size and parts.attention.replays_chunks
+        ]
         # The largest first: the others fit into its memory.
+        self._chunks = {
+            (size, logs_queries): self._captured(
+                parts.chunks(np.arange(size + 1) * longest, logs_queries, self._count)
+            )
+            for size in reversed(self._chunk_sizes)
+            for logs_queries in kinds
+        }
         self._steps = {
-            (size, logs_queries): self._captured(padded(size, logs_queries))
+            (size, logs_queries): self._captured(parts.step(size, logs_queries, self._count))
             for size in reversed(sizes)
             for logs_queries in kinds
         }
@@ -132,6 +116,28 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= num_decoding)
         self._count.fill_(num_decoding)
         return self._steps[size, logs_queries].run()[:num_decoding]
+
+    def hold_chunks(self, lengths: IntArray) -> bool:
+        """Whether there is a graph for chunks of these ``lengths [n]``."""
+        sizes = self._chunk_sizes
+        return bool(sizes) and len(lengths) <= sizes[-1] and int(lengths.max()) <= self._longest
+
+    def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
+        """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
+        [T]``."""
+        self.chunk_replays += 1
+        n = len(lengths)
+        size = next(size for size in self._chunk_sizes if size >= n)
+        captured = self._chunks[size, logs_queries]
+        chunks, ids = captured.step.chunks, captured.step.token_ids
+        assert chunks is not None and ids is not None
+        # Shorter chunks are padded to the longest.
+        first = np.repeat(np.arange(n) * self._longest, lengths)
+        places = to_device(first + ragged_arange(lengths), self._device)
+        chunks.lengths[:n] = to_device(lengths, self._device)
+        ids[places] = token_ids
+        self._count.fill_(n)
+        return captured.run()[places]
 
     @torch.inference_mode()
     def _captured(self, step: PaddedStep) -> CapturedStep:
@@ -156,30 +162,6 @@ class DecodeGraphs:
             return hidden
 
         return CapturedStep(step, replay)
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedStep:
-    """One token of each of the first rows, as many as ``buffers`` are for."""
-
-    model: Transformer
-    cache: LayerCache
-    batch: StepRows
-    count: Tensor
-    buffers: ForwardBatch
-    planned: BatchAttention
-
-    def forward(self) -> Tensor:
-        """Hidden states of all rows; those behind the first ``count`` are padding."""
-        return self.compute(self.update())
-
-    def update(self) -> Tensor:
-        """Fill the buffers; token ids, at the same address each time."""
-        return self.batch.update_graph_inputs(self.buffers, self.count)
-
-    def compute(self, input_ids: Tensor) -> Tensor:
-        """Hidden states of the tokens that the buffers describe."""
-        return self.model(input_ids, self.buffers, self.cache, self.planned)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from kvserve.engine.models.implementation import load
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.runner.recorded_steps import MOST_RECORDED_TOKENS, RecordedSteps
+from kvserve.engine.runner.padded_step import StepParts
+from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.kernels.decode_inputs import FillInputs
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import DraftChunks
+from kvserve.scheduler.messages.drafts import NEWEST, DraftChunks
 
 
 class DraftModel:
@@ -54,56 +55,65 @@ class DraftModel:
         self._window = model.spec.window if model.spec.windowed else None
         self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill)
         self._steps: DecodeGraphs | RecordedSteps | None = None
-        parts, kinds = (model, cache, self._guessing, attention), (False,)
+        parts, kinds = StepParts(model, cache, self._guessing, attention), (False,)
         if records:
-            self._steps = RecordedSteps(*parts, kinds)
+            self._steps = RecordedSteps(parts, kinds)
         elif sizes:
-            self._steps = DecodeGraphs(*parts, list(sizes), kinds)
+            self._steps = DecodeGraphs(parts, sizes, kinds, NEWEST)
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
 
         Entries of a row's guesses, but of the last one, are stored behind those of its chunk.
         """
-        asks, device = np.flatnonzero(chunks.guesses), self._batch.device
-        last = np.cumsum(chunks.lengths) - 1
-        token_ids = to_device(chunks.token_ids, device)
-        reads = chunks.rows, chunks.starts, chunks.dropped, chunks.lengths
-        hidden = self._hidden(token_ids, *reads, last[asks])
-        if not len(asks):
-            return None
-        left, rows, dropped = (x[asks] for x in (chunks.guesses, chunks.rows, chunks.dropped))
-        positions, places = (chunks.starts + chunks.lengths)[asks], np.cumsum(left) - left
-        guesses = torch.empty(int(left.sum()), dtype=torch.int64, device=device)
-        guesses[to_device(places, device)] = tokens = self._choose(hidden, rows, positions)
+        places = np.cumsum(chunks.guesses) - chunks.guesses
         # Rows with the most guesses come first, so that those with another one stay in front.
-        order = np.argsort(-left, kind="stable")
-        tokens = tokens[to_device(order, device)]
-        left, *whose, places = (x[order] for x in (left, rows, positions, dropped, places))
-        for done, more in enumerate(self._further(tokens, left, *whose), start=1):
-            guesses[to_device(places[: len(more)] + done, device)] = more
+        order = np.argsort(-chunks.guesses, kind="stable")
+        chunks, places = chunks.part(order), places[order]
+        counts = [int((chunks.guesses > done).sum()) for done in range(int(chunks.guesses[0]))]
+        plays = self._plays(chunks, counts[1:])
+        hidden = tokens = self._read(chunks, sum(counts[:1]), plays=plays)
+        if not counts:
+            return None
+        positions, device = chunks.starts + chunks.lengths, self._batch.device
+        guesses = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        for done, n in enumerate(counts):
+            if done:
+                hidden = self._read_one(tokens[:n], chunks, positions + done - 1, plays=plays)
+            tokens = self._choose(hidden, chunks.rows[:n], positions[:n] + done)
+            guesses[to_device(places[:n] + done, device)] = tokens
         return guesses
 
-    def _further(
-        self, tokens: Tensor, left: IntArray, rows: IntArray, positions: IntArray, dropped: IntArray
-    ) -> Iterator[Tensor]:
-        """What follows the first guesses ``tokens [n]`` at ``positions [n]``, one after the other,
-        of those rows that have more ``left [n]``, which descend."""
+    def _plays(self, chunks: DraftChunks, further: list[int]) -> bool:
+        """Whether the steps of ``chunks``, and of so many rows each that guess on, are captured or
+        recorded."""
         steps = self._steps
-        counts = [int((left > done).sum()) for done in range(1, int(left[0]))]
-        plays = steps is not None and bool(counts) and steps.hold(counts[0])
-        if plays:
-            first = slice(counts[0])
-            self._guessing.begin(rows[first], positions[first], dropped[first], len(counts))
-        for done, n in enumerate(counts):
-            if steps is not None and plays:
-                self._guessing.tokens[:n] = tokens[:n]
-                hidden = steps.decode(n)
-            else:
-                ones = np.ones(n, np.int32)
-                hidden = self._hidden(tokens[:n], rows[:n], positions[:n] + done, dropped[:n], ones)
-            tokens = self._choose(hidden, rows[:n], positions[:n] + done + 1)
-            yield tokens
+        if steps is None or not steps.hold_chunks(chunks.lengths):
+            return False
+        return not further or steps.hold(further[0])
+
+    def _read(self, chunks: DraftChunks, asking: int, *, plays: bool) -> Tensor:
+        """Hidden states of the last tokens of the first ``asking`` chunks."""
+        token_ids = to_device(chunks.token_ids, self._batch.device)
+        last = to_device(np.cumsum(chunks.lengths)[:asking] - 1, self._batch.device)
+        if plays and self._steps is not None:
+            most = int((chunks.lengths + chunks.guesses).max())
+            self._guessing.begin(chunks.rows, chunks.starts, chunks.dropped, most)
+            return self._steps.chunks(chunks.lengths, token_ids)[last]
+        batch = self._of(chunks.rows, chunks.starts, chunks.dropped, chunks.lengths)
+        return self.model(token_ids, batch, self._cache, self._attention.plan(batch), last)
+
+    def _read_one(
+        self, tokens: Tensor, chunks: DraftChunks, positions: IntArray, *, plays: bool
+    ) -> Tensor:
+        """Hidden states of ``tokens [n]``, one at ``positions`` of each of the first n rows."""
+        n = len(tokens)
+        if plays and self._steps is not None:
+            self._guessing.tokens[:n] = tokens
+            return self._steps.decode(n)
+        ones = np.ones(n, np.int32)
+        batch = self._of(chunks.rows[:n], positions[:n], chunks.dropped[:n], ones)
+        return self.model(tokens, batch, self._cache, self._attention.plan(batch))
 
     def rehearse(self, tokens: int) -> None:
         """Read ``tokens`` tokens that see no entries and are stored in the null block."""
@@ -116,24 +126,6 @@ class DraftModel:
         batch = replace(batch, **nothing, windowed=windowed)
         ids = torch.zeros(tokens, dtype=torch.int64, device=self._batch.device)
         self.model(ids, batch, self._cache, self._attention.plan(batch))
-
-    def _hidden(
-        self,
-        token_ids: Tensor,
-        rows: IntArray,
-        starts: IntArray,
-        dropped: IntArray,
-        lengths: IntArray,
-        wanted: IntArray | None = None,
-    ) -> Tensor:
-        """Hidden states of the ``wanted`` tokens of chunks (``None``: of all): [W, hidden]."""
-        batch, at = self._of(rows, starts, dropped, lengths), None
-        if wanted is not None and len(wanted) < len(token_ids):
-            at = to_device(wanted, token_ids.device)
-        if isinstance(self._steps, RecordedSteps) and len(token_ids) <= MOST_RECORDED_TOKENS:
-            hidden = self._steps.chunks.forward(token_ids, batch)
-            return hidden if at is None else hidden[at]
-        return self.model(token_ids, batch, self._cache, self._attention.plan(batch), at)
 
     def _of(
         self, rows: IntArray, starts: IntArray, dropped: IntArray, lengths: IntArray

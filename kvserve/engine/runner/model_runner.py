@@ -218,23 +218,32 @@ class ModelRunner:
         """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
         prompt's last one."""
         hidden = []
-        chunks = len(output.prefill.rows)
-        plain = not chunks and output.drafts is None
-        if self.graphs is not None and plain and self.graphs.hold(output.num_decoding):
-            hidden.append(self.graphs.decode(output.num_decoding, output.logs_queries))
-        elif output.num_decoding or chunks:
+        played = self._played(output, step)
+        if played is not None:
+            hidden.append(played)
+        elif output.num_decoding or len(output.prefill.rows):
             input_ids, batch = self.batch.build(output, step.guesses)
-            if isinstance(self.graphs, RecordedSteps) and not chunks and self.graphs.plays:
-                hidden.append(self.graphs.chunks.forward(input_ids, batch))
-            else:
-                planned, at = self.attention.plan(batch), None
-                if wanted is not None and len(wanted) < len(input_ids):
-                    at = to_device(wanted, input_ids.device)
-                hidden.append(self.model(input_ids, batch, self.cache, planned, at))
+            planned, at = self.attention.plan(batch), None
+            if wanted is not None and len(wanted) < len(input_ids):
+                at = to_device(wanted, input_ids.device)
+            hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
             last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
             hidden.append(last)
         return torch.cat(hidden)
+
+    def _played(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor | None:
+        """Hidden states of a decoding step that was captured or recorded, if this one was."""
+        graphs, drafts, logs = self.graphs, output.drafts, output.logs_queries
+        if graphs is None or len(output.prefill.rows):
+            return None
+        if drafts is None:
+            held = graphs.hold(output.num_decoding)
+            return graphs.decode(output.num_decoding, logs) if held else None
+        if not graphs.hold_chunks(drafts.lengths):
+            return None
+        token_ids = self.batch.guessed_ids(drafts, step.guesses)
+        return graphs.chunks(drafts.lengths, token_ids, logs)
 
     def _score_prompts(
         self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]

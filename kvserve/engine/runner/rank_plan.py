@@ -28,6 +28,7 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.draft_model import DraftModel, DraftPlan
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
@@ -183,19 +184,21 @@ class RankPlan:
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs: DecodeGraphs | RecordedSteps | None = None
-        if sizes:
-            graphs = DecodeGraphs(*parts, sizes)
-        elif self.records(attention):
-            graphs = RecordedSteps(*parts)
-        statistics = None if self.statistics is None else load_statistics(self.statistics)
         speculation = self.config.scheduler.speculation
+        most_guesses = 0 if speculation is None else speculation.num_speculative_tokens
+        if sizes:
+            graphs = DecodeGraphs(StepParts(*parts), sizes, longest=1 + most_guesses)
+        elif self.records(attention):
+            measured = lambda: cache.on_queries is not None  # noqa: E731
+            graphs = RecordedSteps(StepParts(*parts), measured=measured)
+        statistics = None if self.statistics is None else load_statistics(self.statistics)
         return ModelRunner(
             *parts,
             group,
             graphs,
             overlaps=self.overlaps,
             statistics=statistics,
-            most_guesses=0 if speculation is None else speculation.num_speculative_tokens,
+            most_guesses=most_guesses,
             draft=None if draft is None else self._drafts(draft, cache, batch, fill, sizes),
         )
 

@@ -9,49 +9,44 @@ and any other operator means that this model's steps are not recorded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import AttentionBackend, ForwardBatch, LayerCache
-from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.cuda_graph import BOTH_KINDS, PaddedStep, StepRows
-from kvserve.engine.runner.tapes import Recorder
+from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
+from kvserve.engine.runner.tapes import Recorder, Recording
 from kvserve.kernels.cpu.calls import Tape
+from kvserve.scheduler.arrays import IntArray
 
 _LARGEST = 128
-"""Steps of more rows are computed without a tape: Python is a small part of them."""
-MOST_RECORDED_TOKENS, _MOST_SHAPES = 128, 256
-"""Of chunks that are recorded. Of more tokens Python is a small part."""
-
-
-class _Cache(LayerCache, Protocol):
-    on_queries: Callable[[int, ForwardBatch, Tensor], None] | None
-    """Called with the queries of each layer; nothing is played while anybody wants these."""
+"""Steps of more rows, or of more tokens in chunks, are computed without a tape: Python is a small
+part of them."""
+_MOST_SHAPES = 256
+"""Of chunks that are recorded."""
 
 
 class RecordedSteps:
-    """A tape for each number of rows and each kind of step. ``decode`` plays one."""
+    """A tape for each number of rows and each kind of step, and for each number of rows and of
+    tokens in their chunks. ``decode`` and ``chunks`` play one."""
 
     def __init__(
         self,
-        model: Transformer,
-        cache: _Cache,
-        batch: StepRows,
-        attention: AttentionBackend,
+        parts: StepParts,
         kinds: tuple[bool, ...] = BOTH_KINDS,
+        measured: Callable[[], bool] = bool,
     ) -> None:
-        """``kinds``: whether queries are logged."""
-        self.replays = 0
+        """``kinds``: whether queries are logged. Nothing is played while ``measured()``: somebody
+        wants what each layer computes."""
+        self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
-        self._parts = model, cache, batch, attention
+        self._parts, self._measured = parts, measured
         self._recorder = Recorder()
-        self._steps: dict[tuple[int, bool], _RecordedStep] = {}
+        self._steps: dict[tuple[int, bool], _Played] = {}
+        self._chunks: dict[tuple[int, int, bool], _Played | PaddedStep] = {}
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds.
         nobody = torch.zeros((), dtype=torch.int64)
@@ -59,16 +54,18 @@ class RecordedSteps:
             if self.refused is None:
                 self._step(1, logs_queries, nobody)
         nobody.fill_(1)
-        self.chunks = RecordedChunks(model, cache, attention, self._recorder)
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""
-        return self.plays and 0 < num_decoding <= _LARGEST
+        return self._plays and 0 < num_decoding <= _LARGEST
+
+    def hold_chunks(self, lengths: IntArray) -> bool:
+        """Whether a step with chunks of these ``lengths [n]`` can."""
+        return self._plays and int(lengths.sum()) <= _LARGEST
 
     @property
-    def plays(self) -> bool:
-        """Whether anything can be played."""
-        return self.refused is None and self._parts[1].on_queries is None
+    def _plays(self) -> bool:
+        return self.refused is None and not self._measured()
 
     def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
         """One token of each of the first rows: hidden states [num_decoding, hidden].
@@ -83,21 +80,50 @@ class RecordedSteps:
 
     def _step(self, size: int, logs_queries: bool, count: Tensor) -> Tensor:
         """Compute a step that no tape has yet, and record it."""
-        model, cache, batch, attention = self._parts
-        buffers = batch.decoding(size, logs_queries)
-        step = PaddedStep(model, cache, batch, count, buffers, attention.plan(buffers))
+        step = self._parts.step(size, logs_queries, count)
         filling = self._recorder.record(step.update)
         computing = self._recorder.record(partial(step.compute, filling.answer))
-        by_torch = filling.refused is not None  # of further cache groups
         if computing.refused is None:
-            tape = Tape(computing.calls if by_torch else filling.calls + computing.calls)
-            self._steps[size, logs_queries] = _RecordedStep(step, tape, computing.answer, by_torch)
+            self._steps[size, logs_queries] = _Played.of(step, filling, computing)
         self.refused = computing.refused
         return computing.answer
 
+    def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
+        """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
+        [T]``. How long each chunk is, is an input of a tape."""
+        shape = len(lengths), len(token_ids), logs_queries
+        known = self._chunks.get(shape)
+        if known is None:
+            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+            known = self._parts.chunks(starts, logs_queries, torch.tensor(len(lengths)))
+            _fill(known, lengths, token_ids)
+            if len(self._chunks) < _MOST_SHAPES:
+                self._chunks[shape] = known
+            return known.forward()
+        if isinstance(known, _Played):
+            self.chunk_replays += 1
+            _fill(known.step, lengths, token_ids)
+            return known.play()
+        # A shape is recorded when it comes again, since recording takes longer than computing.
+        _fill(known, lengths, token_ids)
+        filling = self._recorder.record(known.update)
+        computing = self._recorder.record(partial(known.compute, filling.answer))
+        if computing.refused is None:
+            self._chunks[shape] = _Played.of(known, filling, computing)
+        return computing.answer
+
+
+def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
+    chunks, ids = step.chunks, step.token_ids
+    assert chunks is not None and ids is not None
+    chunks.lengths.numpy()[:] = lengths
+    np.cumsum(lengths, out=step.buffers.starts[1:])  # the memory of ``chunks.starts``
+    chunks.rows.numpy()[:] = np.repeat(np.arange(len(lengths)), lengths)
+    ids.copy_(token_ids)
+
 
 @dataclass(frozen=True, eq=False)
-class _RecordedStep:
+class _Played:
     """``hidden`` is where the tape leaves its answer; ``step`` has what it reads."""
 
     step: PaddedStep
@@ -106,95 +132,14 @@ class _RecordedStep:
     updates: bool
     """Whether the step's inputs are not on the tape."""
 
+    @classmethod
+    def of(cls, step: PaddedStep, filling: Recording, computing: Recording) -> _Played:
+        by_torch = filling.refused is not None  # of further cache groups
+        calls = computing.calls if by_torch else filling.calls + computing.calls
+        return cls(step, Tape(calls), computing.answer, by_torch)
+
     def play(self) -> Tensor:
         if self.updates:
             self.step.update()
         self.tape.play()
         return self.hidden
-
-
-class RecordedChunks:
-    """Forwards over few tokens, as of guesses: a tape for each number of chunks and of tokens.
-    Whose chunks they are, and how long each is, are inputs of a tape."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        cache: LayerCache,
-        attention: AttentionBackend,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.replays = 0
-        self._parts = model, cache, attention
-        self._recorder = recorder or Recorder()
-        self._known: dict[Any, _RecordedChunks] = {}
-        self._seen: set[Any] = set()
-        self._refused = False
-
-    def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states of all tokens [T, hidden]; they may be overwritten by the next call."""
-        shape = len(batch.rows), input_ids.shape[0], batch.query_slots is None
-        known = self._known.get(shape)
-        if known is not None:
-            self.replays += 1
-            return known.play(input_ids, batch)
-        model, cache, attention = self._parts
-        # A shape is recorded when it comes again, since recording takes longer than computing.
-        again, few = shape in self._seen, input_ids.shape[0] <= MOST_RECORDED_TOKENS
-        if few:
-            self._seen.add(shape)
-        if self._refused or not again or len(self._known) >= _MOST_SHAPES:
-            return model(input_ids, batch, cache, attention.plan(batch))
-        ids, buffers = input_ids.clone(), _copied(batch)
-        planned = attention.plan(buffers)
-        recording = self._recorder.record(lambda: model(ids, buffers, cache, planned))
-        self._refused = recording.refused is not None
-        if not self._refused:
-            given = ids, buffers, planned
-            self._known[shape] = _RecordedChunks(given, Tape(recording.calls), recording.answer)
-        return recording.answer
-
-
-@dataclass(frozen=True, eq=False)
-class _RecordedChunks:
-    given: tuple[Tensor, ForwardBatch, Any]
-    """Token ids, the batch and its plan: what the tape reads."""
-    tape: Tape
-    hidden: Tensor
-
-    def play(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        ids, buffers, _ = self.given
-        ids.copy_(input_ids)
-        _fill(buffers, batch)
-        self.tape.play()
-        return self.hidden
-
-
-_BY_STEP = ("positions", "prompt_lens", "slots", "query_slots", "last", "recent", "first")
-"""Fields of a batch that are made anew in each step; the others are at addresses that stay."""
-
-
-def _copied(batch: ForwardBatch) -> ForwardBatch:
-    """The same, with memory of its own for what a step makes. Plans of a CPU read rows and starts
-    where they are, as int64."""
-    made = {name: getattr(batch, name) for name in _BY_STEP}
-    own: dict[str, Any] = {name: None if x is None else x.clone() for name, x in made.items()}
-    own["further"] = tuple(x.clone() for x in batch.further)
-    own |= {"rows": batch.rows.astype(np.int64), "starts": batch.starts.astype(np.int64)}
-    own["windowed"] = None if batch.windowed is None else _copied(batch.windowed)
-    return replace(batch, **own)
-
-
-def _fill(buffers: ForwardBatch, batch: ForwardBatch) -> None:
-    """Copy what a step has made into what ``_copied`` made for its tape."""
-    buffers.rows[:], buffers.starts[:] = batch.rows, batch.starts
-    for own, new in zip(_inputs(buffers), _inputs(batch), strict=True):
-        own.copy_(new)
-    if buffers.windowed is not None and batch.windowed is not None:
-        _fill(buffers.windowed, batch.windowed)
-
-
-def _inputs(batch: ForwardBatch) -> list[Tensor]:
-    """The tensors that a step makes, in one order; those of layers with windows aside."""
-    found = [x for x in (getattr(batch, name) for name in _BY_STEP) if x is not None]
-    return [*found, *batch.further]

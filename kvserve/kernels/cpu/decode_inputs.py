@@ -18,9 +18,13 @@ from kvserve.kernels.decode_inputs import (
 
 _POINTERS = (
     *("tables", "log_tables", "log_from", "log_span", "kv_lens", "num_computed", "count"),
+    *("starts", "lengths"),
     *("positions", "slots", "last", "query_slots", "recent"),
 )
-_NUMBERS = ("groups", "rows", "heads", "tokens", "columns", "log_columns", "block", "log_block")
+_NUMBERS = (
+    *("groups", "rows", "heads", "tokens", "chunks"),
+    *("columns", "log_columns", "block", "log_block"),
+)
 
 
 class _Call(ctypes.Structure):
@@ -37,12 +41,14 @@ def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
     check(rows, inputs)
     groups, num_rows, heads, columns = rows.block_tables.shape
     read = rows.block_tables, rows.log_tables, rows.log_from, rows.log_span
-    counted = rows.kv_lens, rows.num_computed, count
+    chunks, tokens = inputs.chunks, len(inputs.positions)
+    of_chunks = (None, None) if chunks is None else (chunks.starts, chunks.lengths)
+    counted = rows.kv_lens, rows.num_computed, count, *of_chunks
     filled = inputs.positions, inputs.slots, inputs.last, inputs.query_slots, inputs.recent
     call = _Call(
         *(None if x is None else x.data_ptr() for x in (*read, *counted, *filled)),
-        *(groups, num_rows, heads, len(inputs.positions), columns, rows.log_tables.shape[3]),
-        *(rows.block_tokens, rows.log_block_tokens),
+        *(groups, num_rows, heads, tokens, tokens if chunks is None else len(chunks.lengths)),
+        *(columns, rows.log_tables.shape[3], rows.block_tokens, rows.log_block_tokens),
     )
     calls.run(load_library("decode_inputs"), "decode_inputs", call)
 

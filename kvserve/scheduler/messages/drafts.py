@@ -81,6 +81,14 @@ class DraftChunks:
     token_ids: IntArray
     guesses: IntArray
 
+    def part(self, at: IntArray) -> DraftChunks:
+        """The chunks ``at [m]``, in this order."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        lengths = self.lengths[at]
+        tokens = self.token_ids[np.repeat(starts[at], lengths) + ragged_arange(lengths)]
+        rows, begins, dropped = self.rows[at], self.starts[at], self.dropped[at]
+        return DraftChunks(rows, begins, dropped, lengths, tokens, self.guesses[at])
+
     @property
     def catches_up(self) -> bool:
         """Whether it reads more than what a row has got since its last guesses."""

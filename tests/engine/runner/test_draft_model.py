@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
 from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.scheduler.blocks.draft_group import DraftGroup
+from kvserve.scheduler.messages.drafts import DraftChunks
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import always_guess
@@ -134,7 +136,8 @@ def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dt
         assert guessed == right and llm.stats().steps_total < plain.stats().steps_total / 3
     assert right > 20
     draft = llm.engine.core.runner.draft
-    assert draft is not None and draft._chunks is not None and draft._chunks.replays > 20
+    assert draft is not None and isinstance(draft._steps, RecordedSteps)
+    assert min(draft._steps.replays, draft._steps.chunk_replays) > 20
     each = [output.kv_cache_details for output in found]
     assert all(details.draft_bytes > 0 for details in each)
     assert [details.held_bytes for details in each] == [
@@ -161,9 +164,10 @@ def test_its_entries_are_those_of_confirmed_tokens(llama_dir: Path, blurred_dir:
         for row, start, tokens in seen:
             found = entries(row, start)
             zero = np.zeros(1, np.int32)
-            once = np.array([row], np.int32), zero, zero, np.array([start], np.int32)
             if start:
-                draft._hidden(torch.as_tensor(tokens).long(), *once)
+                length, none = np.array([start], np.int32), np.zeros(1, np.int32)
+                once = DraftChunks(np.array([row], np.int32), zero, zero, length, tokens, none)
+                draft._read(once, 1, plays=False)
                 torch.testing.assert_close(entries(row, start), found, atol=1e-4, rtol=1e-4)
         seen.clear()
         return step

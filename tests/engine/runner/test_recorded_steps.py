@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
@@ -184,7 +183,7 @@ def test_guesses_are_verified_by_tapes(llama_dir: Path) -> None:
         assert answer.logprobs is not None
         found.append([hash(repr(entry)) for entry in answer.logprobs])
         assert output.speculation is not None and output.speculation.accepted_tokens > 25
-    assert recorded_steps(llm).chunks.replays > 2
+    assert recorded_steps(llm).chunk_replays > 2
     assert found[0] == found[1]
 
 
@@ -195,13 +194,13 @@ def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
     ]
     plain = answers(run(make_plain(llama_dir, KARA), params))
     llm, _ = guessing(llama_dir, KARA, plain)
-    chunks, seen = recorded_steps(llm).chunks, set()
-    forward = chunks.forward
+    steps, seen = recorded_steps(llm), set()
+    forward = steps.chunks
 
-    def noted(input_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        seen.add((*batch.rows.tolist(), *batch.starts.tolist()))
-        return forward(input_ids, batch)
+    def noted(lengths: IntArray, token_ids: torch.Tensor, logs_queries: bool) -> torch.Tensor:
+        seen.add((*lengths.tolist(), logs_queries))
+        return forward(lengths, token_ids, logs_queries)
 
-    chunks.forward = noted  # type: ignore[method-assign]
+    steps.chunks = noted  # type: ignore[method-assign]
     assert answers(run(llm, params)) == plain
-    assert chunks.replays > 5 and len(chunks._known) < len(seen) / 2
+    assert steps.chunk_replays > 5 and len(steps._chunks) < len(seen) / 2

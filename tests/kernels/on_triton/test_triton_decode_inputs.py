@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvserve.kernels.cpu.decode_inputs import decode_inputs as compiled
 from kvserve.kernels.decode_inputs import (
+    Chunks,
     DecodeInputs,
     FillInputs,
     RowTables,
@@ -79,6 +80,73 @@ def test_block_sizes(block: int, log_block: int) -> None:
     assert_same(found, expected)
 
 
+FORMS = pytest.mark.parametrize(
+    "fill", [decode_inputs_triton, compiled], ids=["triton", "compiled"]
+)
+
+
+def chunks_of(starts: list[int], lengths: list[int]) -> Chunks:
+    begins = torch.tensor(starts)
+    rows = torch.arange(len(lengths)).repeat_interleave(begins.diff())
+    return Chunks(begins, torch.tensor(lengths), rows)
+
+
+@FORMS
+@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
+@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (3, 2), (33, 8)])
+@pytest.mark.parametrize(
+    ("starts", "lengths"),
+    [
+        ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
+        ([0, 4, 8, 12], [1, 4, 2]),
+        ([0, 3], [3]),
+        ([0, 2, 4], [0, 2]),
+    ],
+    ids=["ragged", "padded", "one", "skipped"],
+)
+@pytest.mark.parametrize("behind", [0, 1])
+def test_chunks(
+    fill: FillInputs,
+    groups: int,
+    heads: int,
+    starts: list[int],
+    lengths: list[int],
+    behind: int,
+    logs: bool,
+) -> None:
+    """Twice; the last row may be ``behind`` those of the step."""
+    rows = some_rows(groups, heads, block=6, log_block=7)
+    rows.num_computed.clamp_(max=7 * COLUMNS - 9)
+    rows.kv_lens.clamp_(max=6 * COLUMNS - 9)
+    before, other = rows.num_computed.clone(), deepcopy(rows)
+    known, chunks = torch.tensor(len(lengths) - behind), chunks_of(starts, lengths)
+    for _ in range(2):
+        found, expected = (
+            replace(buffers(rows, starts[-1], logs), chunks=chunks) for _ in range(2)
+        )
+        fill(rows, found, known)
+        decode_inputs_torch(other, expected, known)
+        assert_same(replace(found, chunks=None), replace(expected, chunks=None))
+        assert_same(rows, other)
+    added = 2 * chunks.lengths[: len(lengths) - behind]
+    assert torch.equal((rows.num_computed - before)[: len(added)], added)
+
+
+def test_a_chunk_is_its_tokens_one_after_the_other() -> None:
+    rows = some_rows(2, 2, block=5, log_block=6)
+    rows.num_computed.clamp_(max=6 * COLUMNS - 4)
+    rows.kv_lens.clamp_(max=5 * COLUMNS - 4)
+    other, chunks = deepcopy(rows), chunks_of([0, 3, 6], [3, 3])
+    found = replace(buffers(rows, 6, True), chunks=chunks)
+    decode_inputs_torch(rows, found, torch.tensor(2))
+    for at in range(3):
+        expected = buffers(other, 2, True)
+        decode_inputs_torch(other, expected, torch.tensor(2))
+        mine = DecodeInputs(*(x[..., at::3] for x in values(replace(found, chunks=None))[:-1]))
+        assert_same(mine, expected)
+    assert_same(rows, other)
+
+
 def test_padding() -> None:
     """Rows that are not decoded see nothing, write to the null block and stay as they are."""
     rows = some_rows(2, 2)
@@ -92,7 +160,7 @@ def test_padding() -> None:
     assert torch.equal(rows.num_computed[:3] - before.num_computed[:3], torch.tensor([1, 1, 0]))
 
 
-@pytest.mark.parametrize("fill", [decode_inputs_triton, compiled], ids=["triton", "compiled"])
+@FORMS
 def test_columns_that_a_table_does_not_have_are_the_null_block(fill: FillInputs) -> None:
     """As for all addresses that the device alone knows: nothing else is read or written."""
     rows = some_rows(1, 2)
@@ -108,6 +176,7 @@ def test_refusals() -> None:
     rows, count = some_rows(2, 1), torch.tensor(1)
     short = buffers(some_rows(1, 1), 3, False)
     half = replace(buffers(rows, 3, True), recent=None)
-    for wrong in (short, half, buffers(rows, ROWS + 1, False)):
+    few = replace(buffers(rows, 3, False), chunks=chunks_of([0, 2], [2]))
+    for wrong in (short, half, few, buffers(rows, ROWS + 1, False)):
         with pytest.raises(ValueError, match="contiguous tensors that fit them"):
             decode_inputs_triton(rows, wrong, count)
