@@ -71,7 +71,7 @@ def played(
 ) -> float:
     """Tokens per second over those without guesses: each is right with this chance, and adds this
     part of a plain step's time; the first of a step adds ``at_all``, too."""
-    rng, costs = np.random.default_rng(1), DraftCosts()
+    rng, costs = np.random.default_rng(1), DraftCosts(5)
     settings = NgramSettings(5, 1, 1)
     drafters = [Drafter(settings, 2 / 3) for _ in range(rows)]
     for drafter in drafters:
@@ -126,7 +126,7 @@ def test_steps_with_guesses_that_cost_something_at_all(chance: float) -> None:
 
 def test_few_guesses_among_many_rows_do_not_pay() -> None:
     """A step with guesses loses three tokens, and half of one by guess."""
-    costs = DraftCosts()
+    costs = DraftCosts(5)
     for i in range(20):
         costs.record(16, 0, 16, 1.0)
         guessed = 20 + i
@@ -145,7 +145,7 @@ def test_few_guesses_among_many_rows_do_not_pay() -> None:
 
 def test_what_was_thought_to_pay_and_did_not_rests() -> None:
     """Chances that are taken too high: each pause is longer than the one before."""
-    costs, pauses, last = DraftCosts(), [0], NEVER
+    costs, pauses, last = DraftCosts(5), [0], NEVER
     for _ in range(4_000):
         least = costs.least_chance(4)
         if least == NEVER:
@@ -176,12 +176,12 @@ def test_what_is_not_found_is_looked_up_less_often() -> None:
 
 def test_guesses_that_seemed_slow_are_tried_again() -> None:
     """The first steps with guesses were disturbed; later it is known what they cost."""
-    costs = DraftCosts()
+    costs = DraftCosts(5)
     for _ in range(8):
         costs.record(1, 5, 6, 1.0)
         costs.record(1, 0, 1, 0.01)
     assert costs.least_chance(1) > 1.0
-    for _ in range(40 * 130):
+    for _ in range(60 * 130):
         drafts = costs.least_chance(1) < 1.0
         costs.record(1, 5 * drafts, 1 + 5 * drafts, 0.012 if drafts else 0.01)
     assert costs.least_chance(1) < 0.5
@@ -189,7 +189,7 @@ def test_guesses_that_seemed_slow_are_tried_again() -> None:
 
 def test_nothing_is_guessed_while_nothing_is_measured() -> None:
     """Steps with prompts in them are not measured."""
-    costs = DraftCosts()
+    costs = DraftCosts(5)
     asked = [costs.least_chance(4) for _ in range(100)]
     assert asked[0] < 0.5 and asked[-1] == NEVER
     costs.record(4, 0, 4, 0.01)

@@ -21,9 +21,11 @@ def tell_speculation(
     """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``."""
     speculation = scheduler.speculation
     alone = output.num_decoding_tokens == output.num_tokens > 0
+    if speculation is None or not alone or output.compactions + output.observations:
+        return
     if output.draft_chunks is not None and output.draft_chunks.catches_up:
-        alone = False
-    if speculation is not None and alone and not output.compactions + output.observations:
+        speculation.costs.spend(output.num_decoding, tokens, seconds)
+    else:
         guessed = 0 if output.drafts is None else output.drafts.num_guessed
         speculation.costs.record(output.num_decoding, guessed, tokens, seconds)
 

@@ -33,6 +33,11 @@ _LONGEST_REST = 16
 one in a row."""
 _BLIND = 16
 """Steps that may guess before any of them has been measured."""
+_TRIALS = 0.02
+"""Part of the time that trials may cost: what a plain step adds to their credit."""
+_MOST_CREDIT, _MOST_LOST = 24.0, 8.0
+"""Plain steps. Trials may cost so much at first; and no step that catches up with nothing counts as
+slower than by so much, since some are disturbed."""
 _UNKNOWN = 0.3
 _MARGIN = 0.25
 """By how much more a guess must gain than it seems to cost, unless it is nearly sure."""
@@ -124,6 +129,11 @@ class _Size:
             self.judged, self.paused = 0, self.pause
             self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
+    def enough(self, rows: int, expected: float, guessed: int) -> bool:
+        """Whether a step is worth its guesses, of which ``expected`` will be right."""
+        lost = self.lost_at_all + self.lost_by_guess * guessed
+        return rows + expected >= (_WORTH_ALONE if rows == 1 else _WORTH) * (rows + lost)
+
     @property
     def known(self) -> bool:
         return min(self.plain.count, self.drafted.count) >= _FEW
@@ -151,20 +161,28 @@ class DraftCosts:
     to pay is judged by the tokens per second that came of it, and rests if these were fewer.
 
     Now and then a step goes without drafts, or with them although they have been slow, so that both
-    are known. Steps that also compute prompts, or that compress, are not measured; while there are
-    no others, nothing is guessed.
+    are known. Such trials cost no more than a small part of the time: what a step with guesses has
+    lost is paid back by plain ones first. Steps that also compute prompts, or that compress, are
+    not measured; while there are no others, nothing is guessed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_guesses: int) -> None:
+        """``most_guesses`` of a row."""
         self._sizes: dict[int, _Size] = defaultdict(_Size)
+        self._most_guesses = most_guesses
+        self._credit = _MOST_CREDIT
+        """Plain steps that trials may cost now."""
 
     def record(self, rows: int, guessed: int, tokens: int, seconds: float) -> None:
         """A step of decoding rows alone, in which they got ``tokens``."""
         size = self._sizes[rows.bit_length()]
         size.since_measured = 0
         kind = size.drafted if guessed else size.plain
-        size.compared = kind.count > _NEWEST and kind.count % _OFTEN > 0 and size.compared
+        often = _OFTEN if guessed else _SELDOM
+        size.compared = kind.count > _NEWEST and kind.count % often > 0 and size.compared
+        self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
         if guessed:
+            self.spend(rows, tokens, seconds, _MOST_LOST)
             size.drafted.add(seconds, tokens, guessed)
             size.since_plain, size.since_drafted = size.since_plain + 1, 0
             if size.known and not size.tried:
@@ -175,6 +193,14 @@ class DraftCosts:
             size.plain.add(seconds, tokens, 0)
             size.since_plain, size.since_drafted = 0, size.since_drafted + 1
 
+    def spend(self, rows: int, tokens: int, seconds: float, most: float = float("inf")) -> None:
+        """A step was for guesses: count what it has lost, at ``most`` so many plain steps, or
+        gained. What a draft model reads to catch up is lost, too."""
+        plain, lost = self._sizes[rows.bit_length()].plain, _MOST_LOST
+        if plain.count:
+            lost = min(seconds / plain.seconds - tokens / rows, most)
+        self._credit = min(self._credit - lost, _MOST_CREDIT)
+
     def least_chance(self, rows: int) -> float:
         """The chance from which on a guess pays in a step of so many rows."""
         size = self._sizes[rows.bit_length()]
@@ -184,21 +210,20 @@ class DraftCosts:
             return NEVER
         if size.wants_plain or (size.since_measured > _BLIND and not size.known):
             return NEVER
-        size.tried = not size.known or size.tries_again
+        size.tried = not size.known or self.tries_again(rows)
         if size.tried:
-            return _UNKNOWN
+            return _UNKNOWN if self._credit > 0 else NEVER
         if not size.compared:
             size.compare()
-        return size.least
+        sure = self._most_guesses * rows
+        return size.least if size.enough(rows, sure, sure) else NEVER
 
     def gains(self, rows: int, expected: float, guessed: int) -> bool:
         """Whether a step is worth its guesses, of which ``expected`` will be right."""
         size = self._sizes[rows.bit_length()]
         if not size.known or size.tried:
             return True
-        lost = size.lost_at_all + size.lost_by_guess * guessed
-        worth = _WORTH_ALONE if rows == 1 else _WORTH
-        enough = rows + expected >= worth * (rows + lost)
+        enough = size.enough(rows, expected, guessed)
         size.rest = 0 if enough else size.next_rest
         size.next_rest = 1 if enough else min(2 * size.next_rest, _LONGEST_REST)
         return enough
@@ -210,7 +235,7 @@ class DraftCosts:
     def tries_again(self, rows: int) -> bool:
         """Whether a step of so many rows may guess only to learn whether that pays by now."""
         size = self._sizes[rows.bit_length()]
-        return size.known and size.tries_again
+        return self._credit > 0 and size.known and size.tries_again
 
 
 def _median(values: list[float]) -> float:

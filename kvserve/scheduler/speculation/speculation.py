@@ -38,7 +38,7 @@ class Speculation(ABC):
         self, rows: RowTable, blocks: BlockManager, most_guesses: int, max_tokens: int
     ) -> None:
         """``most_guesses`` of a row, in steps of at most ``max_tokens``."""
-        self.costs = DraftCosts()
+        self.costs = DraftCosts(most_guesses)
         self._rows, self._blocks = rows, blocks
         self._most_guesses, self._max_tokens = most_guesses, max_tokens
         self._chance = 2 / 3

@@ -16,6 +16,7 @@ from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
 from kvserve.kernels.cpu import calls
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, always_guess
