@@ -96,7 +96,7 @@ class DraftCache:
     def __init__(
         self, pool: Tensor, layout: KVLayout, dtype: torch.dtype, store_kv: StoreKV
     ) -> None:
-        self.layout = layout
+        self.layout, self.dtype = layout, dtype
         used = layout.block_elements * dtype.itemsize
         memory = pool.flatten(1).view(torch.uint8)[:, :used].view(dtype)
         self._entries = RawEntries(memory.unflatten(1, layout.cache_shape(1)[1:]), store_kv)

@@ -51,15 +51,16 @@ class DraftModel:
         """Steps of these ``sizes`` are captured, if there are any. ``records``: forwards over few
         tokens are recorded. ``fill`` as for an ``InputBatch``."""
         self.model = model
-        self._cache, self._rows, self._batch, self._attention = cache, rows, batch, attention
+        self.cache, self.attention = cache, attention
+        self._rows, self._batch = rows, batch
         self._window = model.spec.window if model.spec.windowed else None
         self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill)
         self._steps: DecodeGraphs | RecordedSteps | None = None
         parts, kinds = StepParts(model, cache, self._guessing, attention), (False,)
-        if records:
-            self._steps = RecordedSteps(parts, kinds)
-        elif sizes:
+        if sizes:
             self._steps = DecodeGraphs(parts, sizes, kinds, NEWEST)
+        elif records:
+            self._steps = RecordedSteps(parts, kinds)
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
@@ -101,7 +102,7 @@ class DraftModel:
             self._guessing.begin(chunks.rows, chunks.starts, chunks.dropped, most)
             return self._steps.chunks(chunks.lengths, token_ids)[last]
         batch = self._of(chunks.rows, chunks.starts, chunks.dropped, chunks.lengths)
-        return self.model(token_ids, batch, self._cache, self._attention.plan(batch), last)
+        return self.model(token_ids, batch, self.cache, self.attention.plan(batch), last)
 
     def _read_one(
         self, tokens: Tensor, chunks: DraftChunks, positions: IntArray, *, plays: bool
@@ -113,19 +114,23 @@ class DraftModel:
             return self._steps.decode(n)
         ones = np.ones(n, np.int32)
         batch = self._of(chunks.rows[:n], positions[:n], chunks.dropped[:n], ones)
-        return self.model(tokens, batch, self._cache, self._attention.plan(batch))
+        return self.model(tokens, batch, self.cache, self.attention.plan(batch))
 
     def rehearse(self, tokens: int) -> None:
         """Read ``tokens`` tokens that see no entries and are stored in the null block."""
+        batch = self.padding(tokens)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self._batch.device)
+        self.model(ids, batch, self.cache, self.attention.plan(batch))
+
+    def padding(self, tokens: int) -> ForwardBatch:
+        """A chunk of such tokens."""
         zero = np.zeros(1, np.int32)
         batch = self._of(zero, zero, zero, np.array([tokens], np.int32))
         zeros = torch.zeros_like(batch.slots)
         columns = np.array([batch.tables.shape[3]])
         nothing: dict[str, Any] = {"slots": zeros, "last": zeros - 1, "columns": columns}
         windowed = batch.windowed and replace(batch.windowed, **nothing)
-        batch = replace(batch, **nothing, windowed=windowed)
-        ids = torch.zeros(tokens, dtype=torch.int64, device=self._batch.device)
-        self.model(ids, batch, self._cache, self._attention.plan(batch))
+        return replace(batch, **nothing, windowed=windowed)
 
     def _of(
         self, rows: IntArray, starts: IntArray, dropped: IntArray, lengths: IntArray

@@ -7,15 +7,14 @@ first event. All tables name only the null block, so no real entry is read or wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.runner.draft_model import DraftModel
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -36,8 +35,9 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     """
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
-    for batch in _batches(runner, max_tokens):
-        _attend(runner, batch)
+    for each in (runner, runner.draft):
+        if each is not None:
+            _attend(each, max_tokens)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -45,28 +45,23 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     runner.group.agree()
 
 
-def _batches(runner: ModelRunner, max_tokens: int) -> Iterator[ForwardBatch]:
-    """Batches of one row: a chunk for each tile, over contexts of growing length (more splits)."""
-    most = runner.batch.block_tables.shape[3]
-    widths = {min(1 << power, most) for power in range(most.bit_length() + 1)}
+def _attend(of: ModelRunner | DraftModel, max_tokens: int) -> None:
+    """Run one layer's attention to a chunk for each tile, over contexts of growing length (more
+    splits); if the query log holds shares, with those too."""
+    part, attention, cache = of.model.part, of.attention, of.cache
+    rows = of.batch if isinstance(of, ModelRunner) else of
     for tokens in _CHUNKS:
-        if tokens <= max_tokens:
-            batch = runner.batch.padding(tokens)
-            for width in sorted(widths):
-                yield replace(batch, columns=np.array([width]))
-
-
-def _attend(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Run one layer's attention; if the query log holds shares, run it with those too."""
-    part, device = runner.model.part, runner.batch.device
-    q = torch.zeros(
-        len(batch.positions), part.num_heads, part.head_dim, dtype=runner.cache.dtype, device=device
-    )
-    planned = runner.attention.plan(batch)
-    planned.forward(0, q, runner.cache)
-    if runner.cache.logs_shares:
+        if tokens > max_tokens:
+            continue
+        batch = rows.padding(tokens)
+        most, device = batch.tables.shape[3], batch.tables.device
+        q = torch.zeros(tokens, part.num_heads, part.head_dim, dtype=cache.dtype, device=device)
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
-        planned.forward(0, q, runner.cache, shares)
+        for width in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            planned = attention.plan(replace(batch, columns=np.array([width])))
+            planned.forward(0, q, cache)
+            if cache.logs_shares:
+                planned.forward(0, q, cache, shares)
 
 
 def _draw(runner: ModelRunner) -> None:

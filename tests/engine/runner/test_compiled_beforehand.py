@@ -14,10 +14,12 @@ import pytest
 from torch import Tensor
 
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.dispatch import UNALIGNED, VARYING, Kernel
 from kvserve.scheduler.layout import Granularity
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
 
 WINDOW = {"budget": 16, "window": 4}
@@ -76,15 +78,7 @@ def test_nothing_is_compiled_for_a_request(
     name: str, layout: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks beside any number of decodes, draws and events, in every layout."""
-    launched: set[Any] = set()
-
-    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
-        code = kernel.source.__code__
-        given = dict(zip(code.co_varnames, args, strict=False))
-        kinds = tuple((name, kind(name, value)) for name, value in given.items())
-        launched.add((kernel.source.__name__, kinds, tuple(sorted(options.items()))))
-
-    monkeypatch.setattr(Kernel, "launch", launch)
+    launched = noted(monkeypatch)
     policy = CASES[name]
     how = {"kv_layout": layout, "kv_cache_dtype": form, "num_gpu_blocks_override": 2000}
     tokens = 64 if name == "pyramidinfer" else 32  # which takes a prompt in one step
@@ -96,6 +90,53 @@ def test_nothing_is_compiled_for_a_request(
     prompts = random_prompts([5, 17, 33, 1, 7, 12, 29, 8])
     outputs = llm.generate(prompts, [GREEDY, DRAWN] * 4, use_tqdm=False)
     assert name == "none" or any(output.kv_cache_details.compactions for output in outputs)
+    assert_nothing_new(launched, before)
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("sizes", [(), (1, 3, 6)], ids=["eager", "captured"])
+@pytest.mark.parametrize("policy", ["none", "kara"])
+def test_nothing_is_compiled_for_guesses(
+    policy: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of any lengths, and forwards of a draft model of another shape."""
+    launched = noted(monkeypatch)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    draft = write_checkpoint("llama", tmp_path / "draft", **shape)
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    how = {"num_gpu_blocks_override": 2000, "cudagraph_capture_sizes": sizes}
+    llm = small_engine(tmp_path, CASES[policy], speculative_config=config, **how)
+    core = llm.engine.core
+    drafts = core.runner.draft
+    assert drafts is not None
+    for graphs in (core.runner.graphs, drafts._steps):
+        if isinstance(graphs, DecodeGraphs):  # as a capture does
+            for captured in [*graphs._steps.values(), *graphs._chunks.values()]:
+                captured.run()
+    prepared = make_policy(CASES[policy]).for_model(3, 4)
+    warm_up(core.runner, prepared, core.info.max_model_len, max_tokens=32)
+    before = set(launched)
+    always_guess(llm)
+    llm.generate(random_prompts([5, 17, 33, 1, 7, 12, 29, 8]), [GREEDY, DRAWN] * 4, use_tqdm=False)
+    assert llm.stats().draft_tokens_total > 50
+    assert_nothing_new(launched, before)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """What is launched from now on, as Triton tells launches apart."""
+    launched: set[Any] = set()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        code = kernel.source.__code__
+        given = dict(zip(code.co_varnames, args, strict=False))
+        kinds = tuple((name, kind(name, value)) for name, value in given.items())
+        launched.add((kernel.source.__name__, kinds, tuple(sorted(options.items()))))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    return launched
+
+
+def assert_nothing_new(launched: set[Any], before: set[Any]) -> None:
     assert len(before) > 10
     new = launched - before
     assert not new, "\n".join(

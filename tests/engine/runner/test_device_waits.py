@@ -110,17 +110,24 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_a_draft_model_waits_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "captured"])
+def test_a_draft_model_waits_for_nothing(sizes: tuple[int, ...], tmp_path: Path) -> None:
     """Its guesses stay on the device until the step's tokens come, and are checked there."""
     draft = write_checkpoint("llama", tmp_path / "draft", num_hidden_layers=2)
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    llm = small_engine(tmp_path, KARA, speculative_config=config)
+    how = {"speculative_config": config, "cudagraph_capture_sizes": sizes}
+    llm = small_engine(tmp_path, KARA, **how)
     always_guess(llm)
     with nothing_is_waited_for():
         llm.generate(
             random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN, GREEDY, GREEDY], use_tqdm=False
         )
     assert llm.stats().draft_tokens_total > llm.stats().accepted_tokens_total > 0
+    runner = llm.engine.core.runner
+    graphs, draft = runner.graphs, runner.draft
+    assert draft is not None and (graphs is None) == (draft._steps is None) == (not sizes)
+    if graphs is not None and draft._steps is not None:
+        assert min(graphs.chunk_replays, draft._steps.chunk_replays, draft._steps.replays) > 2
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.log import ConfigError
@@ -33,6 +34,7 @@ from tests.scheduler.traffic import preempt_now_and_then
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 SNAPKV = {"name": "snapkv", "budget": 14, "window": 4, "trigger": "threshold", "threshold": 30}
+BOUND = {"name": "streaming_llm", "budget": 24, "sinks": 4}
 H2O = {"name": "h2o", "budget": 24}
 
 
@@ -145,6 +147,22 @@ def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dt
     ]
 
 
+@pytest.mark.parametrize("kv_policy", [None, BOUND], ids=["whole", "bounded"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_its_steps_are_captured_too(kind: str, kv_policy: Any, tmp_path: Path) -> None:
+    """Where forwards are padded it guesses as it does where they are not."""
+    directory = write_checkpoint(kind, tmp_path)
+    params = [SamplingParams(temperature=0.0, max_tokens=40 + i, ignore_eos=True) for i in range(8)]
+    found = []
+    for settings in ({"enforce_eager": True}, {"cudagraph_capture_sizes": (2, 8)}):
+        llm = drafting(directory, directory, KARA, kv_policy=kv_policy, **settings)
+        found.append((answers(run(llm, params)), counts(llm)))
+    assert found[0] == found[1] and found[0][1][1] > 50
+    draft = llm.engine.core.runner.draft
+    assert draft is not None and isinstance(draft._steps, DecodeGraphs)
+    assert min(draft._steps.replays, draft._steps.chunk_replays) > 5
+
+
 def test_its_entries_are_those_of_confirmed_tokens(llama_dir: Path, blurred_dir: Path) -> None:
     """After each step, as a forward over the row's tokens alone would store them."""
     llm = drafting(llama_dir, blurred_dir, KARA)
@@ -176,7 +194,7 @@ def test_its_entries_are_those_of_confirmed_tokens(llama_dir: Path, blurred_dir:
         """[count, layers, 2, heads, dim]"""
         at = np.arange(count)
         blocks = group.tables[0].blocks[0, row, 0][at // group.block_tokens]
-        memory = draft._cache._entries.memory
+        memory = draft.cache._entries.memory
         return memory[blocks, :, :, at % group.block_tokens].clone()
 
     core.runner.launch = checked  # type: ignore[method-assign]
@@ -327,7 +345,7 @@ def test_another_shape(llama_dir: Path, small_dir: Path, backend: str) -> None:
     plain = generate(make_plain(llama_dir, "none"), PROMPTS, ["none"] * 8)
     llm = drafting(llama_dir, small_dir, "none", attention_backend=backend)
     draft = llm.engine.core.runner.draft
-    assert draft is not None and not draft._cache._entries.memory.is_contiguous()
+    assert draft is not None and not draft.cache._entries.memory.is_contiguous()
     assert generate(llm, PROMPTS, ["none"] * 8) == plain
     guessed, right = counts(llm)
     assert right < guessed / 10 and guessed > 200

@@ -19,6 +19,7 @@ from kvserve.engine.frontend.inspect import inspect
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.sampling_params import StructuredOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
@@ -177,6 +178,33 @@ def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, An
     finally:
         llm.close()
     assert oracle.guessed > oracle.confirmed > 20
+
+
+@pytest.mark.parametrize("layout", ["model", "head"])
+@pytest.mark.parametrize("sizes", [(2, 3, 8), ()], ids=["padded", "recorded"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_chunks_are_captured_too(
+    kind: str, sizes: tuple[int, ...], layout: str, tmp_path: Path
+) -> None:
+    """Chunks of any lengths, in any number of rows, with queries logged and without."""
+    directory = write_checkpoint(kind, tmp_path)
+    how: dict[str, Any] = {"kv_layout": layout}
+    params = [SamplingParams(temperature=0.0, max_tokens=60 + i, ignore_eos=True) for i in range(8)]
+    plain = run(make_plain(directory, KARA, **how), params)
+    how["cudagraph_capture_sizes"] = sizes
+    llm, _ = guessing(directory, KARA, answers(plain), **how)
+    eager = llm.engine.core.runner.batch.build
+    llm.engine.core.runner.batch.build = lambda output, *rest: (  # type: ignore[method-assign]
+        steps.append(output) or eager(output, *rest)
+    )
+    steps: list[SchedulerOutput] = []
+    found = run(llm, params)
+    for one, other in zip(found, plain, strict=True):
+        same(one, other)
+    graphs = llm.engine.core.runner.graphs
+    # Lengths are random, so most shapes do not come again, as a tape needs.
+    assert graphs is not None and graphs.chunk_replays > (10 if sizes else 0)
+    assert all(len(output.prefill.rows) for output in steps), "only prompts are computed without"
 
 
 def test_a_step_that_fails_or_finds_no_memory(llama_dir: Path) -> None:
