@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvserve.kernels import elementwise
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.decode_inputs import (
+    Chunks,
     DecodeInputs,
     FillInputs,
     RowTables,
@@ -52,7 +54,8 @@ def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Ca
     yield from elementwise_cases(setting)
     yield from rotated_cases(setting, cache, tables)
     for logs in (False, True):
-        yield inputs_case(setting, tables, logs)
+        for chunk in (1, 4):
+            yield inputs_case(setting, tables, logs, chunk)
 
 
 def chunks_of(setting: Setting, chunk: int) -> tuple[Tensor, QuerySegments]:
@@ -217,17 +220,18 @@ def rotated_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[C
         yield _pair(name, run, *kernels, 2 * qkv.nbytes)
 
 
-def inputs_case(setting: Setting, tables: Tensor, logs: bool) -> Case:
-    """Inputs of a captured step of which the last row is padding, each row at its newest entry.
+def inputs_case(setting: Setting, tables: Tensor, logs: bool, chunk: int = 1) -> Case:
+    """Inputs of a captured step of which the last row is padding, each row at its newest entry; a
+    row has ``chunk`` tokens, of which the last is padding.
 
     What is filled and counted are parts of one tensor, so that a run is one launch."""
     lanes, rows, block = tables.shape[:3], setting.rows, setting.sizes.block
-    by_token, by_lane = (rows,), (lanes[0], lanes[2], rows)
+    by_token, by_lane = (rows * chunk,), (lanes[0], lanes[2], rows * chunk)
     shapes = [by_token, by_lane, by_lane, *([by_lane, by_token] if logs else [])]
-    sizes = [math.prod(shape) for shape in (*shapes, lanes, by_token)]
+    sizes = [math.prod(shape) for shape in (*shapes, lanes, (rows,))]
     whole = torch.full((sum(sizes),), -7, device=setting.device)
     *parts, lengths, computed = whole.split(sizes)
-    newest = setting.context - 1
+    newest = setting.context - chunk
     by_row = torch.full((2, rows), 5, device=setting.device)
     state = RowTables(
         *(tables, lengths.fill_(newest).view(lanes), computed.fill_(newest)),
@@ -235,13 +239,17 @@ def inputs_case(setting: Setting, tables: Tensor, logs: bool) -> Case:
         *(block, block),
     )
     new = DecodeInputs(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+    if chunk > 1:
+        every = torch.arange(rows + 1, device=setting.device)
+        real = torch.full_like(every[:-1], chunk - 1)
+        new = replace(new, chunks=Chunks(chunk * every, real, every[:-1].repeat_interleave(chunk)))
     count = torch.tensor(max(1, rows - 1), device=setting.device)
 
     def fill(kernel: FillInputs) -> Tensor:
         kernel(state, new, count)
         return whole
 
-    name = "inputs of a logged step" if logs else "inputs of a step"
+    name = ("inputs of a logged step" if logs else "inputs of a step") + " of chunks" * (chunk > 1)
     return _pair(name, fill, decode_inputs_triton, decode_inputs_torch, 2 * whole.nbytes)
 
 

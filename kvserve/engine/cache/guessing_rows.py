@@ -20,10 +20,15 @@ class GuessingRows:
     addresses that never change."""
 
     def __init__(
-        self, rows: DraftRows, prompt_lens: Tensor, window: int | None, fill: FillInputs
+        self,
+        rows: DraftRows,
+        prompt_lens: Tensor,
+        window: int | None,
+        fill: FillInputs,
+        device: str,
     ) -> None:
         """``prompt_lens`` are of all rows."""
-        (table,), self.device = rows.tables, prompt_lens.device.type
+        (table,), self.device = rows.tables, device
         self._rows, self._all_prompt_lens, self._window = rows, prompt_lens, window
         self._fill = fill
         self.tokens = torch.zeros_like(prompt_lens)
@@ -39,7 +44,7 @@ class GuessingRows:
     def begin(self, rows: IntArray, positions: IntArray, dropped: IntArray, most: int) -> None:
         """The next tokens of ``rows [n]`` are at ``positions [n]`` and behind them, ``most`` of a
         row; ``dropped [n]`` of those before are held no longer."""
-        (table,), device, n = self._rows.tables, self._positions.device, len(rows)
+        (table,), device, n = self._rows.tables, self.device, len(rows)
         held = positions - dropped
         used = -(-(int(held.max()) + most - 1) // self._rows.spec.block_tokens)
         at = to_device(rows, device)

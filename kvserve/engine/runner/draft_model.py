@@ -54,7 +54,7 @@ class DraftModel:
         self.cache, self.attention = cache, attention
         self._rows, self._batch = rows, batch
         self._window = model.spec.window if model.spec.windowed else None
-        self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill)
+        self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill, batch.device)
         self._steps: DecodeGraphs | RecordedSteps | None = None
         parts, kinds = StepParts(model, cache, self._guessing, attention), (False,)
         if sizes:
@@ -130,7 +130,8 @@ class DraftModel:
         columns = np.array([batch.tables.shape[3]])
         nothing: dict[str, Any] = {"slots": zeros, "last": zeros - 1, "columns": columns}
         windowed = batch.windowed and replace(batch.windowed, **nothing)
-        return replace(batch, **nothing, windowed=windowed)
+        positions = torch.zeros_like(batch.positions)  # a step may be longer than any sequence
+        return replace(batch, **nothing, positions=positions, windowed=windowed)
 
     def _of(
         self, rows: IntArray, starts: IntArray, dropped: IntArray, lengths: IntArray

@@ -15,6 +15,7 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
 )
+from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.decode_inputs import Chunks
 from kvserve.scheduler.arrays import IntArray
@@ -61,8 +62,8 @@ class StepParts:
         """The same with chunks at ``starts [size + 1]``, int64. On a CPU they may be moved."""
         size, device = len(starts) - 1, self.rows.device
         buffers = self.rows.decoding(size, logs_queries, starts)
-        begins = torch.from_numpy(buffers.starts).to(device)  # the same memory on a CPU
-        rows = torch.from_numpy(np.repeat(np.arange(size), np.diff(starts))).to(device)
+        begins = to_device(buffers.starts, device)  # the same memory on a CPU
+        rows = to_device(np.repeat(np.arange(size), np.diff(starts)), device)
         chunks = Chunks(begins, begins.diff(), rows)
         planned, ids = self.attention.plan(buffers), torch.zeros_like(rows)
         return PaddedStep(self, count, buffers, planned, chunks, ids)

@@ -139,7 +139,7 @@ def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dt
     assert right > 20
     draft = llm.engine.core.runner.draft
     assert draft is not None and isinstance(draft._steps, RecordedSteps)
-    assert min(draft._steps.replays, draft._steps.chunk_replays) > 20
+    assert draft._steps.replays > 20 and draft._steps.chunk_replays > 1
     each = [output.kv_cache_details for output in found]
     assert all(details.draft_bytes > 0 for details in each)
     assert [details.held_bytes for details in each] == [

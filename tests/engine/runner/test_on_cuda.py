@@ -18,6 +18,7 @@ from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import SwapTask
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import always_guess
 from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
@@ -52,6 +53,33 @@ def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: A
         assert generate(llm, PROMPTS, policies) == expected
     assert queue.graphs == 4, "two sizes, with queries logged and without"
     assert queue.streams == 1, "a stream has a workspace of cuBLAS"
+
+
+def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
+    """Those of a draft model that is always right, until events part the two caches."""
+    policies = [KARA] * len(PROMPTS)
+    expected = generate(make_plain(tiny_dir, KARA), PROMPTS, policies)
+    drafts = {"method": "draft_model", "model": str(tiny_dir), "num_speculative_tokens": 3}
+    with pretend_cuda() as queue:
+        llm = make_llm(
+            tiny_dir,
+            KARA,
+            num_gpu_blocks_override=1000,
+            max_num_seqs=8,
+            cudagraph_capture_sizes=(3, 8),
+            speculative_config=drafts,
+        )
+        always_guess(llm)
+        gc.collect()
+        assert generate(llm, PROMPTS, policies) == expected
+    assert queue.graphs == 2 * (4 + 2), "rows and chunks; of the draft model without logs"
+    assert queue.streams == 1
+    runner = llm.engine.core.runner
+    assert runner.draft is not None and runner.graphs is not None
+    steps = runner.draft._steps
+    assert steps is not None
+    assert min(runner.graphs.chunk_replays, steps.chunk_replays, steps.replays) > 5
+    assert llm.stats().accepted_tokens_total > 20
 
 
 def test_steps_without_tokens_are_waited_for(tiny_dir: Path) -> None:

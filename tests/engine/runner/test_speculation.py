@@ -23,6 +23,8 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
+from tests.engine.test_pressure import watch
+from tests.scheduler.traffic import preempt_now_and_then
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
@@ -186,13 +188,16 @@ def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, An
 def test_chunks_are_captured_too(
     kind: str, sizes: tuple[int, ...], layout: str, tmp_path: Path
 ) -> None:
-    """Chunks of any lengths, in any number of rows, with queries logged and without."""
+    """Chunks of any lengths, in any number of rows, with queries logged and without; rows are
+    preempted between them."""
     directory = write_checkpoint(kind, tmp_path)
     how: dict[str, Any] = {"kv_layout": layout}
     params = [SamplingParams(temperature=0.0, max_tokens=60 + i, ignore_eos=True) for i in range(8)]
     plain = run(make_plain(directory, KARA, **how), params)
     how["cudagraph_capture_sizes"] = sizes
     llm, _ = guessing(directory, KARA, answers(plain), **how)
+    watch(llm)
+    preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
     eager = llm.engine.core.runner.batch.build
     llm.engine.core.runner.batch.build = lambda output, *rest: (  # type: ignore[method-assign]
         steps.append(output) or eager(output, *rest)
