@@ -189,7 +189,9 @@ def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSte
         return "recorded steps", "decodes, each size once", how
     if not sizes:
         return "cuda graphs", "off", reason
-    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes", reason
+    chunks = 0 if graphs is None else len(graphs.chunk_sizes)
+    beside = f"; with guesses {chunks}" if chunks else ""
+    return "cuda graphs", f"decodes of up to {sizes[-1]}, {len(sizes)} sizes{beside}", reason
 
 
 def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:

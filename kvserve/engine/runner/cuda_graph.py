@@ -1,7 +1,7 @@
 """Decoding steps as CUDA graphs: padded to a few sizes, over buffers that never move.
 
-A graph holds one forward of the first rows: it reads the rows' tensors, fills the buffers of its
-batch in place, and logs queries to the slots in them. Events, swaps and table updates run before it
+A graph holds one forward of the first rows, one token of each or a chunk: it reads the rows'
+tensors, fills the buffers of its batch in place, and logs queries to the slots in them. Events, swaps and table updates run before it
 and change what the tensors hold, never where they are. Without a GPU the captured function is
 simply called, so that the same steps run there.
 
@@ -84,17 +84,14 @@ class DecodeGraphs:
         self._sizes, self._longest, self._device = sizes, longest, parts.rows.device
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle() if self._device == "cuda" else None
-        self._chunk_sizes = [
-            size
-            for size in sizes
-            if 1 < longest <= _LARGEST // size and parts.attention.replays_chunks
-        ]
+        most = _LARGEST // longest if longest > 1 and parts.attention.replays_chunks else 0
+        self.chunk_sizes = [size for size in sizes if size <= most]
         # The largest first: the others fit into its memory.
         self._chunks = {
             (size, logs_queries): self._captured(
                 parts.chunks(np.arange(size + 1) * longest, logs_queries, self._count)
             )
-            for size in reversed(self._chunk_sizes)
+            for size in reversed(self.chunk_sizes)
             for logs_queries in kinds
         }
         self._steps = {
@@ -119,7 +116,7 @@ class DecodeGraphs:
 
     def hold_chunks(self, lengths: IntArray) -> bool:
         """Whether there is a graph for chunks of these ``lengths [n]``."""
-        sizes = self._chunk_sizes
+        sizes = self.chunk_sizes
         return bool(sizes) and len(lengths) <= sizes[-1] and int(lengths.max()) <= self._longest
 
     def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
@@ -127,7 +124,7 @@ class DecodeGraphs:
         [T]``."""
         self.chunk_replays += 1
         n = len(lengths)
-        size = next(size for size in self._chunk_sizes if size >= n)
+        size = next(size for size in self.chunk_sizes if size >= n)
         captured = self._chunks[size, logs_queries]
         chunks, ids = captured.step.chunks, captured.step.token_ids
         assert chunks is not None and ids is not None
