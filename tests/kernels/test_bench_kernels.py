@@ -58,7 +58,12 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *("scores by centres", "scores by the best centre"),
         *("norm", "norm of heads", "sum and norm", "rotation", "activation"),
         *("rotation and store", "store of rotated keys"),
-        *("inputs of a step", "inputs of a logged step"),
+        *(
+            "inputs of a step",
+            "inputs of a logged step",
+            "inputs of a step of chunks",
+            "inputs of a logged step of chunks",
+        ),
         *(
             f"{kernel} of {form}"
             for kernel in ("decode", "prefill", "store", "gather", "move")

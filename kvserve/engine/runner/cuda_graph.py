@@ -1,9 +1,9 @@
 """Decoding steps as CUDA graphs: padded to a few sizes, over buffers that never move.
 
 A graph holds one forward of the first rows, one token of each or a chunk: it reads the rows'
-tensors, fills the buffers of its batch in place, and logs queries to the slots in them. Events, swaps and table updates run before it
-and change what the tensors hold, never where they are. Without a GPU the captured function is
-simply called, so that the same steps run there.
+tensors, fills the buffers of its batch in place, and logs queries to the slots in them. Events,
+swaps and table updates run before it and change what the tensors hold, never where they are.
+Without a GPU the captured function is simply called, so that the same steps run there.
 
 A graph stores addresses, and keeps alive only the memory that it allocated itself. A ``PaddedStep``
 therefore holds the buffers that the graph was given.
