@@ -255,6 +255,16 @@ def check_choices(found: Findings) -> None:
             seconds = time_tile("decode", split, batch, expected, "cuda")
             words = "wrong" if seconds is None else f"{seconds * 1e6:.0f} us"
             found.add(f"decode, longest={longest}", seconds is not None, words, choice=True)
+    with found.case("parts of a row"):
+        for rows in (1, 4, 17):
+            batch = decoding("", [8000] * rows, "llama-8b", "cuda", Sizes(layers=1))
+            expected, tile = batch.reference(), TILES[9, 0]["decode"]
+            for merges in (True, False):
+                form = tile._replace(merges=merges)
+                seconds = time_tile("decode", form, batch, expected, "cuda")
+                words = "wrong" if seconds is None else f"{seconds * 1e6:.0f} us"
+                case = f"decode of {rows} rows, merges={merges}"
+                found.add(case, seconds is not None, words, choice=True)
     with found.case("sampling"):
         for rows in (1, 4, 16, 64):
             logits = torch.randn(rows, 128_256, device="cuda") * 3

@@ -1,4 +1,5 @@
-"""Cases of layers with windows and sinks, and of scores by where queries point."""
+"""Cases of contexts in parts, of layers with windows and sinks, and of scores by where queries
+point."""
 
 from __future__ import annotations
 
@@ -24,8 +25,24 @@ def all_cases(setting: Setting) -> Iterator[Case]:
     yield from cases(setting)
     cache, tables = setting.cache()
     yield from stored_cases(setting, cache, tables)
+    yield from split_cases(setting, cache, tables)
     yield from window_cases(setting, cache, tables)
     yield from centre_cases(setting)
+
+
+def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+    """Decoding in three parts, merged by the last program of a row and by a launch of its own."""
+    _, kv_heads, dim = SHAPES[setting.shape]
+    q, chunks = chunks_of(setting, 1)
+    inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
+    num_bytes = 2 * setting.rows * setting.context * kv_heads * dim * q.itemsize
+    for kernel, merges in (("decode in parts", True), ("decode in parts, merged apart", False)):
+        yield Case(
+            kernel,
+            partial(paged_attention_triton, *inputs, num_splits=3, merges=merges),
+            partial(paged_attention_torch, *inputs),
+            num_bytes,
+        )
 
 
 def window_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:

@@ -7,6 +7,7 @@ import torch
 
 from bench.gpu_runs import tile
 from bench.kernel_rows.cases import SMOKE
+from kvserve.kernels import tiles
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from tests.peak_bytes import PeakBytes
 
@@ -18,6 +19,16 @@ def test_references_fit_a_gpu(kernel: str) -> None:
         with PeakBytes() as peak:
             batch.reference()
         assert 0 < peak.most < 40e9, f"{batch.name}: {peak.most / 1e9:.0f} GB"
+
+
+def test_both_forms_of_merging_are_tried() -> None:
+    """With every spread; and what is written is the table that it is read from."""
+    tried: dict[tuple[int, int], set[bool]] = {}
+    for programs, longest, merges in tile.SPREADS:
+        tried.setdefault((programs, longest), set()).add(merges)
+    assert all(each == {True, False} for each in tried.values())
+    source = tile.TABLE.read_text()
+    assert tile.written(source, tiles.TILES) == source and "merges=True" in source
 
 
 @pytest.mark.parametrize("chunk", [20, 1])

@@ -54,6 +54,7 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *codes,
         *("decode with shares", "prefill with shares"),
         *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
+        *("decode in parts", "decode in parts, merged apart"),
         *("decode in a window", "prefill in a window"),
         *("scores by centres", "scores by the best centre"),
         *("norm", "norm of heads", "sum and norm", "rotation", "activation"),
@@ -123,7 +124,7 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
     monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)
     monkeypatch.setattr(kernel_cases, "event_cases", lambda *_: ())
-    for others in ("stored_cases", "window_cases", "centre_cases"):
+    for others in ("stored_cases", "split_cases", "window_cases", "centre_cases"):
         monkeypatch.setattr(model_cases, others, lambda *_: ())
     found = bench.differences(tiny(Granularity.MODEL, device))
     assert found["store"].error and "illegal memory access" in found["store"].error

@@ -1,11 +1,11 @@
-"""The kernels that ``paged_attention_triton`` launches: attention to a part of a context, and the
-mean over parts."""
+"""The kernel that ``paged_attention_triton`` launches: attention to a context, or a part of it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kvserve.kernels.attention.coded_tile import coded_tile
+from kvserve.kernels.attention.merge_triton import merge_if_last
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.quantized_triton import as_half, bfloat16_as_float, levels_as_floats
 
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 @Kernel
 def attend(
     out,
-    sums,
     shares,
+    parts,
+    sums,
+    part_recent,
+    arrived,
     q,
     keys,
     values,
@@ -72,6 +75,8 @@ def attend(
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -290,16 +295,30 @@ def attend(
     if SPLIT:
         place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
-    if SHARES:
-        share = high + tl.log2(near)
-        if not SPLIT:
-            share = tl.where(high == float("-inf"), 0.0, share - high - tl.log2(total))
-            share *= 0.6931471805599453  # ln(2)
-        tl.store(shares + place, share, mask=real)
-    out_at = out + place[:, None] * DIM + dims[None, :]
-    if SPLIT:  # a part without entries is not written, since it is never read
-        real = real & (begin < end)
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
+        if SHARES:
+            tl.store(part_recent + place, high + tl.log2(near), mask=real)
+        # A part without entries is not written, since it is never read.
+        part_at = parts + place[:, None] * DIM + dims[None, :]
+        tl.store(part_at, acc, mask=(real & (begin < end))[:, None])
+        if AT_ONCE > 0:
+            merge_if_last(
+                *(out, parts, sums, part_recent, shares, arrived),
+                *(length * GROUP, first, table * HEADS + head, tokens),
+                ROWS * HEADS * GROUP,
+                GROUP,
+                DIM,
+                QUERIES,
+                AT_ONCE,
+                STEP,
+                SHARES,
+            )
+    else:
+        if SHARES:
+            share = high + tl.log2(near) - high - tl.log2(total)
+            share = tl.where(high == float("-inf"), 0.0, share) * 0.6931471805599453  # ln(2)
+            tl.store(shares + place, share, mask=real)
+        out_at = out + place[:, None] * DIM + dims[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
 @Helper
@@ -344,34 +363,3 @@ def with_remainder(
     # Where there is none its numbers may be anything.
     acc = acc * decay[:, None] + tl.where(begins[:, None], weight[:, None] * more_value, 0.0)
     return acc, total, new_high, decay
-
-
-@Kernel
-def merge(
-    out,
-    parts,
-    sums,
-    part_recent,
-    shares,
-    places,
-    splits,
-    DIM: tl.constexpr,
-    SPAN: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    place = tl.program_id(0).to(tl.int64)
-    part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
-    at = part.to(tl.int64) * places + place
-    log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
-    high = tl.max(log_sum, axis=0)
-    base = tl.where(high == float("-inf"), 0.0, high)
-    weight = tl.exp2(log_sum - base)
-    part_at = parts + at[:, None] * DIM + dims[None, :]
-    means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
-    total = tl.sum(weight, axis=0)
-    if SHARES:
-        recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))
-        share = tl.log2(tl.sum(tl.exp2(recent - base), axis=0)) - tl.log2(total)
-        tl.store(shares + place, tl.where(total > 0, share * 0.6931471805599453, 0.0))  # ln(2)
-    mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

@@ -48,7 +48,7 @@ def test_launches_of_a_graph(
     form: str, split: bool, logs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each layer, and before the first; one is behind the last. Rows are ``split`` as long as
-    they are too few for the device, and parts have to be merged."""
+    they are too few for the device; what attends to their parts merges them too."""
     if not split:
         monkeypatch.setattr(paged_attention_triton, "num_processors", lambda device: 1)
     llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,), kv_cache_dtype=form)
@@ -56,16 +56,24 @@ def test_launches_of_a_graph(
     assert runner.graphs is not None
     step = runner.graphs._steps[6, logs].step
     launches = Launches()
+    parts: list[int] = []
 
     def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
         launches.counts[kernel.source.__name__] += 1
+        if kernel.source.__name__ == "attend":
+            parts.append(grid[2])
 
     monkeypatch.setattr(Kernel, "launch", launch)
-    with torch.inference_mode(), launches:
-        step.forward()
+    with torch.inference_mode():
+        step.forward()  # as before a capture
+        parts.clear()
+        launches.counts.clear()
+        with launches:
+            step.forward()
+    assert parts and all((each > 1) == split for each in parts)
     layer = PER_LAYER | (NUMBERS if form == "auto" else LEVELS)
-    layer |= ({"merge": 1} if split else {}) | ({"_store_int4": 1} if logs else {})
+    layer |= {"_store_int4": 1} if logs else {}
     layers = Counter({name: len(runner.model.layers) * n for name, n in layer.items()})
     assert layers <= launches.counts
-    assert split or "merge" not in launches.counts
+    assert sum(layer.values()) == 9 + (form != "auto") + logs
     assert (launches.counts - layers).total() <= AROUND, launches.counts - layers
