@@ -45,7 +45,7 @@ def unwritten(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(*sizes: Any, chunks: list[int] | None = None) -> Inputs:
     lengths = [150, 0, 3, 65] if chunks is None else [150, 21]
-    return Case(*sizes, lengths, chunks).inputs, {}
+    return Case(*(*sizes, lengths, chunks)).inputs, {}
 
 
 def with_everything(tables: int, chunks: list[int] | None = None) -> Inputs:
