@@ -184,11 +184,11 @@ def place(layers: int = 1, heads: int = 1, logs: bool = False, rows_of: int = 1)
     rows = RowTables(
         *(tables, slots(layers, 256, heads), slots(256)), *(log, slots(256), slots(256)), 64, 512
     )
-    logged = (slots(*lanes), slots(64)) if logs else (None, None)
+    by_token = slots(*lanes) if logs else None, slots(64) if logs else None
     chunks = None
     if rows_of > 1:
         chunks = Chunks(slots(64 // rows_of + 1), slots(64 // rows_of), slots(64))
-    inputs = DecodeInputs(slots(64), slots(*lanes), slots(*lanes), *logged, chunks)
+    inputs = DecodeInputs(slots(64), slots(*lanes), slots(*lanes), *by_token, chunks)
     decode_inputs_triton(rows, inputs, slots())
 
 

@@ -124,10 +124,11 @@ def test_a_draft_model_waits_for_nothing(sizes: tuple[int, ...], tmp_path: Path)
         )
     assert llm.stats().draft_tokens_total > llm.stats().accepted_tokens_total > 0
     runner = llm.engine.core.runner
-    graphs, draft = runner.graphs, runner.draft
-    assert draft is not None and (graphs is None) == (draft._steps is None) == (not sizes)
-    if graphs is not None and draft._steps is not None:
-        assert min(graphs.chunk_replays, draft._steps.chunk_replays, draft._steps.replays) > 2
+    assert runner.draft is not None
+    graphs, steps = runner.graphs, runner.draft._steps
+    assert (graphs is None) == (steps is None) == (not sizes)
+    if graphs is not None and steps is not None:
+        assert min(graphs.chunk_replays, steps.chunk_replays, steps.replays) > 2
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")

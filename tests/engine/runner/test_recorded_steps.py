@@ -198,7 +198,9 @@ def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
     steps, seen = recorded_steps(llm), set()
     forward = steps.chunks
 
-    def noted(lengths: IntArray, token_ids: torch.Tensor, logs_queries: bool) -> torch.Tensor:
+    def noted(
+        lengths: IntArray, token_ids: torch.Tensor, logs_queries: bool = False
+    ) -> torch.Tensor:
         seen.add((*lengths.tolist(), logs_queries))
         return forward(lengths, token_ids, logs_queries)
 

@@ -198,11 +198,14 @@ def test_chunks_are_captured_too(
     llm, _ = guessing(directory, KARA, answers(plain), **how)
     watch(llm)
     preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
-    eager = llm.engine.core.runner.batch.build
-    llm.engine.core.runner.batch.build = lambda output, *rest: (  # type: ignore[method-assign]
-        steps.append(output) or eager(output, *rest)
-    )
-    steps: list[SchedulerOutput] = []
+    batch, steps = llm.engine.core.runner.batch, list[SchedulerOutput]()
+    build = batch.build
+
+    def noted(output: SchedulerOutput, guesses: Any = None) -> Any:
+        steps.append(output)
+        return build(output, guesses)
+
+    batch.build = noted  # type: ignore[method-assign]
     found = run(llm, params)
     for one, other in zip(found, plain, strict=True):
         same(one, other)
