@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.draft_rows import DraftRows
+from kvserve.engine.cache.step_buffers import fill_buffers, step_buffers
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, FillInputs, RowTables
+from kvserve.kernels.decode_inputs import Chunks, FillInputs, RowTables
 from kvserve.scheduler.arrays import IntArray
 
 
 class GuessingRows:
-    """The rows that guess, side by side: n of them, one token of each in a forward, in buffers at
-    addresses that never change."""
+    """The rows that guess, side by side: the first n of tables at addresses that never change."""
 
     def __init__(
         self,
@@ -59,24 +59,11 @@ class GuessingRows:
     ) -> ForwardBatch:
         """As ``InputBatch.decoding``."""
         assert not logs_queries, "no event observes a draft model"
-        table = self._where.block_tables
-        tokens = size if starts is None else int(starts[-1])
-        slots = table.new_zeros(table.shape[0], table.shape[2], tokens, dtype=torch.int64)
-        positions = slots.new_zeros(tokens)
-        batch = ForwardBatch(
-            positions=positions,
-            prompt_lens=self._prompt_lens[:size] if starts is None else torch.ones_like(positions),
-            slots=slots,
-            query_slots=None,
-            last=torch.full_like(slots, -1),
-            tables=table,
-            rows=np.arange(size),
-            starts=np.arange(size + 1) if starts is None else starts,
-            columns=np.full(size, table.shape[3]),
-        )
+        batch = step_buffers(self._where.block_tables, self._prompt_lens, size, starts)
         if self._window is None:
             return batch
-        first, most_seen = torch.zeros_like(slots), self._window + int(np.diff(batch.starts).max())
+        first = torch.zeros_like(batch.last)
+        most_seen = self._window + int(np.diff(batch.starts).max())
         return replace(batch, windowed=replace(batch, first=first, most_seen=most_seen))
 
     def update_graph_inputs(
@@ -84,10 +71,7 @@ class GuessingRows:
     ) -> Tensor:
         """As ``InputBatch.update_graph_inputs``."""
         size = len(batch.rows)
-        new = DecodeInputs(batch.positions, batch.slots, batch.last, chunks=chunks)
-        self._fill(self._where, new, count)
-        if chunks is not None:
-            torch.index_select(self._prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
+        fill_buffers(batch, self._fill, self._where, self._prompt_lens, count, chunks)
         if batch.windowed is not None and self._window is not None:
             assert batch.windowed.first is not None
             dropped = self._dropped[:size] if chunks is None else self._dropped[chunks.rows]

@@ -8,6 +8,7 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup, scatter
+from kvserve.engine.cache.step_buffers import fill_buffers, step_buffers
 from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, FillInputs, RowTables, decode_inputs
+from kvserve.kernels.decode_inputs import Chunks, FillInputs, RowTables, decode_inputs
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Drafts
@@ -220,25 +222,11 @@ class InputBatch(RowArrays):
         """Buffers for one token of each of the first ``size`` rows, or for chunks that begin at
         ``starts [size + 1]``. ``update_graph_inputs`` fills them; rows may be as long as the tables
         allow."""
-        tokens = size if starts is None else int(starts[-1])
-        lanes = self.layout.layer_groups, self.layout.rows, tokens
-        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
-        positions = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        batch = ForwardBatch(
-            positions=positions,
-            prompt_lens=self.prompt_lens[:size] if starts is None else torch.ones_like(positions),
-            slots=slots,
-            query_slots=torch.zeros_like(slots) if logs_queries else None,
-            last=torch.full_like(slots, -1),
-            tables=self.block_tables,
-            rows=np.arange(size),
-            starts=np.arange(size + 1) if starts is None else starts,
-            columns=np.full(size, self.block_tables.shape[3]),
-            recent=torch.ones_like(slots[0, 0]) if logs_queries else None,
-            remainders=self.remainders,
-            further=self._null_slots(tokens),
-            **self._of_groups(),
-        )
+        rows = self.block_tables, self.prompt_lens
+        batch = step_buffers(*rows, size, starts, logs_queries=logs_queries)
+        further = self._null_slots(len(batch.positions))
+        groups = self._of_groups()
+        batch = replace(batch, remainders=self.remainders, further=further, **groups)
         return batch if self._windows is None else self._windows.nothing_of(batch)
 
     def padding(self, tokens: int) -> ForwardBatch:
@@ -272,13 +260,8 @@ class InputBatch(RowArrays):
         those that are not real, see no entries and are stored in the null block: those rows may be
         of sequences that this step skips.
         """
-        new = DecodeInputs(
-            *(batch.positions, batch.slots, batch.last),
-            *(batch.query_slots, batch.recent, chunks),
-        )
-        self._decode_inputs(self._where, new, count)
-        if chunks is not None:
-            torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
+        rows = self._where, self.prompt_lens
+        fill_buffers(batch, self._decode_inputs, *rows, count, chunks)
         if self._windows is not None or self._writers:
             self._update_groups(batch, count, chunks)
         return self.last_token[: len(batch.rows)]

@@ -27,7 +27,8 @@ from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 
-_LARGEST = 512
+LARGEST = 512
+"""Tokens of a captured step."""
 
 
 def capture_sizes(
@@ -60,7 +61,7 @@ def capture_sizes(
         if wanted:
             raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
         return [], refused
-    usual = {1, 2, 4, 8, *range(16, _LARGEST + 1, 16), min(most, _LARGEST)}
+    usual = {1, 2, 4, 8, *range(16, LARGEST + 1, 16), min(most, LARGEST)}
     sizes = sorted(size for size in wanted or usual if size <= most)
     if not sizes:
         raise ConfigError(f"--cudagraph-capture-sizes: all are above --max-num-seqs {most}")
@@ -84,7 +85,7 @@ class DecodeGraphs:
         self._sizes, self._longest, self._device = sizes, longest, parts.rows.device
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle() if self._device == "cuda" else None
-        most = _LARGEST // longest if longest > 1 and parts.attention.replays_chunks else 0
+        most = LARGEST // longest if longest > 1 and parts.attention.replays_chunks else 0
         self.chunk_sizes = [size for size in sizes if size <= most]
         # The largest first: the others fit into its memory.
         self._chunks = {

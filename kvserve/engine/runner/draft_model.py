@@ -21,7 +21,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.implementation import load
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.cuda_graph import DecodeGraphs
+from kvserve.engine.runner.cuda_graph import LARGEST, DecodeGraphs
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.kernels.decode_inputs import FillInputs
@@ -67,23 +67,25 @@ class DraftModel:
 
         Entries of a row's guesses, but of the last one, are stored behind those of its chunk.
         """
-        places = np.cumsum(chunks.guesses) - chunks.guesses
+        first = np.cumsum(chunks.guesses) - chunks.guesses
         # Rows with the most guesses come first, so that those with another one stay in front.
         order = np.argsort(-chunks.guesses, kind="stable")
-        chunks, places = chunks.part(order), places[order]
+        chunks, first = chunks.part(order), first[order]
         counts = [int((chunks.guesses > done).sum()) for done in range(int(chunks.guesses[0]))]
         plays = self._plays(chunks, counts[1:])
-        hidden = tokens = self._read(chunks, sum(counts[:1]), plays=plays)
-        if not counts:
-            return None
-        positions, device = chunks.starts + chunks.lengths, self._batch.device
-        guesses = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        hidden = self._read(chunks, sum(counts[:1]), plays=plays)
+        guesses, places = list[Tensor](), list[IntArray]()
         for done, n in enumerate(counts):
+            positions = chunks.starts[:n] + chunks.lengths[:n] + done
             if done:
-                hidden = self._read_one(tokens[:n], chunks, positions + done - 1, plays=plays)
-            tokens = self._choose(hidden, chunks.rows[:n], positions[:n] + done)
-            guesses[to_device(places[:n] + done, device)] = tokens
-        return guesses
+                tokens = guesses[-1][:n]
+                hidden = self._read_one(tokens, chunks, positions - 1, plays=plays)
+            guesses.append(self._choose(hidden, chunks.rows[:n], positions))
+            places.append(first[:n] + done)
+        if not guesses:
+            return None
+        by_row = to_device(np.argsort(np.concatenate(places)), self._batch.device)
+        return torch.cat(guesses)[by_row]
 
     def _plays(self, chunks: DraftChunks, further: list[int]) -> bool:
         """Whether the steps of ``chunks``, and of so many rows each that guess on, are captured or
@@ -107,13 +109,13 @@ class DraftModel:
     def _read_one(
         self, tokens: Tensor, chunks: DraftChunks, positions: IntArray, *, plays: bool
     ) -> Tensor:
-        """Hidden states of ``tokens [n]``, one at ``positions`` of each of the first n rows."""
+        """Hidden states of ``tokens [n]``, one at ``positions [n]`` of each of the first rows."""
         n = len(tokens)
         if plays and self._steps is not None:
             self._guessing.tokens[:n] = tokens
             return self._steps.decode(n)
         ones = np.ones(n, np.int32)
-        batch = self._of(chunks.rows[:n], positions[:n], chunks.dropped[:n], ones)
+        batch = self._of(chunks.rows[:n], positions, chunks.dropped[:n], ones)
         return self.model(tokens, batch, self.cache, self.attention.plan(batch))
 
     def rehearse(self, tokens: int) -> None:
@@ -199,14 +201,17 @@ class DraftPlan:
         max_len: int,
     ) -> DraftModel:
         """The draft ``model`` over the blocks of ``pool``, for the rows of ``batch``. Steps of
-        these ``sizes`` are captured if attention allows; if ``eager``, nothing is recorded.
-        Positions are below ``max_len``."""
+        these ``sizes`` are captured if attention and layers allow; if ``eager``, nothing is
+        recorded. Positions are below ``max_len``."""
         attention = self.chosen_attention()
         cache = DraftCache(pool, self.layout, self.dtype, attention.store_kv)
         (rows,) = (group for group in batch.groups if isinstance(group, DraftRows))
         model.tabulate(max_len)
+        backend, borrowed = attention.backend, self.spec.borrowed
+        # As many rows as have graphs of chunks, which come before single tokens.
+        captured = [size for size in sizes if size * NEWEST <= LARGEST]
         return DraftModel(
-            *(model, cache, rows, batch, attention.backend, fill),
-            sizes=sizes if attention.backend.replays else (),
-            records=attention.name == "cpu" and not eager,
+            *(model, cache, rows, batch, backend, fill),
+            sizes=captured if backend.replays_chunks and backend.replays and not borrowed else (),
+            records=attention.name == "cpu" and not eager and not borrowed,
         )

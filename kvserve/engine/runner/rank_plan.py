@@ -186,11 +186,11 @@ class RankPlan:
         graphs: DecodeGraphs | RecordedSteps | None = None
         speculation = self.config.scheduler.speculation
         most_guesses = 0 if speculation is None else speculation.num_speculative_tokens
+        steps = StepParts(*parts)
         if sizes:
-            graphs = DecodeGraphs(StepParts(*parts), sizes, longest=1 + most_guesses)
+            graphs = DecodeGraphs(steps, sizes, longest=1 + most_guesses)
         elif self.records(attention):
-            measured = lambda: cache.on_queries is not None  # noqa: E731
-            graphs = RecordedSteps(StepParts(*parts), measured=measured)
+            graphs = RecordedSteps(steps, measured=lambda: cache.on_queries is not None)
         statistics = None if self.statistics is None else load_statistics(self.statistics)
         return ModelRunner(
             *parts,

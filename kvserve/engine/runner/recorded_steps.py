@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
-from kvserve.engine.runner.tapes import Recorder, Recording
+from kvserve.engine.runner.tapes import Recorder
 from kvserve.kernels.cpu.calls import Tape
 from kvserve.scheduler.arrays import IntArray
 
@@ -46,7 +46,9 @@ class RecordedSteps:
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
         self._steps: dict[tuple[int, bool], _Played] = {}
-        self._chunks: dict[tuple[int, int, bool], _Played | PaddedStep] = {}
+        self._chunks: dict[tuple[int, int, bool], _Played] = {}
+        self._seen: set[tuple[int, int, bool]] = set()
+        """Shapes of chunks that have come once."""
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds.
         nobody = torch.zeros((), dtype=torch.int64)
@@ -81,36 +83,42 @@ class RecordedSteps:
     def _step(self, size: int, logs_queries: bool, count: Tensor) -> Tensor:
         """Compute a step that no tape has yet, and record it."""
         step = self._parts.step(size, logs_queries, count)
-        filling = self._recorder.record(step.update)
-        computing = self._recorder.record(partial(step.compute, filling.answer))
-        if computing.refused is None:
-            self._steps[size, logs_queries] = _Played.of(step, filling, computing)
-        self.refused = computing.refused
-        return computing.answer
+        hidden, played = self._record(step)
+        if played is not None:
+            self._steps[size, logs_queries] = played
+        return hidden
 
     def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
         [T]``. How long each chunk is, is an input of a tape."""
         shape = len(lengths), len(token_ids), logs_queries
         known = self._chunks.get(shape)
-        if known is None:
-            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-            known = self._parts.chunks(starts, logs_queries, torch.tensor(len(lengths)))
-            _fill(known, lengths, token_ids)
-            if len(self._chunks) < _MOST_SHAPES:
-                self._chunks[shape] = known
-            return known.forward()
-        if isinstance(known, _Played):
+        if known is not None:
             self.chunk_replays += 1
             _fill(known.step, lengths, token_ids)
             return known.play()
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        step = self._parts.chunks(starts, logs_queries, torch.tensor(len(lengths)))
+        _fill(step, lengths, token_ids)
         # A shape is recorded when it comes again, since recording takes longer than computing.
-        _fill(known, lengths, token_ids)
-        filling = self._recorder.record(known.update)
-        computing = self._recorder.record(partial(known.compute, filling.answer))
-        if computing.refused is None:
-            self._chunks[shape] = _Played.of(known, filling, computing)
-        return computing.answer
+        if shape not in self._seen or len(self._chunks) >= _MOST_SHAPES:
+            self._seen.add(shape)
+            return step.forward()
+        hidden, played = self._record(step)
+        if played is not None:
+            self._chunks[shape] = played
+        return hidden
+
+    def _record(self, step: PaddedStep) -> tuple[Tensor, _Played | None]:
+        """Compute ``step``, and record it unless torch computes something in its layers."""
+        filling = self._recorder.record(step.update)
+        computing = self._recorder.record(partial(step.compute, filling.answer))
+        self.refused = computing.refused
+        if self.refused is not None:
+            return computing.answer, None
+        by_torch = filling.refused is not None  # of further cache groups
+        calls = computing.calls if by_torch else filling.calls + computing.calls
+        return computing.answer, _Played(step, Tape(calls), computing.answer, by_torch)
 
 
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
@@ -131,12 +139,6 @@ class _Played:
     hidden: Tensor
     updates: bool
     """Whether the step's inputs are not on the tape."""
-
-    @classmethod
-    def of(cls, step: PaddedStep, filling: Recording, computing: Recording) -> _Played:
-        by_torch = filling.refused is not None  # of further cache groups
-        calls = computing.calls if by_torch else filling.calls + computing.calls
-        return cls(step, Tape(calls), computing.answer, by_torch)
 
     def play(self) -> Tensor:
         if self.updates:

@@ -180,7 +180,6 @@ class DraftCosts:
         kind = size.drafted if guessed else size.plain
         often = _OFTEN if guessed else _SELDOM
         size.compared = kind.count > _NEWEST and kind.count % often > 0 and size.compared
-        self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
         if guessed:
             self.spend(rows, tokens, seconds, _MOST_LOST)
             size.drafted.add(seconds, tokens, guessed)
@@ -190,6 +189,7 @@ class DraftCosts:
             elif size.known:
                 size.retry = min(2 * size.retry, _LONGEST_RETRY)
         else:
+            self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
             size.plain.add(seconds, tokens, 0)
             size.since_plain, size.since_drafted = 0, size.since_drafted + 1
 

@@ -25,6 +25,11 @@ from tests.scheduler.traffic import preempt_now_and_then
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
+GRAPHS: dict[str, Any] = {
+    "num_gpu_blocks_override": 1000,
+    "max_num_seqs": 8,
+    "cudagraph_capture_sizes": (3, 8),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +50,7 @@ def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: A
         llm = make_llm(
             tiny_dir,
             policy,
-            num_gpu_blocks_override=1000,
-            max_num_seqs=8,
-            cudagraph_capture_sizes=(3, 8),
+            **GRAPHS,
         )
         gc.collect()
         assert generate(llm, PROMPTS, policies) == expected
@@ -64,9 +67,7 @@ def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
         llm = make_llm(
             tiny_dir,
             KARA,
-            num_gpu_blocks_override=1000,
-            max_num_seqs=8,
-            cudagraph_capture_sizes=(3, 8),
+            **GRAPHS,
             speculative_config=drafts,
         )
         always_guess(llm)
