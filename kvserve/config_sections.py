@@ -227,11 +227,6 @@ class SchedulerConfig:
         observed = self.max_num_observed_tokens
         prefill, of_one = self.max_prefill_tokens, self.max_num_seqs_per_client
         return (
-            (
-                self.speculation is None or not self.async_scheduling,
-                "--speculative-config guesses from the tokens of the step before, so steps do not "
-                "overlap; drop --async-scheduling",
-            ),
             (prefill is None or prefill >= 1, "--max-prefill-tokens must be >= 1"),
             (
                 prefill is None or self.enable_chunked_prefill,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -85,12 +86,18 @@ def test_layers_with_windows_hold_what_the_next_token_sees(windows: int) -> None
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "early")), seen
 
 
-def test_guesses_leave_no_trace() -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+def test_guesses_leave_no_trace(overlaps: bool) -> None:
     """Right ones are tokens like others; of wrong ones nothing is held, read or said later."""
     seen: Counter[str] = Counter()
     for seed in range(9):
         windows = 9 * (seed % 3 == 0)
-        traffic = Traffic(seed, continuations=bool(seed % 2), windows=windows, speculation=4)
+        how: dict[str, Any] = {
+            "overlaps": overlaps,
+            "continuations": bool(seed % 2),
+            "windows": windows,
+        }
+        traffic = Traffic(seed, **how, speculation=4)
         traffic.run(200)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
         seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
@@ -99,14 +106,18 @@ def test_guesses_leave_no_trace() -> None:
     assert seen["guessed"] > seen["right"] > 500, seen
 
 
-def test_a_draft_model_leaves_no_trace() -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+def test_a_draft_model_leaves_no_trace(overlaps: bool) -> None:
     """Its entries are of confirmed tokens alone, go when others need the blocks, and come again."""
     seen: Counter[str] = Counter()
     for seed in range(9):
         windows = 9 * (seed % 3 == 0)
-        traffic = Traffic(
-            seed, continuations=bool(seed % 2), windows=windows, speculation=4, drafted=True
-        )
+        how: dict[str, Any] = {
+            "overlaps": overlaps,
+            "continuations": bool(seed % 2),
+            "windows": windows,
+        }
+        traffic = Traffic(seed, **how, speculation=4, drafted=True)
         traffic.run(200)
         draft = traffic.loop.shadow.draft
         assert draft is not None

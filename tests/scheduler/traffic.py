@@ -182,6 +182,9 @@ class Loop:
 
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
+        finished: list[Sequence] = []
+        if self._in_flight and not self.scheduler.may_overlap(self._in_flight[-1][0]):
+            finished = self._update(0)
         output = self.scheduler.schedule()
         for earlier, *_ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
@@ -191,8 +194,7 @@ class Loop:
         if confirmed is not None:
             self.num_guessed += output.drafts.num_guessed if output.drafts else 0
             self.num_right += int(confirmed.counts.sum()) - len(output.sampled)
-        finished = self._update(self.overlaps)
-        return output, finished
+        return output, finished + self._update(self.overlaps)
 
     def drain(self, limit: int = 3000) -> list[Sequence]:
         """Run until nobody is left."""
@@ -341,7 +343,9 @@ class Traffic:
         self.finished: list[Sequence] = []
         if self.scheduler.speculation is not None:
             rows = lambda row: Oracle(self.loop.shadow, rng, row)  # noqa: E731
-            self.scheduler.speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+            costs = self.scheduler.speculation.costs
+            costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+            costs.rests = lambda rows: bool(rng.random() < 0.5)  # type: ignore[method-assign]
             if not drafted:
                 self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations

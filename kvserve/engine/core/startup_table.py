@@ -210,7 +210,7 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     overlapping = "--async-scheduling; by default on where there is a GPU"
     if speculation is not None:
-        overlapping = "guesses follow the tokens of the step before; --speculative-config"
+        overlapping += ". Steps with guesses follow known tokens"
     return [
         (
             "scheduling",

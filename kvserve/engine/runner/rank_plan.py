@@ -102,9 +102,7 @@ class RankPlan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched before the one in front of it is collected."""
-        if self.config.scheduler.speculation is not None:
-            return False
+        """Whether a step may be launched before the one in front of it is collected."""
         wanted = self.config.scheduler.async_scheduling
         return self.device == "cuda" if wanted is None else wanted
 

@@ -203,20 +203,27 @@ class DraftCosts:
 
     def least_chance(self, rows: int) -> float:
         """The chance from which on a guess pays in a step of so many rows."""
-        size = self._sizes[rows.bit_length()]
+        size, rests = self._sizes[rows.bit_length()], self.rests(rows)
         size.since_measured += 1
-        if size.paused or size.rest:
-            size.paused, size.rest = max(size.paused - 1, 0), max(size.rest - 1, 0)
-            return NEVER
-        if size.wants_plain or (size.since_measured > _BLIND and not size.known):
+        size.paused, size.rest = max(size.paused - 1, 0), max(size.rest - 1, 0)
+        if rests:
             return NEVER
         size.tried = not size.known or self.tries_again(rows)
-        if size.tried:
-            return _UNKNOWN if self._credit > 0 else NEVER
+        return _UNKNOWN if size.tried else size.least
+
+    def rests(self, rows: int) -> bool:
+        """Whether no guess pays in the next step of so many rows, whatever its chance."""
+        size = self._sizes[rows.bit_length()]
+        if size.paused or size.rest or size.wants_plain:
+            return True
+        if not size.known:
+            return size.since_measured >= _BLIND or self._credit <= 0
+        if self.tries_again(rows):
+            return False
         if not size.compared:
             size.compare()
         sure = self._most_guesses * rows
-        return size.least if size.enough(rows, sure, sure) else NEVER
+        return size.least >= 1.0 or not size.enough(rows, sure, sure)
 
     def gains(self, rows: int, expected: float, guessed: int) -> bool:
         """Whether a step is worth its guesses, of which ``expected`` will be right."""

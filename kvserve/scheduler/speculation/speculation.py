@@ -22,14 +22,14 @@ from kvserve.scheduler.messages.drafts import (
 )
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
-from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.rows.row_table import BoolArray, RowTable
 from kvserve.scheduler.speculation.draft_costs import NEVER, DraftCosts
 from kvserve.scheduler.speculation.drafter import Chance
 
 
 class Speculation(ABC):
-    """Makes the drafts of decoding rows and takes in what a step has found of them. No step is
-    scheduled before the tokens of the one in front of it are known."""
+    """Makes the drafts of decoding rows and takes in what a step has found of them. A row guesses
+    nothing while its newest token is unknown."""
 
     forget: ClassVar[float] = 0.99
     """What is left of each guess, behind the next one, in how likely a new sequence's first is."""
@@ -52,14 +52,26 @@ class Speculation(ABC):
         the blocks for them.
         """
         rows, n = self._rows, self._rows.num_decoding
-        asked = rows.num_tokens[:n] >= rows.guess_from[:n]
+        asked = self._asked
         least = self.costs.least_chance(n) if asked.any() else NEVER
-        if least >= 1.0:
+        if least >= 1.0 or rows.num_unknown[:n].any():
             return NO_GUESSES
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]
         most = np.minimum(most, self._most_guesses)
         at = np.flatnonzero((most > 0) & asked).astype(np.int32)
         return self._propose(at, most[at], least, scarce=scarce)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next step guesses nothing, whatever the tokens of this one are."""
+        return not self._asked.any() or self.costs.rests(self._rows.num_decoding)
+
+    @property
+    def _asked(self) -> BoolArray:
+        """Which decoding rows may guess."""
+        rows, n = self._rows, self._rows.num_decoding
+        asked: BoolArray = rows.num_tokens[:n] >= rows.guess_from[:n]
+        return asked
 
     @abstractmethod
     def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:

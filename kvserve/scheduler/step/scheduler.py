@@ -245,6 +245,11 @@ class Scheduler:
 
     # ---- results of a step -------------------------------------------------------------------
 
+    def may_overlap(self, output: SchedulerOutput) -> bool:
+        """Whether the step behind ``output`` may be scheduled before its tokens are known: guesses
+        follow known tokens, and say how many there are."""
+        return self.speculation is None or (output.drafts is None and self.speculation.rests)
+
     def confirm(self, output: SchedulerOutput, token_ids: IntArray) -> Confirmed | None:
         """What sequences get of the sampled tokens, if the step had drafts."""
         if self.speculation is None or output.drafts is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import (
     EVEN,
@@ -218,6 +221,62 @@ def test_an_abort_between_steps(llama_dir: Path) -> None:
     expected = run(make_plain(llama_dir, KARA), [params] * 3)
     for i in (0, 2):
         assert ended[str(i)].outputs == expected[i].outputs
+
+
+@pytest.mark.parametrize("layout", ["model", "head"])
+@pytest.mark.parametrize("sizes", [(), SIZES], ids=["eager", "padded"])
+def test_steps_overlap_while_nothing_is_guessed(
+    llama_dir: Path, sizes: tuple[int, ...], layout: str
+) -> None:
+    """Guesses come now and then, behind known tokens; events and preemptions in either case."""
+    policies = [KARA, "none", {"name": "h2o", "budget": 24}, KARA]
+    if layout == "head":
+        policies[1:3] = {"name": "adakv", "budget": 8, "window": 4}, {"name": "h2o", "budget": 24}
+    policies, settings = policies * 2, {"kv_layout": layout, "max_num_batched_tokens": 128}
+    plain = generate(make_plain(llama_dir, KARA, **settings), PROMPTS, policies)
+    settings |= {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
+    settings |= {"async_scheduling": True, "speculative_config": SPECULATIVE}
+    llm = make_llm(llama_dir, KARA, **settings)
+    oracle, core, rng = (
+        Oracle(llm, plain.__getitem__, 0.7),
+        llm.engine.core,
+        np.random.default_rng(0),
+    )
+    assert core.scheduler.speculation is not None
+    costs = core.scheduler.speculation.costs
+    costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.least_chance = lambda rows: float(rng.random() < 0.6)  # type: ignore[method-assign]
+    preempt_now_and_then(core.scheduler, rng, 0.05)
+    watch(llm)
+    depth = follow(llm)
+    assert generate(llm, PROMPTS, policies) == plain
+    assert depth.count(1) > 10 and depth.count(0) > 20
+    assert oracle.guessed > oracle.confirmed > 40
+    core.scheduler.check_integrity()
+
+
+def test_a_step_is_timed_from_the_end_of_the_one_in_front(llama_dir: Path) -> None:
+    """Steps in flight together are not counted twice, and a step without guesses that did not
+    overlap says nothing of those that do."""
+    params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+    answer = run(make_plain(llama_dir, "none"), params)[0].outputs[0].token_ids
+    llm = make_llm(llama_dir, "none", async_scheduling=True, speculative_config=SPECULATIVE)
+    Oracle(llm, lambda _: answer, 0.5)
+    core, measured = llm.engine.core, list[tuple[bool, float]]()
+    assert core.scheduler.speculation is not None
+    costs, rng, depth = core.scheduler.speculation.costs, np.random.default_rng(0), follow(llm)
+    core._clock = partial(next, count())  # a second from each reading to the next
+    costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.least_chance = lambda rows: float(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.record = (  # type: ignore[method-assign]
+        lambda rows, guessed, tokens, seconds: measured.append((guessed > 0, seconds))
+    )
+    assert run(llm, params)[0].outputs[0].token_ids == answer
+    plain = [seconds for guesses, seconds in measured if not guesses]
+    assert len(plain) == depth.count(1) > 5
+    assert 5 < len(measured) - len(plain) < depth.count(0) - 5
+    # Steps that were launched at 0 and 1 and taken in at 2 and 4: the second took 2, not 3.
+    assert max(plain) == 2.0
 
 
 @pytest.mark.parametrize("on", [None, True, False])

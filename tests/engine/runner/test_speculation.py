@@ -267,8 +267,6 @@ def test_settings_are_named(llama_dir: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"--speculative-config: {named}"):
             make_llm(llama_dir, "none", speculative_config=given)
-    with pytest.raises(ConfigError, match="--async-scheduling"):
-        make_llm(llama_dir, "none", speculative_config=SPECULATIVE, async_scheduling=True)
     for given, state in (({}, "off"), (SPECULATIVE, "ngram, up to 5 tokens")):
         llm = make_llm(llama_dir, "none", speculative_config=given)
         rows = {name: said for name, said, _ in llm.engine.core.info.summary}
