@@ -80,7 +80,7 @@ def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
     steps = runner.draft._steps
     assert steps is not None
     assert min(runner.graphs.chunk_replays, steps.chunk_replays, steps.replays) > 5
-    assert llm.stats().accepted_tokens_total > 20
+    assert llm.stats().accepted_tokens_total > 10
 
 
 def test_steps_without_tokens_are_waited_for(tiny_dir: Path) -> None:

@@ -44,8 +44,11 @@ def test_nothing(given: Any) -> None:
 
 
 def test_three_million_ids_stop_the_loop_for_a_moment() -> None:
-    """It was .3 s of one core, for which /health waited too; half of that is machine's noise."""
-    ids = [1] * 3_000_000
-    started = time.thread_time()
-    assert _parse_prompt(ids) == [ids]
-    assert time.thread_time() - started < 0.25
+    """It was .3 s of one core, for which /health waited too; the best of three is measured, since
+    a busy machine takes half as long again."""
+    ids, took = [1] * 3_000_000, list[float]()
+    for _ in range(3):
+        started = time.thread_time()
+        assert _parse_prompt(ids) == [ids]
+        took.append(time.thread_time() - started)
+    assert min(took) < 0.25
