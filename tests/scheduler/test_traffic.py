@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -86,19 +85,25 @@ def test_layers_with_windows_hold_what_the_next_token_sees(windows: int) -> None
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "early")), seen
 
 
+def guessing(seed: int, *, overlaps: bool, drafted: bool = False) -> Traffic:
+    traffic = Traffic(
+        seed,
+        overlaps=overlaps,
+        continuations=bool(seed % 2),
+        windows=9 * (seed % 3 == 0),
+        speculation=4,
+        drafted=drafted,
+    )
+    traffic.run(200)
+    return traffic
+
+
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_guesses_leave_no_trace(overlaps: bool) -> None:
     """Right ones are tokens like others; of wrong ones nothing is held, read or said later."""
     seen: Counter[str] = Counter()
     for seed in range(9):
-        windows = 9 * (seed % 3 == 0)
-        how: dict[str, Any] = {
-            "overlaps": overlaps,
-            "continuations": bool(seed % 2),
-            "windows": windows,
-        }
-        traffic = Traffic(seed, **how, speculation=4)
-        traffic.run(200)
+        traffic = guessing(seed, overlaps=overlaps)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
         seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
         seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
@@ -111,14 +116,7 @@ def test_a_draft_model_leaves_no_trace(overlaps: bool) -> None:
     """Its entries are of confirmed tokens alone, go when others need the blocks, and come again."""
     seen: Counter[str] = Counter()
     for seed in range(9):
-        windows = 9 * (seed % 3 == 0)
-        how: dict[str, Any] = {
-            "overlaps": overlaps,
-            "continuations": bool(seed % 2),
-            "windows": windows,
-        }
-        traffic = Traffic(seed, **how, speculation=4, drafted=True)
-        traffic.run(200)
+        traffic = guessing(seed, overlaps=overlaps, drafted=True)
         draft = traffic.loop.shadow.draft
         assert draft is not None
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)

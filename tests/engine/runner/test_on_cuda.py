@@ -47,11 +47,7 @@ def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: A
     policies = [policy] * len(PROMPTS)
     expected = generate(make_plain(tiny_dir, policy), PROMPTS, policies)
     with pretend_cuda() as queue:
-        llm = make_llm(
-            tiny_dir,
-            policy,
-            **GRAPHS,
-        )
+        llm = make_llm(tiny_dir, policy, **GRAPHS)
         gc.collect()
         assert generate(llm, PROMPTS, policies) == expected
     assert queue.graphs == 4, "two sizes, with queries logged and without"
@@ -64,12 +60,7 @@ def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
     expected = generate(make_plain(tiny_dir, KARA), PROMPTS, policies)
     drafts = {"method": "draft_model", "model": str(tiny_dir), "num_speculative_tokens": 3}
     with pretend_cuda() as queue:
-        llm = make_llm(
-            tiny_dir,
-            KARA,
-            **GRAPHS,
-            speculative_config=drafts,
-        )
+        llm = make_llm(tiny_dir, KARA, **GRAPHS, speculative_config=drafts)
         always_guess(llm)
         gc.collect()
         assert generate(llm, PROMPTS, policies) == expected

@@ -237,11 +237,8 @@ def test_steps_overlap_while_nothing_is_guessed(
     settings |= {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
     settings |= {"async_scheduling": True, "speculative_config": SPECULATIVE}
     llm = make_llm(llama_dir, KARA, **settings)
-    oracle, core, rng = (
-        Oracle(llm, plain.__getitem__, 0.7),
-        llm.engine.core,
-        np.random.default_rng(0),
-    )
+    oracle, core = Oracle(llm, plain.__getitem__, 0.7), llm.engine.core
+    rng = np.random.default_rng(0)
     assert core.scheduler.speculation is not None
     costs = core.scheduler.speculation.costs
     costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]

@@ -53,6 +53,14 @@ def test_each_level_agrees_with_plain_indexing(level: str, tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(1200)
+def test_tuning_for_another_cpu_changes_no_rule(tmp_path: Path) -> None:
+    """As GCC tunes for Zen 3: rows have the bits that they have alone."""
+    if "x86-64-v3" not in levels.of_this_cpu():
+        pytest.skip("this CPU has no AVX2")
+    run_tests(tmp_path, "-march=x86-64-v3 -mtune=znver3")
+
+
+@pytest.mark.timeout(1200)
 def test_nothing_is_read_or_written_out_of_bounds(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     assert compiler is not None
